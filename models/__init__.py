@@ -1,0 +1,6 @@
+"""Plain torch models to compile: gpt, llama, bert, t5, resnet. They know nothing of the compiler.
+
+Each folder has `Config` (a frozen dataclass of sizes), the module, and `PRESETS` (published sizes
+by name, and a `"tiny"` one). A model returns the mean cross-entropy when it is given labels, and
+the logits when it is not.
+"""
