@@ -1,0 +1,29 @@
+"""The one family of exceptions: catch `ParcompilerError` to catch them all.
+
+>>> issubclass(InputError, ParcompilerError) and issubclass(InputError, ValueError)
+True
+"""
+
+
+class ParcompilerError(Exception):
+    """Anything that parcompiler refuses. The message says what is wrong and what to do."""
+
+
+class CaptureError(ParcompilerError):
+    """The model cannot be turned into a graph. Names the module path and the source line."""
+
+
+class PlanError(ParcompilerError):
+    """A plan, or the program lowered from it, breaks rules. Lists every broken rule."""
+
+
+class InfeasibleError(PlanError):
+    """No plan satisfies the constraints. Says the least that would have to change."""
+
+
+class LaunchError(ParcompilerError):
+    """The ranks cannot start, or one of them failed. Names the rank and the instruction."""
+
+
+class InputError(ParcompilerError, ValueError):
+    """An argument or a batch does not have the form that was asked for."""

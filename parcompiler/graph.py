@@ -1,0 +1,142 @@
+"""What the model is: its captured graph, its parameters, and the blocks it is cut into.
+
+The nodes are those of `torch.fx`; the values here are the small frozen ones around them.
+A *block* is a run of nodes (usually one layer); blocks of the same structure share a *template*.
+Values that need no parameters and no gradient and are used by several blocks (masks, position
+ids, rotary tables) form the *prologue*, which every stage may compute for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer of the model, under its name there.
+
+    `aliases` are further names of the same tensor (tied weights); `mutated` says that the forward
+    updates it in place (running statistics). Constants met while tracing are buffers too.
+    """
+
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = True
+    buffer: bool = False
+    mutated: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of the batch: `key` is where it stands there, `shape` that of one micro-batch.
+
+    Integers that index a table or name a class are below `high`; None where nothing says. `label`
+    is the argument of the model's forward.
+    """
+
+    key: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    high: int | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One tensor of a block: `attribute` in the template, `name` in the model."""
+
+    attribute: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of nodes that stays together on one stage.
+
+    `inputs` are nodes of other blocks, of the prologue, or of the batch, by first use; `outputs`
+    are its nodes that others use. Two blocks of one `template` have the same operators, constants
+    and wiring, node for node, input for input, tensor for tensor. `scope` is the layer that
+    tensors are named from.
+    """
+
+    name: str
+    template: str
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    tensors: tuple[Binding, ...]
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model: one micro-batch in, the scalar loss out.
+
+    `fx_graph` has a placeholder per parameter, buffer and input, and ATen operators otherwise.
+    `tensors` holds the model's own parameters and buffers by name (not copies).
+    `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
+    that the model was captured on.
+    """
+
+    name: str
+    fx_graph: fx.Graph
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[Input, ...]
+    loss: fx.Node
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    differentiable: frozenset[str] = field(repr=False)
+    sample: Any = field(default=None, repr=False)
+    fingerprint: str = ""
+    positional: bool = False
+    random: bool = False
+
+    @cached_property
+    def by_node(self) -> Mapping[str, Parameter]:
+        """Parameters and buffers by the name of their placeholder."""
+        return {parameter.node: parameter for parameter in self.parameters}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Parameter]:
+        """Parameters and buffers by their name in the model (not by their aliases)."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def input_nodes(self) -> frozenset[str]:
+        """The placeholders that stand for tensors of the batch."""
+        return frozenset(item.node for item in self.inputs)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the tensor that a node yields for one micro-batch."""
+    return tuple(node.meta["val"].shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of the tensor that a node yields."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The size in bytes of the tensor that a node yields for one micro-batch."""
+    return torch.Size(shape_of(node)).numel() * dtype_of(node).itemsize

@@ -1,0 +1,107 @@
+"""One instruction of one rank: the alphabet that lowering writes and everything else reads.
+
+The verifier, the simulator, the code generator and the runtime read the same lists, so what is
+proved and predicted is what runs. The text of an instruction parses back to it:
+
+>>> text = "SEND layers_1 mb 3 to 1"
+>>> Instruction.parse(text) == Instruction(Kind.SEND, value="layers_1", microbatch=3, peer=1)
+True
+>>> str(Instruction.parse(text)) == text
+True
+>>> print(Instruction(Kind.RECV, value="layers_1", gradient=True, microbatch=0, peer=1))
+RECV layers_1.grad mb 0 from 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from parcompiler.errors import InputError
+
+
+class Kind(StrEnum):
+    """What an instruction does. `mb` is a micro-batch, `value` a tensor that crosses ranks."""
+
+    FORWARD = "FORWARD"  # stage, mb: run the stage's module, keep what its backward needs
+    BACKWARD = "BACKWARD"  # stage, mb: gradients of its inputs and its parameters
+    SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
+    RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
+    REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
+    SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+MESSAGES = frozenset({Kind.SEND, Kind.RECV})
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a rank's program; which fields are set follows from `kind`."""
+
+    kind: Kind
+    stage: int | None = None
+    microbatch: int | None = None
+    value: str | None = None
+    gradient: bool = False
+    peer: int | None = None
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The line that `parse` reads."""
+        words: list[str] = [self.kind.value]
+        if self.value is not None:
+            words.append(self.value + (".grad" if self.gradient else ""))
+        if self.stage is not None:
+            words += ["stage", str(self.stage)]
+        if self.microbatch is not None:
+            words += ["mb", str(self.microbatch)]
+        if self.peer is not None:
+            words += ["to" if self.kind is Kind.SEND else "from", str(self.peer)]
+        if self.ranks:
+            words += ["ranks", ",".join(map(str, self.ranks))]
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, line: str) -> Instruction:
+        """Read one line. Raises InputError naming the line when it is not an instruction."""
+        try:
+            return cls(**dict(_fields(line.split())))  # type: ignore[arg-type]
+        except (ValueError, IndexError, TypeError) as error:
+            message = f"not an instruction: {line!r} (for example 'FORWARD stage 0 mb 3')"
+            raise InputError(message) from error
+
+
+def _fields(words: list[str]) -> Iterator[tuple[str, object]]:
+    """The fields that the words of a line stand for."""
+    kind = Kind(words[0])
+    yield "kind", kind
+    rest = words[1:]
+    if kind in MESSAGES or kind is Kind.REDUCE_GRADIENTS:
+        yield "value", rest[0].removesuffix(".grad")
+        yield "gradient", rest[0].endswith(".grad")
+        rest = rest[1:]
+    names = {"stage": "stage", "mb": "microbatch", "to": "peer", "from": "peer"}
+    for key, text in zip(rest[::2], rest[1::2], strict=True):
+        if key == "ranks":
+            yield "ranks", tuple(int(rank) for rank in text.split(","))
+        else:
+            yield names.get(key, key), int(text)
+
+
+def parse(text: str) -> tuple[Instruction, ...]:
+    """Read a program: one instruction a line, blank lines ignored.
+
+    >>> [str(i) for i in parse('''
+    ... FORWARD stage 0 mb 0
+    ... REDUCE_GRADIENTS tied_0 ranks 0,3
+    ... ''')]
+    ['FORWARD stage 0 mb 0', 'REDUCE_GRADIENTS tied_0 ranks 0,3']
+    """
+    return tuple(Instruction.parse(line) for line in text.splitlines() if line.strip())
+
+
+def listing(instructions: Iterable[Instruction]) -> str:
+    """The text of a program, one instruction a line; `parse` reads it back."""
+    return "\n".join(map(str, instructions))

@@ -1,0 +1,98 @@
+"""The mesh of devices: how many ranks along each axis, and which rank sits where.
+
+`tensor` is the fastest axis, then `data`, then `pipeline`:
+
+>>> mesh = Mesh(pipeline=2, tensor=2, data=2)
+>>> mesh.size, mesh.coordinate(5), mesh.rank(pipeline=1, tensor=1)
+(8, Coordinate(pipeline=1, data=0, tensor=1), 5)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from parcompiler.device import Device, device
+from parcompiler.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """Where one rank sits in the mesh."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks along the pipeline, tensor and data axes, all on the same kind of device.
+
+    `device` is a name of the catalogue or a `Device`. Raises InputError when a degree is no
+    positive integer or the device is unknown.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    device: str | Device = "cpu"
+
+    def __post_init__(self) -> None:
+        """Refuse degrees that are no positive integers, and unknown devices."""
+        for axis in ("pipeline", "tensor", "data"):
+            given = getattr(self, axis)
+            degree = whole(given)
+            if degree is None or degree < 1:
+                message = f"mesh axis {axis!r} needs a positive integer ({given!r} given)"
+                raise InputError(message)
+            object.__setattr__(self, axis, degree)
+        if not isinstance(self.device, str | Device):
+            kind = type(self.device).__name__
+            message = f"the mesh's device must be a name or a Device ({kind} given)"
+            raise InputError(message)
+        _ = self.hardware
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.pipeline * self.tensor * self.data
+
+    @property
+    def hardware(self) -> Device:
+        """The device's figures."""
+        return self.device if isinstance(self.device, Device) else device(self.device)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` sits. Raises InputError outside 0 … size - 1."""
+        if not 0 <= rank < self.size:
+            message = f"rank {rank} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
+            raise InputError(message)
+        outer, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(outer, self.data)
+        return Coordinate(pipeline, data, tensor)
+
+    def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
+        """The rank at a coordinate. Raises InputError when the mesh has no such place."""
+        place = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        for axis, index in place.items():
+            if not 0 <= index < getattr(self, axis):
+                degree = getattr(self, axis)
+                message = f"no {axis} coordinate {index} in the mesh ({axis}={degree})"
+                raise InputError(message)
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+
+def whole(value: object) -> int | None:
+    """An integer of any type (of numpy, say) as `int`; None for anything else, `True` included.
+
+    >>> whole(3), whole(3.0), whole(True)
+    (3, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

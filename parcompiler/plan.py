@@ -1,0 +1,134 @@
+"""Every decision of the compiler, frozen, as JSON that a user can read, edit, diff and reuse.
+
+One field per decision, `None` until a pass has decided it. Same inputs give the same bytes: no
+times, paths or dates are in it.
+
+>>> plan = Plan(model="GPT", fingerprint="0f", mesh=Shape(pipeline=2), microbatches=8)
+>>> Plan.from_json(plan.to_json()) == plan
+True
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Union
+
+from parcompiler.errors import InputError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The degrees of the mesh and the name of its device."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The blocks of one stage, in order of execution, and the pipeline coordinate it runs on."""
+
+    blocks: tuple[str, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver says of its answer: seconds of the predicted step, and how far it is proved."""
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every decision; see the passes for what each field means."""
+
+    model: str
+    fingerprint: str
+    mesh: Shape
+    microbatches: int
+    precision: str | None = None
+    optimizer: str = "adamw"
+    schedule: str | None = None
+    granularity: int | None = None
+    sent: tuple[str, ...] | None = None
+    stages: tuple[StageChoice, ...] | None = None
+    solution: Solution | None = None
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """Sorted, indented JSON; `from_json` reads it back to an equal plan."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan. Raises InputError that names the field and what was expected there."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            message = f"the plan is no JSON: {error}"
+            raise InputError(message) from error
+        plan = _read(cls, data, "plan")
+        if plan.version != VERSION:
+            message = f"the plan has version {plan.version}; this release reads version {VERSION}"
+            raise InputError(message)
+        assert isinstance(plan, Plan)
+        return plan
+
+
+def _read(kind: Any, data: object, place: str) -> Any:
+    """`data` as a value of type `kind`, checked; `place` names it in errors."""
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, data, place)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if data is None:
+            return None
+        return _read(next(a for a in arguments if a is not types.NoneType), data, place)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise InputError(_expected(place, "a list", data))
+        return tuple(_read(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(data))
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or isinstance(data, bool):
+        names = {int: "an integer", float: "a number", str: "a string"}
+        raise InputError(_expected(place, names.get(kind, str(kind)), data))
+    return data
+
+
+def _read_fields(kind: Any, data: object, place: str) -> Any:
+    """A dataclass from a JSON object with exactly its fields."""
+    if not isinstance(data, dict):
+        raise InputError(_expected(place, "an object", data))
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        message = (
+            f"{place} has an unknown field {unknown[0]!r} (known: {', '.join(sorted(fields))})"
+        )
+        raise InputError(message)
+    for name, field in fields.items():
+        if name not in data and field.default is dataclasses.MISSING:
+            message = f"{place} lacks the field {name!r}"
+            raise InputError(message)
+    return kind(
+        **{name: _read(hints[name], value, f"{place}.{name}") for name, value in data.items()}
+    )
+
+
+def _expected(place: str, wanted: str, found: object) -> str:
+    """The message for a field of the wrong type."""
+    return f"{place} must be {wanted} ({json.dumps(found)[:60]} found)"

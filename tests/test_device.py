@@ -1,0 +1,106 @@
+"""The catalogue of devices, and files that describe no device."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from parcompiler.device import Device, device, names
+from parcompiler.errors import InputError
+
+
+def test_the_catalogue_has_a_core_and_four_accelerators() -> None:
+    assert names() == ("a100-40g", "a100-80g", "cpu", "h100", "h200")
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_device_of_the_catalogue_is_equal_after_the_round_trip(name: str) -> None:
+    found = device(name)
+    again = Device.from_json(found.to_json())
+    assert found.name == name
+    assert (again, again.sources) == (found, found.sources)
+    assert hash(again) == hash(found)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_figure_of_the_catalogue_names_its_source(name: str) -> None:
+    figures = json.loads(device(name).to_json())
+    named = {
+        f"{key}.{part}" if isinstance(value, dict) else key
+        for key, value in figures.items()
+        if key not in {"name", "sources"}
+        for part in (value if isinstance(value, dict) else [""])
+    }
+    assert set(figures["sources"]) == named
+
+
+def test_a_device_is_read_once() -> None:
+    assert device("cpu") is device("cpu")
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    known = "a100-40g, a100-80g, cpu, h100, h200"
+    with pytest.raises(InputError, match=rf"no device 'tpu' in the catalogue \(known: {known}\)"):
+        device("tpu")
+
+
+def test_a_name_that_is_a_path_is_no_device() -> None:
+    with pytest.raises(InputError, match="no device"):
+        device("../devices/cpu")
+
+
+def test_the_peak_of_an_unlisted_dtype_is_that_of_float32() -> None:
+    h100 = device("h100")
+    assert h100.peak(torch.bfloat16) == 989e12
+    assert h100.peak(torch.int64) == h100.peak(torch.float32) == 67e12
+
+
+def changed(path: str, value: Any) -> str:
+    """The file of the cpu with one figure changed, or left out where `value` is ...."""
+    data = json.loads(device("cpu").to_json())
+    *parents, last = path.split(".")
+    part = data
+    for parent in parents:
+        part = part[parent]
+    if value is ...:
+        del part[last]
+    else:
+        part[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("memory", ..., "device figure 'memory' is missing"),
+        ("link.latency", ..., "device figure 'link.latency' is missing"),
+        ("flops.float32", ..., "device figure 'flops.float32' is missing"),
+        ("color", 1, "unknown device figure 'color' (known: name, flops, "),
+        ("network.hops", 1, "unknown device figure 'network.hops' (known: bandwidth, latency)"),
+        ("flops.real", 1.0, "device figure 'flops.real' names no dtype of torch"),
+        ("memory", -1, "device figure 'memory' must be a number above 0 (-1 given)"),
+        ("memory_bandwidth", 0, "'memory_bandwidth' must be a number above 0 (0 given)"),
+        ("flops.float64", -5.0, "'flops.float64' must be a number above 0 (-5.0 given)"),
+        ("link.bandwidth", "fast", "'link.bandwidth' must be a number above 0 ('fast' given)"),
+        ("link.latency", -1e-6, "'link.latency' must be a number of at least 0 (-1e-06 given)"),
+        ("launch_overhead", True, "'launch_overhead' must be a number of at least 0 (True"),
+        ("launch_overhead", float("nan"), "'launch_overhead' must be a number of at least 0"),
+        ("efficiency.matmul", 1.5, "'efficiency.matmul' must be a number above 0 and at most 1"),
+        ("name", 7, "device figure 'name' must be a string (7 given)"),
+        ("link", [1, 2], "device figure 'link' must be a JSON object ([1, 2] given)"),
+    ],
+)
+def test_a_wrong_figure_is_refused_by_name(path: str, value: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Device.from_json(changed(path, value))
+    assert message in str(caught.value)
+
+
+def test_a_text_that_is_no_json_is_refused() -> None:
+    with pytest.raises(InputError, match="a device file must be JSON"):
+        Device.from_json("flops: many")
+
+
+def test_sources_may_be_left_out() -> None:
+    assert Device.from_json(changed("sources", ...)) == device("cpu")
