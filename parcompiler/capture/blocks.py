@@ -1,0 +1,220 @@
+"""A graph cut into blocks along the module tree, and blocks grouped into templates.
+
+    nodes in order      wte wpe │ h.0 ……… │ h.1 ……… │ ln_f lm_head loss
+                        └ glue ┘└ block ─┘└ block ─┘└──── glue ──────┘
+
+Level 1 cuts at the outermost numbered modules (`h.0`, `h.1`: the layers), level 2 at the next
+numbered ones inside (`stages.0.layers.1`), and so on; the last level cuts a layer into pieces
+(attention | MLP). A model without numbered modules is cut at its named children instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from parcompiler.capture.effects import Effects, is_random, mutated_operands
+from parcompiler.capture.templates import Run, group
+from parcompiler.graph import Block, Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Blocks in order of execution, and the prologue that every stage computes for itself."""
+
+    blocks: tuple[Block, ...]
+    prologue: tuple[fx.Node, ...]
+
+
+class Step(NamedTuple):
+    """One module on the way from the model to the node: its path and which call of it this is."""
+
+    path: str
+    call: str
+
+
+def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
+    """The blocks of `graph` at `level` (1 is the coarsest).
+
+    `sent` are values that could be in the prologue but are cheaper to send than to recompute:
+    they stay in the block that makes them.
+    """
+    effects = Effects(graph.fx_graph)
+    nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
+    runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
+    if level > depth(nodes):
+        runs = [piece for run in runs for piece in _pieces(run, graph)]
+    runs = _keep_updates_together(runs, effects)
+    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    prologue = _prologue(graph, nodes, home, effects, set(sent))
+    parts = [[node for node in run.nodes if node not in prologue] for run in runs]
+    kept = [run._replace(nodes=part) for run, part in zip(runs, parts, strict=True) if part]
+    blocks = group(graph, kept)
+    return Cut(blocks, tuple(node for node in nodes if node in prologue))
+
+
+def levels(graph: Graph) -> range:
+    """The levels at which `cut` may be called: 1 … the depth of numbered modules, and pieces."""
+    nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
+    return range(1, depth(nodes) + 2)
+
+
+def depth(nodes: Iterable[fx.Node]) -> int:
+    """The deepest nesting of numbered modules; of named ones when no module is numbered."""
+    stacks = [steps(node) for node in nodes]
+    numbered = max((len(_numbered(stack)) for stack in stacks), default=0)
+    return numbered or max((len(stack) for stack in stacks), default=0)
+
+
+def steps(node: fx.Node) -> list[Step]:
+    """The modules around a node, outermost first, without the model itself."""
+    found = []
+    for key, (path, _kind) in node.meta.get("nn_module_stack", {}).items():
+        path = _without_wrapper(path)
+        if path:
+            found.append(Step(path, key.rpartition("@")[2] if "@" in key else ""))
+    return found
+
+
+def _without_wrapper(path: str) -> str:
+    """A module path of the export as the user's model has it."""
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+def _numbered(stack: list[Step]) -> list[Step]:
+    """The steps into numbered modules (members of lists)."""
+    return [step for step in stack if step.path.rpartition(".")[2].isdigit()]
+
+
+def _key_function(nodes: list[fx.Node], level: int) -> Callable[[fx.Node], Step]:
+    """Which run a node belongs to at a level: a module's step, or the glue between modules."""
+    numbered = any(_numbered(steps(node)) for node in nodes)
+
+    def key(node: fx.Node) -> Step:
+        stack = steps(node)
+        candidates = _numbered(stack) if numbered else stack
+        return candidates[min(level, len(candidates)) - 1] if candidates else Step("", "")
+
+    return key
+
+
+def _runs(nodes: list[fx.Node], key: Callable[[fx.Node], Step]) -> Iterator[Run]:
+    """Maximal runs of consecutive nodes with the same key."""
+    for (path, call), members in itertools.groupby(nodes, key):
+        yield Run(path, call, list(members), path)
+
+
+def _weight(run: Run, graph: Graph) -> int:
+    """How many parameter elements the nodes of a run read."""
+    read = {operand.name for node in run.nodes for operand in node.all_input_nodes}
+    return sum(graph.by_node[name].numel for name in read if name in graph.by_node)
+
+
+def _merge_bare(runs: list[Run], graph: Graph) -> list[Run]:
+    """Join runs without parameters to the run before (activations, residual sums, the loss)."""
+    merged: list[Run] = []
+    for run in runs:
+        if merged and _weight(run, graph) == 0:
+            merged[-1].nodes.extend(run.nodes)
+        else:
+            merged.append(run)
+    if len(merged) > 1 and _weight(merged[0], graph) == 0:
+        first = merged.pop(0)
+        merged[0] = merged[0]._replace(nodes=first.nodes + merged[0].nodes)
+    return merged
+
+
+def _pieces(run: Run, graph: Graph) -> list[Run]:
+    """A layer cut between its heavy children: [norm, attention, sum] and [norm, MLP, sum]."""
+    prefix = f"{run.path}." if run.path else ""
+
+    def child(node: fx.Node) -> Step:
+        inner = [step for step in steps(node) if step.path.startswith(prefix)]
+        inner = [step for step in inner if step.path != run.path]
+        return inner[0] if inner else Step(run.path, "")
+
+    runs = _merge_bare(list(_runs(run.nodes, child)), graph)
+    total = sum(_weight(piece, graph) for piece in runs)
+    pieces: list[Run] = []
+    light: list[fx.Node] = []
+    for piece in runs:
+        light += piece.nodes
+        if _weight(piece, graph) * 20 >= total:
+            path = piece.path if run.path else ""
+            pieces.append(Run(path, piece.call or run.call, light, run.path))
+            light = []
+    if len(pieces) < 2:
+        return [run]
+    pieces[-1].nodes.extend(light)
+    return pieces
+
+
+def _keep_updates_together(runs: list[Run], effects: Effects) -> list[Run]:
+    """Join the runs that share memory which is updated in place: a cut would split the update."""
+    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    last = list(range(len(runs)))
+    for root, writers in effects.writers.items():
+        touching = [n for n in home if effects.root(n) is root] if root in home else []
+        readers = [user for node in touching for user in node.users if user in home]
+        spots = [home[node] for node in (*touching, *writers, *readers) if node in home]
+        if root in home and len({home[node] for node in (*touching, *writers)}) > 1:
+            last[min(spots)] = max(last[min(spots)], max(spots))
+    joined: list[Run] = []
+    end = -1
+    for index, run in enumerate(runs):
+        if index <= end:
+            joined[-1].nodes.extend(run.nodes)
+        else:
+            joined.append(run)
+        end = max(end, last[index])
+    return joined
+
+
+def _prologue(
+    graph: Graph,
+    nodes: list[fx.Node],
+    home: dict[fx.Node, int],
+    effects: Effects,
+    sent: set[fx.Node],
+) -> set[fx.Node]:
+    """The nodes that need no parameter, gradient or chance and serve several blocks."""
+    mutable = {item.node for item in graph.parameters if item.mutated}
+    free: set[fx.Node] = set()
+
+    def is_free(node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            known = graph.by_node.get(node.name)
+            return known is None or (known.buffer and node.name not in mutable)
+        return node in free
+
+    for node in nodes:
+        writes = any(operand.op == "placeholder" for operand in mutated_operands(node))
+        if not is_random(node) and not writes and all(map(is_free, effects.dependencies(node))):
+            free.add(node)
+    wanted = [
+        node
+        for node in nodes
+        if node in free
+        and node not in sent
+        and any(home[user] != home[node] for user in node.users if user in home)
+    ]
+    found: set[fx.Node] = set()
+    for node in wanted:
+        found |= cone(node, effects)
+    return found
+
+
+def cone(node: fx.Node, effects: Effects) -> set[fx.Node]:
+    """A node and all nodes that it depends on, placeholders left out."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        item = pending.pop()
+        if item.op == "call_function" and item not in found:
+            found.add(item)
+            pending.extend(effects.dependencies(item))
+    return found

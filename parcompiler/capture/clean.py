@@ -1,0 +1,147 @@
+"""Clean-ups of an exported graph: what real models leave in it that no rank should run.
+
+Regions under `torch.no_grad()` or `torch.autocast` come as submodules; their nodes are inlined
+and remember the context in `node.meta["contexts"]`. Assertions and dead nodes go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.capture.effects import Effects, is_random
+from parcompiler.errors import CaptureError
+
+Context = tuple[Any, ...]
+
+_ASSERTIONS = ("_assert", "sym_constrain", "_check")
+_NO_OPERATION = {"to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "alias.default"}
+
+
+def inline_regions(
+    graph: fx.Graph, owner: torch.nn.Module, contexts: tuple[Context, ...] = ()
+) -> None:
+    """Replace each `wrap_with_*` region by its nodes. Raises CaptureError for other regions."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(
+            node.target, torch._ops.HigherOrderOperator
+        ):
+            continue
+        name = node.target.name()
+        region = _region(name, node)
+        if region is None:
+            message = (
+                f"the operator {name!r} holds a sub-graph that cannot be divided; {where(node)}"
+            )
+            raise CaptureError(message)
+        context, body, operands = region
+        inner = contexts + (() if context is None else (context,))
+        _inline(graph, node, owner.get_submodule(str(body.target)), operands, inner)
+
+
+def _region(name: str, node: fx.Node) -> tuple[Context | None, fx.Node, tuple[Any, ...]] | None:
+    """The context, the submodule and the operands of a region; None if it is of another kind."""
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *operands = node.args
+        context: Context | None = ("enable_grad",) if enabled else ("no_grad",)
+    elif name == "wrap_with_autocast":
+        device, dtype, enabled, _cache, body, *operands = node.args
+        # Regions that switch autocast off (rotary tables) change nothing unless it was on.
+        context = ("autocast", device, str(dtype).removeprefix("torch."), True) if enabled else None
+    else:
+        return None
+    assert isinstance(body, fx.Node)
+    return context, body, tuple(operands)
+
+
+def _inline(
+    graph: fx.Graph,
+    node: fx.Node,
+    body: torch.nn.Module,
+    operands: tuple[Any, ...],
+    contexts: tuple[Context, ...],
+) -> None:
+    """Copy the nodes of `body` in front of `node` and let its users use them."""
+    assert isinstance(body, fx.GraphModule)
+    inline_regions(body.graph, body, contexts)
+    values: dict[fx.Node, Any] = {}
+    remaining = iter(operands)
+    results: Any = ()
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                values[inner] = next(remaining)
+            elif inner.op == "output":
+                results = fx.map_arg(inner.args[0], lambda item: values[item])
+            elif inner.op == "call_function":
+                copy = graph.node_copy(inner, lambda item: values[item])
+                copy.meta.setdefault("contexts", contexts)
+                values[inner] = copy
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Erase the checks that export adds; shapes and dtypes are proved by the verifier."""
+    for node in reversed(graph.nodes):
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and not node.users and name.startswith(_ASSERTIONS):
+            graph.erase_node(node)
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase what nothing uses, but keep updates of tensors in place and random draws."""
+    effects = Effects(graph)
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if not effects.mutates(node) and not is_random(node):
+            graph.erase_node(node)
+
+
+def drop_no_operations(graph: fx.Graph) -> None:
+    """Erase casts to the dtype that a value already has, and aliases.
+
+    Models cast to float32 around norms and softmax whatever their own dtype; after `lift` most
+    of these casts do nothing, and the emitted code reads better without them.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(
+            node.args[0] if node.args else None, fx.Node
+        ):
+            continue
+        source = node.args[0]
+        if _does_nothing(node, source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node returns its first argument as it is, in the same memory."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    name = str(target).removeprefix("aten.")
+    if name == "dropout.default":
+        return not is_random(node)
+    if name == "_to_copy.default" or name not in _NO_OPERATION:
+        return False
+    before, after = source.meta["val"], node.meta["val"]
+    copies = bool(node.kwargs.get("copy")) or True in node.args[1:]
+    moved = node.kwargs.get("memory_format") is not None
+    return (
+        before.dtype == after.dtype and before.device == after.device and not copies and not moved
+    )
+
+
+def where(node: fx.Node) -> str:
+    """The place of a node in the user's model: module path and source line."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    path = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    source = " ".join(line.strip() for line in lines[-2:])
+    return f"module {path or '(the model itself)'!r}" + (f", {source}" if source else "")

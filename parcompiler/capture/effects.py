@@ -1,0 +1,122 @@
+"""What the operators of a graph do besides returning a value: views, updates in place, chance.
+
+Autograd sees views and in-place updates by itself as long as they run in order in one process.
+Where the graph is cut they matter: a view shares memory with its base, and a value that is
+updated in place is another value afterwards.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import fx
+
+_TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
+
+
+def overload_name(node: fx.Node) -> str:
+    """The operator's name without its overload: `add_` for `aten.add_.Tensor`."""
+    target = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers (dropout in training mode with p > 0, say)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    name = target._opname
+    if "dropout" in name:
+        return node.args[2] is True and float(_number(node.args[1])) > 0.0
+    if name == "scaled_dot_product_attention":
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return float(_number(probability)) > 0.0
+    return True
+
+
+def _number(value: object) -> float:
+    """A probability as a float; anything else is taken as chance."""
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a node updates in place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return
+    arguments = {a.name: v for a, v in zip(target._schema.arguments, node.args, strict=False)}
+    arguments |= node.kwargs
+    for argument in target._schema.arguments:
+        value = arguments.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (v for v in _nodes(value))
+    # Running statistics are updated without the schema saying so.
+    if target._opname in _TRAINING_NORMS and (
+        arguments.get("training") or arguments.get("use_input_stats")
+    ):
+        for name in ("running_mean", "running_var"):
+            yield from _nodes(arguments.get(name))
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    """The nodes in one argument: itself, or those in a list."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nodes(item)
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory a node's value may share; None when the value is new."""
+    target = node.target
+    if target is operator.getitem:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    aliased = any(item.alias_info is not None for item in target._schema.returns)
+    maybe = torch.Tag.maybe_aliasing_or_mutating in target.tags
+    if not (aliased or maybe):
+        return None
+    return next(_nodes(list(node.args)), None)
+
+
+class Effects:
+    """Views and updates of a whole graph: which nodes share memory, and who writes it when."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+        self._root: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            base = base_of(node) if node.op == "call_function" else None
+            self._root[node] = node if base is None else self._root[base]
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node that made the memory which `node`'s value lies in."""
+        return self._root[node]
+
+    @cached_property
+    def writers(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each root the nodes that update its memory in place, in order."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self._position:
+            for operand in mutated_operands(node):
+                found.setdefault(self.root(operand), []).append(node)
+        return found
+
+    def mutates(self, node: fx.Node) -> bool:
+        """Whether a node updates memory in place."""
+        return any(True for _ in mutated_operands(node))
+
+    def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes that must have run before `node`: its operands, and earlier writers of them."""
+        for operand in node.all_input_nodes:
+            yield operand
+            for writer in self.writers.get(self.root(operand), ()):
+                if self._position[writer] < self._position[node]:
+                    yield writer

@@ -1,0 +1,65 @@
+"""Where in the user's model a capture failed, and what to do about it."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from types import FrameType
+from typing import NamedTuple
+
+from torch import nn
+
+from parcompiler.errors import CaptureError
+
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "datadependent",
+    "data dependent",
+    "item()",
+    "nonzero",
+    "unbacked",
+    "tolist",
+    "_local_scalar_dense",
+)
+_ADVICE_DATA = (
+    "control flow or a shape depends on the values of tensors: write it with torch.where or a "
+    "mask, or move it out of forward"
+)
+_ADVICE = "try torch.export.export(model, args, kwargs, strict=False) on the module that is named"
+
+
+class Place(NamedTuple):
+    """A module of the model and the line that ran in it."""
+
+    module: str
+    line: str
+
+
+def explain(error: Exception, model: nn.Module) -> CaptureError:
+    """A CaptureError that names the innermost module and line of the model in the traceback."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    kind = f"{type(error).__name__} {error}".lower()
+    data = any(word in kind for word in _DATA_DEPENDENT)
+    place = _place(error, model)
+    message = f"cannot capture {type(model).__name__}: {text}"
+    if place is not None:
+        message += f"\n  in module {place.module or '(the model itself)'!r}, {place.line}"
+    return CaptureError(f"{message}\n  {_ADVICE_DATA if data else _ADVICE}")
+
+
+def _place(error: Exception, model: nn.Module) -> Place | None:
+    """The innermost frame that runs a method of one of the model's modules."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: Place | None = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if id(owner) in names and not _is_plumbing(frame):
+            file = frame.f_code.co_filename
+            source = linecache.getline(file, number).strip()
+            found = Place(names[id(owner)], f'{file}:{number}: "{source}"')
+    return found
+
+
+def _is_plumbing(frame: FrameType) -> bool:
+    """Whether a frame is torch calling a module rather than the module's own code."""
+    return "/torch/nn/modules/module.py" in frame.f_code.co_filename.replace("\\", "/")

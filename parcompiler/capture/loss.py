@@ -1,0 +1,56 @@
+"""The model and its loss as one module that returns a scalar.
+
+>>> import torch
+>>> loss_of({"loss": torch.tensor(2.0), "logits": torch.zeros(3)})
+tensor(2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.errors import CaptureError
+
+PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's model
+
+
+class WithLoss(nn.Module):
+    """Calls the user's model and returns the scalar that training minimises."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """The loss of one micro-batch, a scalar."""
+        outputs = self.model(*args, **kwargs)
+        loss = loss_of(outputs) if self.loss is None else self.loss(outputs)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            message = f"the loss must be a scalar tensor ({shape} returned by the loss callable)"
+            raise CaptureError(message)
+        return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def loss_of(outputs: object) -> torch.Tensor:
+    """The scalar among a model's outputs: itself, `.loss` or `["loss"]`."""
+    candidate = outputs
+    if isinstance(outputs, Mapping):
+        candidate = outputs.get("loss")
+    elif not isinstance(outputs, torch.Tensor):
+        candidate = getattr(outputs, "loss", None)
+    if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
+        return candidate
+    kind = type(outputs).__name__
+    if isinstance(outputs, torch.Tensor):
+        kind += f" of shape {tuple(outputs.shape)}"
+    message = (
+        f"the model returns no scalar loss ({kind}); pass labels so that it does, "
+        "or loss=callable(outputs) -> scalar"
+    )
+    raise CaptureError(message)

@@ -1,0 +1,165 @@
+"""Blocks of the same structure share a template, so that work per layer is done once.
+
+Two runs of nodes have the same template when their operators, constants, wiring, shapes and the
+names of their tensors relative to their module are the same, node for node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from parcompiler.graph import Binding, Block, Graph
+
+
+class Run(NamedTuple):
+    """Consecutive nodes under one module; `path` is empty for what stands between the layers.
+
+    `scope` is the module that tensors are named from: the layer, also for a piece of one.
+    """
+
+    path: str
+    call: str
+    nodes: list[fx.Node]
+    scope: str
+
+
+def group(graph: Graph, runs: list[Run]) -> tuple[Block, ...]:
+    """A block for each run, with template names by structure."""
+    blocks = []
+    templates: dict[str, str] = {}
+    taken: set[str] = set()
+    names: set[str] = set()
+    for path, call, nodes, scope in runs:
+        inside = set(nodes)
+        inputs = _inputs(graph, nodes, inside)
+        outputs = tuple(n for n in nodes if _leaves(n, inside))
+        tensors = _tensors(graph, nodes, scope)
+        key = _structure(graph, nodes, inputs, outputs, tensors, scope)
+        if key not in templates:
+            templates[key] = _unique(_class_name(path, nodes, _label(graph, tensors)), taken)
+        label = path or _label(graph, tensors)
+        name = _unique(label + (f"@{call}" if call else ""), names, separator="#")
+        blocks.append(Block(name, templates[key], tuple(nodes), inputs, outputs, tensors, scope))
+    return tuple(blocks)
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a node's value is used outside its block."""
+    return any(user not in inside for user in node.users)
+
+
+def _inputs(graph: Graph, nodes: Iterable[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """What a block reads besides its tensors: values of others, of the prologue, of the batch."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand not in inside and operand.name not in graph.by_node:
+                found[operand] = None
+    return tuple(found)
+
+
+def _tensors(graph: Graph, nodes: Iterable[fx.Node], scope: str) -> tuple[Binding, ...]:
+    """The parameters and buffers that a block reads, with the attribute each has there."""
+    found: dict[str, Binding] = {}
+    taken: set[str] = set()
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            known = graph.by_node.get(operand.name)
+            if known is not None and known.name not in found:
+                wish = identifier(relative_name(known.name, scope))
+                found[known.name] = Binding(_unique(wish, taken), known.name)
+    return tuple(found.values())
+
+
+def relative_name(name: str, scope: str) -> str:
+    """A tensor's name from its layer, with a dot in front, or the whole name from elsewhere.
+
+    >>> relative_name("h.0.ln.weight", "h.0"), relative_name("wte.weight", "h.0")
+    ('.ln.weight', 'wte.weight')
+    """
+    return name.removeprefix(scope) if scope and name.startswith(f"{scope}.") else name
+
+
+def _structure(
+    graph: Graph,
+    nodes: list[fx.Node],
+    inputs: tuple[fx.Node, ...],
+    outputs: tuple[fx.Node, ...],
+    tensors: tuple[Binding, ...],
+    scope: str,
+) -> str:
+    """A digest of everything that the emitted class of a block depends on."""
+    number = {node: f"%{index}" for index, node in enumerate(nodes)}
+    number |= {node: f"in{index}" for index, node in enumerate(inputs)}
+    attributes = {binding.name: binding.attribute for binding in tensors}
+
+    def operand(node: fx.Node) -> str:
+        known = graph.by_node.get(node.name)
+        return number[node] if known is None else f"self.{attributes[known.name]}"
+
+    digest = hashlib.sha256()
+    for node in nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), operand)
+        contexts = node.meta.get("contexts", ())
+        digest.update(repr((str(node.target), arguments, contexts, node in outputs)).encode())
+    for node in inputs:
+        digest.update(repr((_type(node), node.name in graph.differentiable)).encode())
+    for binding in tensors:
+        known = graph.by_name[binding.name]
+        name = relative_name(binding.name, scope)
+        digest.update(
+            repr((name, known.shape, known.dtype, known.trainable, known.buffer)).encode()
+        )
+    return digest.hexdigest()
+
+
+def _type(node: fx.Node) -> object:
+    """The shape and dtype of a node's value."""
+    value = node.meta["val"]
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
+    """The class of the module that a block is, or one made of what it holds."""
+    for node in nodes:
+        for module, kind in node.meta.get("nn_module_stack", {}).values():
+            if path and module.removeprefix("model.") == path:
+                kind = kind if isinstance(kind, str) else kind.__name__
+                return identifier(kind.rpartition(".")[2])
+    words = re.split(r"[^A-Za-z0-9]+", label)
+    return identifier("".join(word[:1].upper() + word[1:] for word in words if word))
+
+
+def _label(graph: Graph, tensors: tuple[Binding, ...]) -> str:
+    """The modules that hold a run's two largest parameters, in order of use: `wte+wpe`."""
+    sizes = {binding.name: graph.by_name[binding.name].numel for binding in tensors}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
+    modules = [name.split(".")[-2] for name in sizes if name in largest and "." in name]
+    return "+".join(dict.fromkeys(modules)) or "glue"
+
+
+def identifier(name: str) -> str:
+    """A Python identifier that looks like `name`, whatever characters it has.
+
+    >>> identifier("attn.c_proj.weight"), identifier('x"; import os'), identifier("0.bias")
+    ('attn_c_proj_weight', 'x_import_os', '_0_bias')
+    """
+    text = re.sub(r"[^A-Za-z0-9_]+", "_", name).strip("_") or "value"
+    return f"_{text}" if text[0].isdigit() or keyword.iskeyword(text) else text
+
+
+def _unique(name: str, taken: set[str], separator: str = "_") -> str:
+    """`name`, with a number behind it when it is taken; adds it to `taken`."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}{separator}{count}"
+    taken.add(candidate)
+    return candidate
