@@ -1,0 +1,15 @@
+"""What a block costs: its operators, the bytes it keeps for its backward, seconds on a device."""
+
+from parcompiler.cost.block import BlockCost, trace_block
+from parcompiler.cost.memory import OPTIMIZERS, bytes_per_parameter
+from parcompiler.cost.operation import Operation
+from parcompiler.cost.roofline import seconds
+
+__all__ = [
+    "OPTIMIZERS",
+    "BlockCost",
+    "Operation",
+    "bytes_per_parameter",
+    "seconds",
+    "trace_block",
+]

@@ -1,0 +1,141 @@
+"""What a block costs, found by running it: operators, FLOPs, bytes moved, bytes kept.
+
+The nodes run on tensors that have a shape, strides and a dtype but no data (see `stand_in`), so
+that nothing is computed, whatever the sizes. What autograd chooses by device (which attention
+kernel, how a dropout mask is kept) is as on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.cost.boundary import Boundary, boundary
+from parcompiler.cost.execution import differentiate, doubled, execute
+from parcompiler.cost.operation import Operation
+from parcompiler.cost.recorder import Recorder
+from parcompiler.cost.saved import Saved
+from parcompiler.cost.stand_in import storage_of, tensors
+
+Storages = set[torch.UntypedStorage]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The cost of a block for one micro-batch; sizes in bytes.
+
+    `forward` and `backward` are the operators in order. `saved` is kept from the forward to the
+    backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
+    its inputs that are kept. `output_bytes` is the size of all outputs, `parameter_bytes` that of
+    the trainable parameters. `estimated` names the operators that could not run without data
+    ("backward" for the backward as a whole): their cost is a guess from shapes.
+
+    A value on the boundary of two blocks occupies memory once: `saved_outputs` is the part of
+    `saved` that the outputs occupy; `kept_inputs` and `kept_outputs` are the positions of the
+    inputs and outputs that are kept (the same for all blocks of a template), `kept` their names
+    in the block that was traced.
+    """
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    saved: int
+    saved_inputs: int
+    output_bytes: int
+    parameter_bytes: int
+    estimated: tuple[str, ...]
+    saved_outputs: int = 0
+    kept: tuple[str, ...] = ()
+    kept_inputs: tuple[int, ...] = ()
+    kept_outputs: tuple[int, ...] = ()
+
+
+def trace_block(
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    parameters: Collection[str],
+    buffers: Collection[str],
+    differentiable: Collection[str],
+) -> BlockCost:
+    """The cost of the block that consists of `nodes`, in topological order.
+
+    `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside.
+    `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
+    `differentiable` the names of the nodes that carry gradients. Raises InputError when the block
+    reads a node that is none of these.
+    """
+    recorder = Recorder()
+    with torch.enable_grad():
+        outside = boundary(nodes, inputs, parameters, buffers, differentiable)
+        results, kept, estimated = _forward(nodes, outputs, outside, recorder)
+        forward = recorder.take()
+        if not _backward(_roots(results, differentiable), outside.leaves, recorder):
+            estimated.append("backward")
+            recorder.operations += map(doubled, reversed(forward))
+    values = outside.received | results
+    touched = [node for node in values if kept & _storages({node: values[node]})]
+    received, produced = _storages(outside.received), _storages(results)
+    own = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
+    return BlockCost(
+        forward=forward,
+        backward=recorder.take(),
+        saved=_size(own),
+        saved_inputs=_size(kept & received),
+        output_bytes=_nbytes(results),
+        parameter_bytes=_nbytes(outside.parameters),
+        estimated=tuple(dict.fromkeys(estimated)),
+        saved_outputs=_size(own & produced),
+        kept=tuple(node.name for node in touched),
+        kept_inputs=tuple(i for i, node in enumerate(inputs) if node in touched),
+        kept_outputs=tuple(i for i, node in enumerate(outputs) if node in touched),
+    )
+
+
+def _forward(
+    nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], outside: Boundary, recorder: Recorder
+) -> tuple[dict[fx.Node, Any], Storages, list[str]]:
+    """Run the nodes: the outputs, the storages kept for their backward, what was estimated.
+
+    Only the outputs survive, so that what just led to dropped values is not kept.
+    """
+    values = outside.values
+    with Saved() as saved, recorder:
+        estimated = execute(nodes, values, recorder)
+    results = {node: values[node] for node in outputs}
+    del values
+    return results, saved.storages(), estimated
+
+
+def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[torch.Tensor]:
+    """The outputs that receive a gradient."""
+    found = (value for node, value in results.items() if node.name in differentiable)
+    return [tensor for value in found for tensor in tensors(value) if tensor.requires_grad]
+
+
+def _backward(
+    roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], recorder: Recorder
+) -> bool:
+    """Run the backward; False, with nothing noted, when it needs data."""
+    try:
+        with recorder:
+            differentiate(roots, leaves)
+    except Exception:  # whatever it is, as in the forward
+        recorder.take()
+        return False
+    return True
+
+
+def _storages(values: Mapping[fx.Node, Any]) -> Storages:
+    return {storage_of(tensor) for tensor in tensors(values)}
+
+
+def _size(storages: Storages) -> int:
+    return sum(storage.nbytes() for storage in storages)
+
+
+def _nbytes(values: Mapping[fx.Node, Any]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors(values))

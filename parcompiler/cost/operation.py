@@ -1,0 +1,156 @@
+"""One operator below autograd: its kind, its FLOPs and the bytes that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parcompiler.cost.flops import formula
+from parcompiler.cost.stand_in import storage_of, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel: `flops` counts a multiplication with its addition as 2, `nbytes` what it moves.
+
+    `kind` is "matmul", "attention", "convolution" or "other"; an operator without a formula counts
+    one FLOP per element that it yields. `dtype` is the one it calculates in.
+    """
+
+    name: str
+    kind: str
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+# These allocate or rename memory, or ask a question: they move nothing.
+FREE = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::set_",
+    }
+)
+
+# These write their first argument without reading it.
+WRITERS = frozenset(
+    f"aten::{name}"
+    for name in ("bernoulli_", "copy_", "exponential_", "fill_", "normal_", "random_", "uniform_")
+) | {"aten::zero_"}
+
+# These read no more of their first argument (a table) than they yield.
+READERS = frozenset(f"aten::{name}" for name in ("embedding", "gather", "index", "index_select"))
+
+# These change, in place, no more of their first argument (a table) than the rest brings.
+UPDATERS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_index_put_impl_",
+        "index_add_",
+        "index_copy_",
+        "index_put_",
+        "scatter_",
+        "scatter_add_",
+        "scatter_reduce_",
+    )
+)
+
+BAG = "aten::_embedding_bag"
+
+
+def describe(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    *,
+    by_formula: bool = True,
+) -> Operation | None:
+    """The cost of calling `target`, or None when it costs nothing (views, metadata).
+
+    `by_formula=False` counts elements also where there is a formula.
+    """
+    name = operator_name(target)
+    produced = list(tensors(result))
+    if not produced or name in FREE or _is_view(target):
+        return None
+    consumed = list(tensors((args, kwargs)))
+    compute = formula(name, getattr(target, "overloadpacket", target)) if by_formula else None
+    return Operation(
+        name=label(target),
+        kind=_kind(name, known=compute is not None),
+        flops=_flops(compute, args, kwargs, result, produced),
+        nbytes=float(_moved(name, consumed, produced)),
+        dtype=_dtype(consumed, produced),
+    )
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes of memory behind a tensor: an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.itemsize, storage_of(tensor).nbytes())
+
+
+def operator_name(target: Any) -> str:
+    """The operator without its overload, as in "aten::mm"."""
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else label(target)
+
+
+def label(target: Any) -> str:
+    """The operator in full, as in "aten.mm.default", or the name of a plain function."""
+    if isinstance(target, torch._ops.OperatorBase):
+        return str(target)
+    return str(getattr(target, "__qualname__", type(target).__name__))
+
+
+def _is_view(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        target.is_view or torch.Tag.inplace_view in target.tags
+    )
+
+
+def _kind(name: str, *, known: bool) -> str:
+    if not known:
+        return "other"
+    if "attention" in name:
+        return "attention"
+    return "convolution" if "conv" in name else "matmul"
+
+
+def _flops(
+    compute: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, produced: Any
+) -> float:
+    if compute is None:
+        return float(sum(tensor.numel() for tensor in produced))
+    return float(compute(*args, **kwargs, out_val=result))
+
+
+def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
+    """Inputs are read and outputs written; of tables only the rows that are touched."""
+    written = sum(map(nbytes, produced))
+    if name in UPDATERS:
+        return 2 * sum(map(nbytes, consumed[1:]))
+    read = sum(map(nbytes, consumed))
+    if name in WRITERS:
+        return read - nbytes(consumed[0]) + written
+    if name in READERS:
+        return read - max(0, nbytes(consumed[0]) - written) + written
+    if name == BAG:
+        table, indices = consumed[:2]
+        rows = indices.numel() * table.shape[1] * table.itemsize
+        return read - max(0, nbytes(table) - rows) + written
+    return read + written
+
+
+def _dtype(consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> torch.dtype:
+    """That of the first floating input, else of the first output."""
+    floating = (tensor.dtype for tensor in consumed if tensor.is_floating_point())
+    return next(floating, produced[0].dtype)

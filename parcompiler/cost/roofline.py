@@ -1,0 +1,30 @@
+"""The time of operators on a device: each is bound by its arithmetic or by its memory traffic.
+
+The roofline model of Williams, Waterman and Patterson (2009), with a fraction of each peak that is
+reached in practice, and an overhead per kernel.
+
+>>> import torch
+>>> from parcompiler.device import device
+>>> product = Operation("aten.mm.default", "matmul", flops=2e9, nbytes=1e6, dtype=torch.float32)
+>>> round(seconds([product], device("cpu")), 4)
+0.0186
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from parcompiler.cost.operation import Operation
+from parcompiler.device import Device
+
+
+def seconds(operations: Iterable[Operation], device: Device) -> float:
+    """The time in s of `operations` one after another on `device`."""
+    return sum(operation_seconds(operation, device) for operation in operations)
+
+
+def operation_seconds(operation: Operation, device: Device) -> float:
+    """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s."""
+    peak = device.peak(operation.dtype) * device.efficiency.of(operation.kind)
+    bandwidth = device.memory_bandwidth * device.efficiency.bandwidth
+    return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead

@@ -1,0 +1,168 @@
+"""Tensors without data that stand in for recorded values.
+
+A stand-in says that it is on the CPU, so that autograd, autocast and the choice of an attention
+kernel take it for an ordinary tensor; below them, each operator runs on the meta tensor inside.
+That is as `FakeTensorMode` does it, but without its bookkeeping: several times as fast on sizes
+that it has not met before, and a layer is traced once. Few operators depend on the device below
+autograd (the statistics that norms keep in bfloat16, what a bag of embeddings keeps): these do as
+on an accelerator.
+
+>>> x = stand_in(torch.empty(2, 3, device="meta"))
+>>> (x @ x.T).shape, x.device
+(torch.Size([2, 2]), device(type='cpu'))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.node import map_aggregate
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class StandIn(torch.Tensor):
+    """A tensor of the CPU in name; `meta` has its shape, strides, dtype and storage."""
+
+    meta: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor) -> StandIn:
+        assert meta.is_meta, "a stand-in holds a tensor of the meta device"
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=CPU,
+        )
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator below autograd, as stand-ins; those changed in place are kept.
+
+    Raises RuntimeError (or what the operator raises) for one that cannot run without data.
+    """
+    if torch.Tag.inplace_view in getattr(func, "tags", ()):
+        message = f"{func} changes the shape of its argument"
+        raise NotImplementedError(message)
+    outer = [item for item in (*args, *kwargs.values()) if isinstance(item, StandIn)]
+    known = {id(item.meta): item for item in outer}
+    inner = {name: _inside(item) for name, item in kwargs.items()}
+    return _outside(func(*_inside(args), **inner), known)
+
+
+def stand_in(value: Any) -> Any:
+    """Fresh stand-ins of the same shape, strides and dtype, in the same structure.
+
+    Symbolic sizes become the numbers of the example; a size that depends on the data becomes the
+    largest that it can be, or 1.
+    """
+    return map_aggregate(value, _fresh)
+
+
+def source(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A stand-in for `value` that carries gradients, and the leaves that receive them."""
+    leaves: list[torch.Tensor] = []
+
+    def make(item: Any) -> Any:
+        fresh = _fresh(item)
+        if not is_differentiable(fresh):
+            return fresh
+        leaf = _fresh(item).requires_grad_()
+        leaves.append(leaf)
+        return _Source.apply(leaf, fresh)  # type: ignore[no-untyped-call]
+
+    return map_aggregate(value, make), leaves
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether autograd knows gradients of it: a floating or complex tensor."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, Mapping):
+        yield from tensors(list(value.values()))
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory that a tensor would occupy; views share it."""
+    return (tensor.meta if isinstance(tensor, StandIn) else tensor).untyped_storage()
+
+
+class _Source(torch.autograd.Function):
+    """A value that another block yields: it has a gradient, and in-place operators may change it.
+
+    Autograd refuses to change leaves in place, so that a leaf cannot stand in for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        fresh: torch.Tensor = _fresh(value)
+        return fresh
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape = [_size(size) for size in value.shape]
+        stride = [_size(size) for size in value.stride()]
+        made = torch.empty_strided(shape, stride, dtype=value.dtype, device=META)
+        return made if isinstance(made, StandIn) else StandIn(made)  # a recorder makes stand-ins
+    return _size(value) if isinstance(value, torch.SymInt) else value
+
+
+def _inside(value: Any) -> Any:
+    """Meta tensors for stand-ins, and for any constant that an operator brings along."""
+    if isinstance(value, StandIn):
+        return value.meta
+    if isinstance(value, torch.Tensor):
+        return value.to(META)
+    if isinstance(value, list | tuple):
+        return type(value)([_inside(item) for item in value])
+    return META if isinstance(value, torch.device) else value
+
+
+def _outside(value: Any, known: Mapping[int, StandIn]) -> Any:
+    """Stand-ins for meta tensors, the `known` ones by their identity."""
+    if isinstance(value, torch.Tensor):
+        found = known.get(id(value))
+        return StandIn(value.to(META)) if found is None else found
+    if isinstance(value, list | tuple):
+        return type(value)([_outside(item, known) for item in value])
+    return value
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    bounded = upper.is_Integer and upper < 1 << 40
+    return int(optimization_hint(size, fallback=int(upper) if bounded else 1))
