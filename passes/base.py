@@ -1,0 +1,21 @@
+"""What a pass is: one decision, added to a plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A decision. Its fields are its options; it reads a problem and returns a larger plan."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, problem: Problem, plan: Plan) -> Plan:
+        """Decide. Neither argument is changed."""

@@ -1,0 +1,63 @@
+"""Divisions that the user gives: equal numbers of layers, or block counts per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parcompiler.errors import InputError
+from parcompiler.graph import Block
+from parcompiler.problem import Problem
+
+
+def division(
+    problem: Problem, wanted: str | Sequence[int], stages: int
+) -> tuple[int, tuple[int, ...]]:
+    """The granularity and the stage of each block for `stages="even"` or counts.
+
+    Raises InputError when there are too few layers, or counts that fit no granularity.
+    """
+    if isinstance(wanted, str):
+        return _even(problem, stages)
+    if len(wanted) != stages:
+        message = f"stages gives {len(wanted)} counts for {stages} pipeline stages"
+        raise InputError(message)
+    found = {}
+    for level in problem.levels:
+        blocks = problem.priced(level).cut.blocks
+        if len(blocks) == sum(wanted):
+            return level, tuple(j for j, count in enumerate(wanted) for _ in range(count))
+        found[level] = len(blocks)
+    counts = " or ".join(str(n) for n in dict.fromkeys(found.values()))
+    message = (
+        f"the counts {tuple(wanted)} add up to {sum(wanted)} blocks, but the model has {counts}: "
+        + ", ".join(block.name for block in problem.priced(1).cut.blocks[:12])
+    )
+    raise InputError(message)
+
+
+def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
+    """Equal numbers of layers, as Megatron-LM does: what comes before the first layer goes with
+    it, what comes after a layer with that layer. The first stages take the remainder."""
+    for level in problem.levels:
+        blocks = problem.priced(level).cut.blocks
+        layers = [is_layer(block) for block in blocks]
+        if sum(layers) >= stages:
+            return level, _spread(layers, stages)
+    message = f"more stages than layers ({stages} > {sum(layers)}): use fewer pipeline ranks"
+    raise InputError(message)
+
+
+def is_layer(block: Block) -> bool:
+    """Whether a block is a numbered module of the model or a piece of one."""
+    return bool(block.scope)
+
+
+def _spread(layers: Sequence[bool], stages: int) -> tuple[int, ...]:
+    """The stage of each block when the layers are dealt out evenly."""
+    each, more = divmod(sum(layers), stages)
+    dealt = [j for j in range(stages) for _ in range(each + (j < more))]
+    found, count = [], 0
+    for layer in layers:
+        count += layer
+        found.append(dealt[max(count, 1) - 1])
+    return tuple(found)
