@@ -1,0 +1,101 @@
+"""Names for blocks and for the values that cross them, as one would choose them in a program.
+
+A block's result is called after the block (`h_3`); further results and the prologue after the
+variable that holds them in the user's source (`position_bias`, `cos`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from parcompiler.capture.blocks import Cut
+from parcompiler.capture.templates import EMITTED, identifier
+from parcompiler.graph import Graph
+from parcompiler.lower.source import assigned_name
+
+
+def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
+    """A distinct identifier for every node that is used outside the block it stands in."""
+    names: dict[fx.Node, str] = {}
+    taken = set(EMITTED)
+    short = short_names(block.name for block in cut.blocks)
+
+    def give(node: fx.Node, wish: str) -> None:
+        names[node] = _free(wish, taken)
+        taken.add(names[node])
+
+    placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
+    for item in graph.inputs:
+        give(placeholders[item.node], identifier(item.label or item.node))
+    for node in cut.prologue:
+        give(node, assigned_name(node) or identifier(node.name))
+    own = _own_names(cut)
+    for block in cut.blocks:
+        *others, last = block.outputs
+        give(last, "loss" if last is graph.loss else short[block.name])
+        for node in others:
+            plain = assigned_name(node) or identifier(node.name)
+            give(node, own.get(node) or f"{names[last]}_{plain}")
+    return names
+
+
+def _own_names(cut: Cut) -> Mapping[fx.Node, str]:
+    """The further results of blocks whose names in the source are those of one value only."""
+    others = [node for block in cut.blocks for node in block.outputs[:-1]]
+    wishes = {node: assigned_name(node) for node in others}
+    counts = Counter(wishes.values())
+    return {node: name for node, name in wishes.items() if name and counts[name] == 1}
+
+
+def short_names(blocks: Iterable[str]) -> dict[str, str]:
+    """For each block an identifier from the end of its path, as short as tells them apart.
+
+    >>> list(short_names(["wte+wpe", "transformer.h.0", "transformer.h.1"]).values())
+    ['wte_wpe', 'h_0', 'h_1']
+    >>> list(short_names(["encoder.block.0", "decoder.block.0", "decoder.block.1"]).values())
+    ['encoder_block_0', 'decoder_block_0', 'decoder_block_1']
+    """
+    names = list(blocks)
+    lengths = _lengths({name: name.partition("@")[0].split(".") for name in names})
+    taken: set[str] = set()
+    found = {}
+    for name in names:
+        end = ".".join(name.partition("@")[0].split(".")[-lengths[name] :])
+        found[name] = _free(identifier(end), taken)
+        taken.add(found[name])
+    return found
+
+
+def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
+    """How many parts of its path each block is called by: the same for layers of one list."""
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, path in paths.items():
+        alike[_pattern(path)].append(name)
+    found = {}
+    for pattern, members in alike.items():
+        whole = {tuple(paths[name]) for name in members}
+        for length in range(1, len(pattern) + 1):
+            end = pattern[-length:]
+            clash = [p for p in alike if p != pattern and p[-length:] == end]
+            tells = len({tuple(paths[name][-length:]) for name in members}) == len(whole)
+            if end[0] != "#" and tells and not clash:
+                break
+        found |= dict.fromkeys(members, length)
+    return found
+
+
+def _pattern(path: list[str]) -> tuple[str, ...]:
+    """A path without its numbers."""
+    return tuple("#" if part.isdigit() else part for part in path)
+
+
+def _free(wish: str, taken: set[str]) -> str:
+    """`wish`, with a number behind it when it is taken."""
+    candidate, count = wish, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{wish}_{count}"
+    return candidate

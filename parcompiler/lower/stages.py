@@ -1,0 +1,129 @@
+"""Blocks on stages -> stage programs: calls in order, what comes in, what goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import fx
+
+from parcompiler.capture.blocks import Cut, cone
+from parcompiler.capture.effects import Effects
+from parcompiler.graph import Block, Graph, dtype_of, shape_of
+from parcompiler.lower.lowered import Call, Stage, Tied, Value
+from parcompiler.lower.names import variables
+from parcompiler.plan import Plan
+
+
+class Division:
+    """Where every node of the graph stands once the blocks are on stages."""
+
+    def __init__(self, graph: Graph, plan: Plan, cut: Cut) -> None:
+        assert plan.stages is not None
+        self.graph = graph
+        self.cut = cut
+        self.effects = Effects(graph.fx_graph)
+        self.variables = variables(graph, cut)
+        by_name = {block.name: block for block in cut.blocks}
+        self.blocks = [[by_name[name] for name in choice.blocks] for choice in plan.stages]
+        self.ranks = [choice.rank for choice in plan.stages]
+        self.stage_of = {
+            node: j
+            for j, blocks in enumerate(self.blocks)
+            for block in blocks
+            for node in block.nodes
+        }
+        self.prologue = set(cut.prologue)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """One program per stage."""
+        return tuple(self._stage(j) for j in range(len(self.blocks)))
+
+    def values(self) -> dict[str, Value]:
+        """The values that cross stages, by name, in order of execution."""
+        found = {}
+        for block in self.cut.blocks:
+            for node in block.outputs:
+                producer = self.stage_of[node]
+                consumers = {self.stage_of[u] for u in node.users if u in self.stage_of}
+                elsewhere = tuple(sorted(consumers - {producer}))
+                if elsewhere:
+                    name = self.variables[node]
+                    differentiable = node.name in self.graph.differentiable
+                    found[name] = Value(
+                        name, shape_of(node), dtype_of(node), differentiable, producer, elsewhere
+                    )
+        return found
+
+    def tied(self) -> tuple[Tied, ...]:
+        """Trainable tensors that several ranks hold."""
+        holders: dict[str, set[int]] = {}
+        for j, blocks in enumerate(self.blocks):
+            for name in _tensors(blocks):
+                holders.setdefault(name, set()).add(self.ranks[j])
+        shared = [
+            n for n, ranks in holders.items() if len(ranks) > 1 and self.graph.by_name[n].trainable
+        ]
+        return tuple(
+            Tied(f"tied_{k}", name, tuple(sorted(holders[name]))) for k, name in enumerate(shared)
+        )
+
+    def _stage(self, j: int) -> Stage:
+        """The program of stage `j`."""
+        blocks = self.blocks[j]
+        needed = {node for block in blocks for node in block.inputs}
+        prologue = self._prologue(needed)
+        read = {operand for node in prologue for operand in node.all_input_nodes}
+        inputs = [n for n in self.graph.fx_graph.nodes if n.name in self.graph.input_nodes]
+        received = [
+            n for b in self.cut.blocks for n in b.outputs if n in needed and self.stage_of[n] != j
+        ]
+        given = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
+        has_loss = self.stage_of[self.graph.loss] == j
+        return Stage(
+            index=j,
+            rank=self.ranks[j],
+            calls=tuple(self._call(block) for block in blocks),
+            prologue=prologue,
+            inputs=tuple(self.variables[n] for n in inputs if n in needed | read),
+            receives=tuple(self.variables[n] for n in received),
+            gives=tuple(self.variables[n] for n in given),
+            loss=self.variables[self.graph.loss] if has_loss else None,
+            tensors=tuple(self._stage_tensors(j, blocks, read)),
+        )
+
+    def _call(self, block: Block) -> Call:
+        """A block with the names of what it reads and returns."""
+        return Call(
+            block,
+            tuple(self.variables[node] for node in block.inputs),
+            tuple(self.variables[node] for node in block.outputs),
+        )
+
+    def _prologue(self, needed: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        """The prologue nodes that a stage computes for itself, in order."""
+        wanted: set[fx.Node] = set()
+        for node in needed:
+            if node in self.prologue:
+                wanted |= cone(node, self.effects)
+        return tuple(node for node in self.cut.prologue if node in wanted)
+
+    def _leaves(self, node: fx.Node, j: int) -> bool:
+        """Whether another stage uses a node of stage `j`."""
+        return any(self.stage_of.get(user, j) != j for user in node.users)
+
+    def _stage_tensors(self, j: int, blocks: list[Block], read: set[fx.Node]) -> Iterator[str]:
+        """The parameters and buffers of a stage; those that nothing reads are kept on the first."""
+        found = dict.fromkeys(_tensors(blocks))
+        by_node: Mapping[str, object] = self.graph.by_node
+        found |= dict.fromkeys(self.graph.by_node[n.name].name for n in read if n.name in by_node)
+        if j == 0:
+            used = {
+                operand.name for n in self.graph.fx_graph.nodes for operand in n.all_input_nodes
+            }
+            found |= {item.name: None for item in self.graph.parameters if item.node not in used}
+        yield from (item.name for item in self.graph.parameters if item.name in found)
+
+
+def _tensors(blocks: Iterable[Block]) -> Iterator[str]:
+    """Names of the parameters and buffers that blocks read."""
+    yield from (binding.name for block in blocks for binding in block.tensors)
