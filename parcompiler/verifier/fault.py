@@ -1,0 +1,35 @@
+"""A broken rule: its name, which is a sentence, and what breaks it.
+
+>>> print(Fault("data flows forward", "embed (stage 1) feeds head (stage 0)"))
+data flows forward: embed (stage 1) feeds head (stage 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+LISTED = 4  # micro-batches that a message names before it only counts them
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One place where a lowered program breaks a rule."""
+
+    rule: str
+    detail: str
+
+    def __str__(self) -> str:
+        """`rule: detail`."""
+        return f"{self.rule}: {self.detail}"
+
+
+def numbers(microbatches: Collection[int]) -> str:
+    """Micro-batches as instructions name them; one fault stands for all that break a rule alike.
+
+    >>> numbers([3]), numbers({2, 0}), numbers(range(9))
+    ('mb 3', 'mb 0, 2', 'mb 0, 1, 2, 3 … (9 of them)')
+    """
+    shown = ", ".join(str(i) for i in sorted(microbatches)[:LISTED])
+    more = f" … ({len(microbatches)} of them)" if len(microbatches) > LISTED else ""
+    return f"mb {shown}{more}"

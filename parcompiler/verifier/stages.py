@@ -1,0 +1,316 @@
+"""Rules on the stages: every block once, each finds what it reads, and data flows forward.
+
+    variables     a name for each node that leaves its block
+    stage 0       embed: tokens -> x        gives x
+    stage 1       receives x                head: x, labels -> loss
+
+A name that a call reads must stand for the node that its block reads, and that node must be there:
+taken from the batch, received, in the prologue, or the result of a call before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from parcompiler.capture.clean import where
+from parcompiler.capture.effects import is_random
+from parcompiler.graph import Block
+from parcompiler.lower.lowered import Call, Stage, Value
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.wiring import Wiring
+
+PLACED = "every stage is on a rank"
+FULL = "no stage is empty"
+ONCE = "every node runs once"
+NAMED = "every name stands for one node"
+FLOWS = "data flows forward"
+THERE = "a block finds what it reads"
+FREE = "the prologue needs no gradient and no chance"
+GIVEN = "what one stage gives another receives"
+TYPED = "both ends agree on a value"
+LOSS = "one stage has the loss"
+
+
+def faults(wiring: Wiring) -> Iterator[Fault]:
+    """All faults of the stages."""
+    yield from _placement(wiring)
+    yield from _names(wiring)
+    yield from _missing_nodes(wiring)
+    yield from _repeated_nodes(wiring)
+    yield from _incomplete_blocks(wiring)
+    for j, stage in enumerate(wiring.stages):
+        yield from _StageRules(wiring, j, stage).faults()
+    yield from _values(wiring)
+    yield from _loss(wiring)
+
+
+def _placement(wiring: Wiring) -> Iterator[Fault]:
+    """Stages are numbered by their place, on ranks that exist, and have something to do."""
+    size = wiring.lowered.size
+    for j, stage in enumerate(wiring.stages):
+        if stage.index != j:
+            yield Fault(PLACED, f"stage {j} calls itself stage {stage.index}")
+        if not 0 <= stage.rank < size:
+            yield Fault(PLACED, f"stage {j} is on rank {stage.rank} (ranks: 0 to {size - 1})")
+        if not stage.calls:
+            yield Fault(FULL, f"stage {j} has no block")
+    found = len(wiring.lowered.evaluation)
+    if found != size:
+        yield Fault(PLACED, f"{size} ranks have a list for training and {found} for evaluation")
+
+
+def _names(wiring: Wiring) -> Iterator[Fault]:
+    """No two nodes have one name."""
+    by_name: dict[str, list[str]] = {}
+    for node, name in wiring.lowered.variables.items():
+        by_name.setdefault(name, []).append(node.name)
+    for name, nodes in by_name.items():
+        if len(nodes) > 1:
+            yield Fault(NAMED, f"{name} stands for {' and '.join(nodes)}")
+
+
+def needed(wiring: Wiring) -> set[fx.Node]:
+    """The operators that must run: what the loss depends on, and every update of a buffer."""
+    writers = wiring.effects.writers.items()
+    updates = [node for root, nodes in writers if root.op == "placeholder" for node in nodes]
+    pending = [wiring.graph.loss, *updates]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            pending.extend(wiring.effects.dependencies(node))
+    return found
+
+
+def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
+    """Every node that is needed runs somewhere; neighbours that do not are one fault."""
+    wanted = needed(wiring)
+    run: list[fx.Node] = []
+    for node in wiring.graph.fx_graph.nodes:
+        if node in wanted and node not in wiring.homes and node not in wiring.recomputed:
+            run.append(node)
+        elif node in wanted and run:
+            yield Fault(ONCE, f"no stage runs {_described(run)}")
+            run = []
+    if run:
+        yield Fault(ONCE, f"no stage runs {_described(run)}")
+
+
+def _repeated_nodes(wiring: Wiring) -> Iterator[Fault]:
+    """No node stands in two calls; all nodes that two calls share are one fault."""
+    shared: dict[str, list[fx.Node]] = {}
+    for node, calls in wiring.homes.items():
+        if len(calls) > 1:
+            both = " and ".join(_at(block, j) for j, block in calls)
+            shared.setdefault(both, []).append(node)
+    for both, nodes in shared.items():
+        yield Fault(ONCE, f"{both} run {_described(nodes)} (each block goes on one stage)")
+
+
+def _described(nodes: list[fx.Node]) -> str:
+    """Some nodes: the first, how many more, and where that is in the user's model."""
+    more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+    return f"{nodes[0].name}{more} ({where(nodes[0])})"
+
+
+def _at(block: Block, j: int) -> str:
+    """A block and its stage."""
+    return f"{block.name} (stage {j})"
+
+
+def _incomplete_blocks(wiring: Wiring) -> Iterator[Fault]:
+    """What the nodes of a block read is made before them there, or comes into the block."""
+    blocks = {id(call.block): call.block for stage in wiring.stages for call in stage.calls}
+    for block in blocks.values():
+        known = set(block.inputs)
+        held = {binding.name for binding in block.tensors}
+        for node in block.nodes:
+            for operand in node.all_input_nodes:
+                tensor = wiring.tensor(operand)
+                if operand not in known and (tensor is None or tensor.name not in held):
+                    detail = f"{block.name}: {node.name} reads {operand.name}, which is no input"
+                    yield Fault(THERE, detail)
+            known.add(node)
+        for node in block.outputs:
+            if node not in block.nodes:
+                yield Fault(THERE, f"{block.name} returns {node.name}, which it does not compute")
+
+
+class _StageRules:
+    """The rules on one stage. `there` are the nodes that are available while its calls run."""
+
+    def __init__(self, wiring: Wiring, j: int, stage: Stage) -> None:
+        self.wiring = wiring
+        self.j = j
+        self.stage = stage
+        came = (wiring.nodes.get(name) for name in (*stage.inputs, *stage.receives))
+        self.there = {node for node in came if node is not None}
+
+    def faults(self) -> Iterator[Fault]:
+        """All faults of the stage."""
+        yield from self._arguments()
+        yield from self._prologue()
+        for call in self.stage.calls:
+            yield from self._call(call)
+            self.there.update(call.block.outputs)
+        yield from self._received()
+        yield from self._given()
+
+    def _arguments(self) -> Iterator[Fault]:
+        """What the stage takes from the batch is in the batch, and nothing comes twice."""
+        for name in self.stage.inputs:
+            node = self.wiring.nodes.get(name)
+            if node is None or node.name not in self.wiring.graph.input_nodes:
+                detail = f"stage {self.j} takes {name} from the batch, which has no such tensor"
+                yield Fault(THERE, detail)
+        for name, count in Counter((*self.stage.inputs, *self.stage.receives)).items():
+            if count > 1:
+                yield Fault(THERE, f"stage {self.j} takes {name} {count} times")
+
+    def _prologue(self) -> Iterator[Fault]:
+        """The prologue is a function of the batch and of buffers that stay as they are."""
+        for node in self.stage.prologue:
+            for problem in self._unfit(node):
+                yield Fault(FREE, f"stage {self.j}: {node.name} {problem}")
+            self.there.add(node)
+
+    def _unfit(self, node: fx.Node) -> Iterator[str]:
+        """Why the stage cannot compute a node for itself."""
+        if node.name in self.wiring.graph.differentiable:
+            yield "carries a gradient, which would stay here (give it to one stage)"
+        if is_random(node):
+            yield "draws random numbers, on each stage others (give it to one stage)"
+        for operand in node.all_input_nodes:
+            tensor = self.wiring.tensor(operand)
+            if tensor is None and operand not in self.there:
+                yield f"reads {operand.name}, which is not there"
+            elif tensor is not None and (tensor.trainable or tensor.mutated):
+                yield f"reads {tensor.name}, which changes while training"
+
+    def _call(self, call: Call) -> Iterator[Fault]:
+        """A call reads and returns what its block does, and what it reads is there."""
+        for verb, names, nodes in (
+            ("reads", call.arguments, call.block.inputs),
+            ("returns", call.results, call.block.outputs),
+        ):
+            if len(names) != len(nodes):
+                counts = f"{verb} {len(names)} values, its block {len(nodes)}"
+                yield Fault(THERE, f"{_at(call.block, self.j)} {counts}")
+            for name, node in zip(names, nodes, strict=False):
+                if self.wiring.nodes.get(name) is not node:
+                    block, wanted = _at(call.block, self.j), self._name(node)
+                    yield Fault(THERE, f"{block} {verb} {name} in the place of {wanted}")
+        for node in call.block.inputs:
+            yield from self._absent(call.block, node)
+
+    def _absent(self, block: Block, node: fx.Node) -> Iterator[Fault]:
+        """What a block reads was made on this stage or an earlier one, and has come here."""
+        maker, home = next(iter(self.wiring.homes.get(node, ())), (None, None))
+        if maker is not None and home is not None and maker > self.j:
+            yield Fault(FLOWS, f"{_at(home, maker)} feeds {_at(block, self.j)}")
+        elif node not in self.there:
+            name, reason = self._name(node), self._reason(node, maker)
+            yield Fault(THERE, f"{_at(block, self.j)} reads {name}, which {reason}")
+
+    def _name(self, node: fx.Node) -> str:
+        """The name of a node between blocks, or the one it has in the graph."""
+        return self.wiring.lowered.variables.get(node, node.name)
+
+    def _reason(self, node: fx.Node, maker: int | None) -> str:
+        """Why a node is not there."""
+        if node.name in self.wiring.graph.input_nodes:
+            return "the stage does not take from the batch"
+        if maker is None:
+            return "no block makes and the stage does not compute"
+        if maker == self.j:
+            return "a later block of the stage makes (order them as the model does)"
+        return f"stage {maker} makes and stage {self.j} does not receive"
+
+    def _received(self) -> Iterator[Fault]:
+        """What is received is made by another stage and used here."""
+        used = {name for call in self.stage.calls for name in call.arguments}
+        for name in self.stage.receives:
+            maker = self.wiring.makers.get(name)
+            start = f"stage {self.j} receives {name}, which"
+            if maker is None:
+                yield Fault(GIVEN, f"{start} no stage makes")
+            elif maker == self.j:
+                yield Fault(GIVEN, f"{start} it makes itself")
+            elif name not in used:
+                yield Fault(GIVEN, f"{start} none of its blocks reads")
+
+    def _given(self) -> Iterator[Fault]:
+        """The stage gives what others receive of its results, and nothing else."""
+        for name in self.stage.gives:
+            if self.wiring.makers.get(name) != self.j:
+                yield Fault(GIVEN, f"stage {self.j} gives {name}, which it does not make")
+            elif name not in self.wiring.readers:
+                yield Fault(GIVEN, f"stage {self.j} gives {name}, which no other stage receives")
+        for name, readers in self.wiring.readers.items():
+            if self.wiring.makers[name] == self.j and name not in self.stage.gives:
+                detail = f"stage {readers[0]} receives {name}, which stage {self.j} does not give"
+                yield Fault(GIVEN, detail)
+
+
+def _values(wiring: Wiring) -> Iterator[Fault]:
+    """The table of values, from which buffers are made, is that of the stages and the graph."""
+    values = wiring.lowered.values
+    for name in dict.fromkeys((*values, *wiring.readers)):
+        value, readers = values.get(name), wiring.readers.get(name)
+        if readers is None:
+            yield Fault(TYPED, f"{name} is listed, but no stage receives it from another")
+        elif value is None:
+            yield Fault(TYPED, f"{name} goes to stage {readers[0]}, but has no shape and dtype")
+        else:
+            yield from _value(wiring, name, value, wiring.makers[name], tuple(readers))
+
+
+def _value(
+    wiring: Wiring, name: str, value: Value, maker: int, readers: tuple[int, ...]
+) -> Iterator[Fault]:
+    """The entry of one value is right."""
+    if value.name != name:
+        yield Fault(TYPED, f"{name} is listed under the name {value.name}")
+    if (value.producer, value.consumers) != (maker, readers):
+        listed = f"listed from stage {value.producer} to {_stages(value.consumers)}"
+        yield Fault(TYPED, f"{name} goes from stage {maker} to {_stages(readers)} ({listed})")
+    node = wiring.nodes.get(name)
+    made = None if node is None else node.meta.get("val")
+    if not isinstance(made, torch.Tensor):
+        yield Fault(TYPED, f"{name} is no tensor, and only tensors go between stages")
+    elif (tuple(value.shape), value.dtype) != (tuple(made.shape), made.dtype):
+        sent = f"{made.dtype} {tuple(made.shape)} on stage {maker}"
+        yield Fault(TYPED, f"{name} is {sent}, and buffers are {value.dtype} {tuple(value.shape)}")
+    if value.differentiable != wiring.differentiable(name):
+        carries, listed = ("a", "none") if wiring.differentiable(name) else ("no", "one")
+        yield Fault(TYPED, f"{name} carries {carries} gradient ({listed} is listed)")
+
+
+def _stages(stages: Iterable[int]) -> str:
+    """The numbers of stages.
+
+    >>> _stages((1,)), _stages((1, 3))
+    ('stage 1', 'stages 1, 3')
+    """
+    listed = ", ".join(map(str, stages))
+    return f"stages {listed}" if "," in listed else f"stage {listed}"
+
+
+def _loss(wiring: Wiring) -> Iterator[Fault]:
+    """Exactly one stage says that it has the loss, and it does."""
+    having = [j for j, stage in enumerate(wiring.stages) if stage.loss is not None]
+    if len(having) != 1:
+        yield Fault(LOSS, f"it is on {_stages(having) if having else 'no stage'}")
+    wanted = wiring.lowered.variables.get(wiring.graph.loss)
+    for j in having:
+        name = wiring.stages[j].loss
+        results = {result for call in wiring.stages[j].calls for result in call.results}
+        if name != wanted:
+            yield Fault(LOSS, f"stage {j} calls {name} the loss, the graph {wanted}")
+        elif name not in results:
+            yield Fault(LOSS, f"stage {j} has it, but none of its blocks makes {name}")

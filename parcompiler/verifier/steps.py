@@ -1,0 +1,184 @@
+"""One program of all ranks, training or evaluation, read once: where every instruction stands.
+
+The other rules ask here, so that each costs a look-up per instruction. What is not well formed is
+reported and left out, and so no other rule meets a stage or rank that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from parcompiler.instruction import Instruction, Kind
+from parcompiler.lower.lowered import Lowered
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.wiring import Wiring
+
+FORM = "every instruction fits its rank"
+ONCE = "every instruction stands once"
+
+Places = dict[int, int]  # micro-batch -> position in the rank's list
+Way = tuple[int, int, str, bool]  # source rank, target rank, value, whether its gradient
+Label = tuple[str, bool, int]  # value, whether its gradient, micro-batch
+
+
+@dataclass(slots=True)
+class End:
+    """What one rank does with a channel: its messages in order, and where each stands."""
+
+    labels: list[Label] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def common(self, other: End) -> list[int]:
+        """The numbers of the messages that the other end has too."""
+        if self.labels == other.labels:
+            return list(range(len(self.labels)))
+        left = Counter(other.labels)
+        left.subtract(self.labels)  # below zero: how many of ours are too many
+        kept = []
+        for number in reversed(range(len(self.labels))):
+            label = self.labels[number]
+            if left[label] < 0:
+                left[label] += 1
+            else:
+                kept.append(number)
+        return kept[::-1]
+
+
+@dataclass(slots=True)
+class Channel:
+    """All messages from one rank to another; they are matched by their order alone."""
+
+    sends: End = field(default_factory=End)
+    receives: End = field(default_factory=End)
+
+
+class Step:
+    """Where everything stands that is well formed."""
+
+    def __init__(
+        self, wiring: Wiring, lists: Sequence[Sequence[Instruction]], training: bool
+    ) -> None:
+        self.wiring = wiring
+        self.lists = lists
+        self.training = training
+        self.microbatches = range(wiring.lowered.microbatches)
+        self.computed: dict[tuple[Kind, int], Places] = defaultdict(dict)
+        self.sent: dict[Way, Places] = defaultdict(dict)
+        self.received: dict[Way, Places] = defaultdict(dict)
+        self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
+        self.shares: list[int | None] = [None for _ in lists]
+        self.faults: list[Fault] = []
+        self._repeated: Counter[tuple[int, Instruction]] = Counter()
+        for rank, lines in enumerate(lists):
+            self._read(rank, lines)
+        self.faults += self._repetitions()
+
+    def at(self, rank: int, position: int) -> Instruction:
+        """An instruction by where it stands."""
+        return self.lists[rank][position]
+
+    def _read(self, rank: int, lines: Iterable[Instruction]) -> None:
+        """Sort the instructions of a rank."""
+        verbs = {
+            Kind.FORWARD: self._compute,
+            Kind.BACKWARD: self._compute,
+            Kind.SEND: self._message,
+            Kind.RECV: self._message,
+            Kind.REDUCE_GRADIENTS: self._reduction,
+            Kind.SHARE_LOSS: self._share,
+        }
+        for position, line in enumerate(lines):
+            verb = verbs.get(line.kind)
+            problem = verb(rank, position, line) if verb else "no rule is known for it"
+            if problem is not None:
+                self.faults.append(Fault(FORM, f"rank {rank}: {line}: {problem}"))
+
+    def _compute(self, rank: int, position: int, line: Instruction) -> str | None:
+        """A FORWARD or BACKWARD; returns what is wrong with it."""
+        j, i = line.stage, line.microbatch
+        stages = self.wiring.stages
+        if j is None or not 0 <= j < len(stages):
+            return f"there is no such stage (stages: {_span(len(stages))})"
+        if stages[j].rank != rank:
+            return f"stage {j} is on rank {stages[j].rank}"
+        if i is None or i not in self.microbatches:
+            return self._no_microbatch()
+        if line.kind is Kind.BACKWARD and not self.training:
+            return "there is nothing to go back through"
+        self._place(self.computed[line.kind, j], i, rank, position, line)
+        return None
+
+    def _message(self, rank: int, position: int, line: Instruction) -> str | None:
+        """A SEND or RECV; returns what is wrong with it."""
+        name, i, peer = line.value, line.microbatch, line.peer
+        if name is None:
+            return "it names no value"
+        if i is None or i not in self.microbatches:
+            return self._no_microbatch()
+        if peer is None or peer == rank or not 0 <= peer < len(self.lists):
+            return f"its peer must be another rank (ranks: {_span(len(self.lists))})"
+        sends = line.kind is Kind.SEND
+        source, target = (rank, peer) if sends else (peer, rank)
+        places = (self.sent if sends else self.received)[source, target, name, line.gradient]
+        self._place(places, i, rank, position, line)
+        channel = self.channels[source, target]
+        end = channel.sends if sends else channel.receives
+        end.labels.append((name, line.gradient, i))
+        end.positions.append(position)
+        return None
+
+    def _reduction(self, rank: int, position: int, line: Instruction) -> str | None:
+        """A REDUCE_GRADIENTS; returns what is wrong with it."""
+        if line.value is None:
+            return "it names no tied tensor"
+        if not self.training:
+            return "there are no gradients"
+        if rank not in line.ranks:
+            return "it leaves out its own rank"
+        if line.value in self.reductions[rank]:
+            self._repeated[rank, line] += 1
+        else:
+            self.reductions[rank][line.value] = position
+        return None
+
+    def _share(self, rank: int, position: int, line: Instruction) -> str | None:
+        """A SHARE_LOSS; nothing is wrong with it by itself."""
+        if self.shares[rank] is None:
+            self.shares[rank] = position
+        else:
+            self._repeated[rank, line] += 1
+        return None
+
+    def _place(self, places: Places, i: int, rank: int, position: int, line: Instruction) -> None:
+        """Remember where an instruction stands, the first time that it does."""
+        if i in places:
+            self._repeated[rank, line] += 1
+        else:
+            places[i] = position
+
+    def _repetitions(self) -> Iterator[Fault]:
+        """A fault for each instruction that stands more than once."""
+        for (rank, line), more in self._repeated.items():
+            yield Fault(ONCE, f"rank {rank}: {line} stands {more + 1} times")
+
+    def _no_microbatch(self) -> str:
+        """The problem of a micro-batch that does not exist."""
+        return f"there is no such micro-batch (micro-batches: {_span(len(self.microbatches))})"
+
+
+def steps_of(wiring: Wiring, lowered: Lowered) -> Iterator[Step]:
+    """The training step and the evaluation."""
+    yield Step(wiring, lowered.instructions, training=True)
+    yield Step(wiring, lowered.evaluation, training=False)
+
+
+def _span(count: int) -> str:
+    """The numbers below `count`.
+
+    >>> _span(1), _span(4)
+    ('only 0', '0 to 3')
+    """
+    return "only 0" if count == 1 else f"0 to {count - 1}"

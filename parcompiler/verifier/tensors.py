@@ -1,0 +1,173 @@
+"""Rules on parameters and buffers: one gradient for each, and updates in place where they belong.
+
+A parameter that several ranks hold stays the same on all of them only if its gradients are summed
+over exactly those ranks. Memory that is updated in place cannot be shared by two ranks at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from parcompiler.graph import Parameter
+from parcompiler.lower.lowered import Stage, Tied
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.wiring import Wiring
+
+HELD = "every tensor is on a stage that reads it"
+SUMMED = "every parameter has one gradient"
+IN_PLACE = "what is updated in place stays on one stage"
+IN_ORDER = "updates in place keep their order"
+
+EVERY = -1  # the home of what every stage computes for itself
+
+
+def faults(wiring: Wiring) -> Iterator[Fault]:
+    """All faults of parameters, buffers and updates in place."""
+    for j, stage in enumerate(wiring.stages):
+        yield from _reads(wiring, j, stage)
+    tied: dict[str, list[Tied]] = {}
+    for item in wiring.lowered.tied:
+        tied.setdefault(item.name, []).append(item)
+    for parameter in wiring.graph.parameters:
+        yield from _holders(wiring, parameter)
+        if parameter.trainable:
+            yield from _sum(wiring, parameter, tied.get(parameter.name, []))
+    yield from _ties(wiring)
+    for root, writers in wiring.effects.writers.items():
+        yield from _Memory(wiring, root, writers).faults()
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """The numbers of ranks.
+
+    >>> ranks((1,)), ranks((0, 2))
+    ('rank 1', 'ranks 0, 2')
+    """
+    listed = ", ".join(map(str, numbers))
+    return f"ranks {listed}" if "," in listed else f"rank {listed}"
+
+
+def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
+    """A stage holds the tensors that its nodes read, and no unknown ones."""
+    nodes = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]
+    operands = (wiring.tensor(operand) for node in nodes for operand in node.all_input_nodes)
+    held = set(stage.tensors)
+    for name in dict.fromkeys(item.name for item in operands if item is not None):
+        if name not in held:
+            yield Fault(HELD, f"stage {j} reads {name} and does not hold it")
+    for name in stage.tensors:
+        if name not in wiring.graph.by_name:
+            yield Fault(HELD, f"stage {j} holds {name}, which the model does not have")
+
+
+def _holders(wiring: Wiring, item: Parameter) -> Iterator[Fault]:
+    """A tensor is somewhere, and on one stage only when the forward updates it."""
+    holders = wiring.holders.get(item.name, ())
+    if not holders:
+        yield Fault(HELD, f"no stage holds {item.name}")
+    if item.mutated and len(holders) > 1:
+        listed = ", ".join(map(str, holders))
+        yield Fault(IN_PLACE, f"{item.name} is on stages {listed}, and each would update its own")
+
+
+def _sum(wiring: Wiring, item: Parameter, tied: list[Tied]) -> Iterator[Fault]:
+    """The gradients of a parameter are summed once, over the ranks that hold it."""
+    holders = wiring.ranks_of(item.name)
+    if len(holders) > 1 and not tied:
+        yield Fault(SUMMED, f"{item.name} is on {ranks(holders)}, and nothing sums its gradients")
+    for entry in tied:
+        if tuple(sorted(entry.ranks)) != holders or len(holders) < 2:
+            held = f"{item.name} is on {ranks(holders)}"
+            yield Fault(SUMMED, f"{held}, and {entry.label} sums over {ranks(entry.ranks)}")
+    if len(tied) > 1:
+        listed = ", ".join(entry.label for entry in tied)
+        yield Fault(SUMMED, f"{item.name} is summed {len(tied)} times ({listed})")
+
+
+def _ties(wiring: Wiring) -> Iterator[Fault]:
+    """Every sum is that of a parameter that is trained, under a label of its own."""
+    for item in wiring.lowered.tied:
+        parameter = wiring.graph.by_name.get(item.name)
+        if parameter is None or not parameter.trainable:
+            kind = "the model does not have" if parameter is None else "is not trained"
+            yield Fault(SUMMED, f"{item.label} sums gradients of {item.name}, which {kind}")
+    for label, count in Counter(item.label for item in wiring.lowered.tied).items():
+        if count > 1:
+            yield Fault(SUMMED, f"{count} parameters have the label {label}")
+
+
+class _Memory:
+    """The rules on memory that some node updates in place. `root` is the node that made it.
+
+    `members` write it or share it, `readers` use it; `homes` are the stages that run them.
+    """
+
+    def __init__(self, wiring: Wiring, root: fx.Node, writers: list[fx.Node]) -> None:
+        self.wiring = wiring
+        self.root = root
+        self.position = wiring.position
+        views = wiring.views[root]
+        self.writers = set(writers)
+        self.members = {n for n in (*views, *writers) if n.op == "call_function"}
+        self.readers = {u for node in views for u in node.users if u.op == "call_function"}
+        self.homes = dict(self._homes())
+
+    def faults(self) -> Iterator[Fault]:
+        """All faults of this memory."""
+        places = {self.homes[node] for node in self.members if node in self.homes}
+        if len(places) > 1:
+            listed = " and ".join(map(_place, sorted(places)))
+            yield Fault(IN_PLACE, f"{self._name()} is updated and shared by {listed}")
+        elif places:
+            yield from self._strangers(places.pop())
+            for j, stage in enumerate(self.wiring.stages):
+                yield from self._order(j, stage)
+
+    def _homes(self) -> Iterator[tuple[fx.Node, int]]:
+        """The stage that runs each node."""
+        for node in self.members | self.readers:
+            if node in self.wiring.homes:
+                yield node, self.wiring.homes[node][0][0]
+            elif node in self.wiring.recomputed:
+                yield node, EVERY
+
+    def _name(self) -> str:
+        """What a user would call this memory."""
+        tensor = self.wiring.tensor(self.root)
+        return self.root.name if tensor is None else tensor.name
+
+    def _strangers(self, place: int) -> Iterator[Fault]:
+        """Other stages read the memory only as it is after the last update, and never a buffer."""
+        last = max(self.position[node] for node in self.writers)
+        for node in sorted(self.readers - self.members, key=self.position.__getitem__):
+            home = self.homes.get(node, place)
+            early = self.root.op == "placeholder" or self.position[node] < last
+            if home != place and early:
+                detail = f"{_place(place)} updates {self._name()}, and {_place(home)} reads it"
+                yield Fault(IN_PLACE, f"{detail} ({node.name})")
+
+    def _order(self, j: int, stage: Stage) -> Iterator[Fault]:
+        """On a stage, updates and reads of the memory stand as in the model."""
+        latest = latest_update = -1
+        run = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]
+        for node in run:
+            if node in self.homes:
+                position = self.position[node]
+                if position < (latest if node in self.writers else latest_update):
+                    detail = f"stage {j} runs {node.name} too late (it touches {self._name()})"
+                    yield Fault(IN_ORDER, detail)
+                latest = max(latest, position)
+                if node in self.writers:
+                    latest_update = max(latest_update, position)
+
+
+def _place(home: int) -> str:
+    """Who runs a node.
+
+    >>> _place(2), _place(EVERY)
+    ('stage 2', 'the prologue')
+    """
+    return "the prologue" if home == EVERY else f"stage {home}"

@@ -1,0 +1,204 @@
+"""The rule that no ranks wait for each other, if every send blocks until it is received.
+
+The program is run with nothing but counters. Reaching an instruction may raise a counter; leaving
+it may need other counters to have reached some number:
+
+    reaching                          raises      leaving needs
+    RECV k of a channel               posted      -
+    SEND k of a channel               sent        posted > k       [1]
+    FORWARD, BACKWARD                 -           sent > k for every message k that it uses
+    k-th collective of a group        arrived     arrived > k on each of its ranks
+
+[1] A transport may buffer a send, but none has to: a program that ends without buffers always ends.
+
+Each rank goes as far as it can and then sleeps on the first counter that is too low, so that the
+run is linear in the number of instructions. Messages without a second end and collectives without
+all of their ranks have been reported by other rules; here they keep nobody waiting. So if ranks are
+left over, each waits for an instruction that another has not reached, some of them in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from parcompiler.instruction import Kind
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.steps import Step, Way
+
+NO_CIRCLE = "no ranks wait for each other"
+
+
+class Need(NamedTuple):
+    """The `number`-th raise of a counter, from 0."""
+
+    counter: int
+    number: int
+
+
+class Halt(NamedTuple):
+    """An instruction that others wait for, or that waits: its place, and the counters."""
+
+    position: int
+    raises: int | None
+    needs: tuple[Need, ...]
+
+
+class Counter(NamedTuple):
+    """Whose list raises a counter, and where in it."""
+
+    rank: int
+    positions: list[int]
+
+
+def faults(step: Step) -> Iterator[Fault]:
+    """The shortest circle in which ranks are left waiting, if there is one."""
+    race = _Race(step)
+    race.run()
+    circle = race.circle()
+    if circle:
+        lines = "".join(f"\n      {race.described(rank)}" for rank in circle)
+        advice = "a receive must stand further up, or a send further down"
+        yield Fault(NO_CIRCLE, f"{len(circle)} ranks do, each for the next ({advice}):{lines}")
+
+
+class _Race:
+    """The run of all ranks."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.counters: list[Counter] = []
+        self.halts: list[list[Halt]] = [[] for _ in step.lists]
+        self._read_messages()
+        self._read_collectives()
+        for halts in self.halts:
+            halts.sort()
+        self.reached = [0] * len(self.counters)
+        self.at = [0] * len(self.halts)  # of each rank, the halt that it has come to
+        self.asleep: dict[int, list[int]] = defaultdict(list)  # by counter
+
+    def run(self) -> None:
+        """Let every rank go as far as it can, and again when something that it needs has come."""
+        self.ready = [rank for rank, halts in enumerate(self.halts) if halts]
+        for rank in self.ready:
+            self._reach(rank)
+        while self.ready:
+            self._advance(self.ready.pop())
+
+    def circle(self) -> list[int]:
+        """The ranks of the shortest circle; each waits for the next, the last for the first."""
+        stuck = [rank for rank, halts in enumerate(self.halts) if self.at[rank] < len(halts)]
+        circles = [self._circle_from(rank) for rank in stuck]
+        return min(circles, key=len, default=[])
+
+    def described(self, rank: int) -> str:
+        """Where a rank stands and what it waits for."""
+        need = self._lacks(rank)
+        assert need is not None
+        other = self.counters[need.counter]
+        here = self.step.at(rank, self.halts[rank][self.at[rank]].position)
+        there = self.step.at(other.rank, other.positions[need.number])
+        return f"rank {rank}: {here} (waits for rank {other.rank}: {there})"
+
+    def _advance(self, rank: int) -> None:
+        """Go on until something is missing."""
+        halts = self.halts[rank]
+        while (need := self._lacks(rank)) is None:
+            self.at[rank] += 1
+            if self.at[rank] == len(halts):
+                return
+            self._reach(rank)
+        self.asleep[need.counter].append(rank)
+
+    def _reach(self, rank: int) -> None:
+        """Come to the next halt, which wakes those that wait for that."""
+        raises = self.halts[rank][self.at[rank]].raises
+        if raises is not None:
+            self.reached[raises] += 1
+            self.ready += self.asleep.pop(raises, ())
+
+    def _lacks(self, rank: int) -> Need | None:
+        """What a rank needs first before it can go on."""
+        for need in self.halts[rank][self.at[rank]].needs:
+            if self.reached[need.counter] <= need.number:
+                return need
+        return None
+
+    def _circle_from(self, rank: int) -> list[int]:
+        """The circle that a rank which is left waiting ends up in."""
+        path: list[int] = []
+        while rank not in path:
+            path.append(rank)
+            need = self._lacks(rank)
+            assert need is not None
+            rank = self.counters[need.counter].rank
+        return path[path.index(rank) :]
+
+    def _counter(self, rank: int, positions: list[int]) -> int:
+        """A new counter, raised where a rank reaches these positions."""
+        self.counters.append(Counter(rank, positions))
+        return len(self.counters) - 1
+
+    def _read_messages(self) -> None:
+        """The halts at messages and at what uses them."""
+        arrivals: dict[Way, dict[int, tuple[int, Need]]] = defaultdict(dict)
+        for (source, target), channel in self.step.channels.items():
+            sends = channel.sends.common(channel.receives)
+            receives = channel.receives.common(channel.sends)
+            starts = [channel.sends.positions[k] for k in sends]
+            posts = [channel.receives.positions[k] for k in receives]
+            sent, posted = self._counter(source, starts), self._counter(target, posts)
+            self.halts[source] += [
+                Halt(position, sent, (Need(posted, k),)) for k, position in enumerate(starts)
+            ]
+            self.halts[target] += [Halt(position, posted, ()) for position in posts]
+            for k, number in enumerate(receives):
+                name, gradient, i = channel.receives.labels[number]
+                arrivals[source, target, name, gradient].setdefault(i, (posts[k], Need(sent, k)))
+        self._read_computes(arrivals)
+
+    def _read_computes(self, arrivals: dict[Way, dict[int, tuple[int, Need]]]) -> None:
+        """The halts at compute instructions: each waits for what it uses and was posted before."""
+        needs: dict[tuple[int, int], list[Need]] = defaultdict(list)
+        for way, rank, compute in self._uses():
+            places = self.step.computed[compute]
+            for i, (posted, need) in arrivals.get(way, {}).items():
+                position = places.get(i, -1)
+                if posted < position:
+                    needs[rank, position].append(need)
+        for (rank, position), found in needs.items():
+            self.halts[rank].append(Halt(position, None, tuple(found)))
+
+    def _uses(self) -> Iterator[tuple[Way, int, tuple[Kind, int]]]:
+        """Each message that a compute instruction uses, with its rank."""
+        for item in self.step.wiring.crossings:
+            way = (item.source, item.target, item.name, False)
+            for j in item.readers:
+                yield way, item.target, (Kind.FORWARD, j)
+            back = (item.target, item.source, item.name, True)
+            yield back, item.source, (Kind.BACKWARD, item.maker)
+
+    def _read_collectives(self) -> None:
+        """The halts at collectives."""
+        groups: dict[Hashable, dict[int, list[int]]] = defaultdict(dict)
+        for rank, share in enumerate(self.step.shares):
+            if share is not None:
+                groups[None][rank] = [share]
+            for position in sorted(self.step.reductions[rank].values()):
+                group = self.step.at(rank, position).ranks
+                groups[group].setdefault(rank, []).append(position)
+        for places in groups.values():
+            self._read_group(places)
+
+    def _read_group(self, places: dict[int, list[int]]) -> None:
+        """The halts of one group; `places` are those of its collectives on each rank."""
+        counters = {rank: self._counter(rank, positions) for rank, positions in places.items()}
+        for rank, positions in places.items():
+            for k, position in enumerate(positions):
+                needs = tuple(
+                    Need(counters[other], k)
+                    for other, theirs in places.items()
+                    if other != rank and k < len(theirs)
+                )
+                self.halts[rank].append(Halt(position, counters[rank], needs))

@@ -1,0 +1,137 @@
+"""What the stages say of themselves: who makes which value, and which other stages read it.
+
+Read off the calls alone. The tables beside them (`values`, `gives`, `tied`, the instruction lists)
+were written by others and are compared with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from parcompiler.capture.effects import Effects
+from parcompiler.graph import Block, Parameter
+from parcompiler.lower.lowered import Lowered, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value on its way from the stage that makes it to the stages of one rank that read it.
+
+    `source` and `target` are ranks; they are equal for what stays on a rank.
+    """
+
+    name: str
+    maker: int
+    source: int
+    readers: tuple[int, ...]
+    target: int
+    differentiable: bool
+
+
+class Wiring:
+    """The stages of a lowered program, each known by its place in the tuple."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.graph = lowered.graph
+        self.stages = lowered.stages
+        self.effects = Effects(self.graph.fx_graph)
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """The node that each name stands for."""
+        return {name: node for node, name in self.lowered.variables.items()}
+
+    @cached_property
+    def homes(self) -> dict[fx.Node, list[tuple[int, Block]]]:
+        """Stage and block of every call that runs a node."""
+        found: dict[fx.Node, list[tuple[int, Block]]] = {}
+        for j, stage in enumerate(self.stages):
+            for call in stage.calls:
+                for node in call.block.nodes:
+                    found.setdefault(node, []).append((j, call.block))
+        return found
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """Where each node stands in the model."""
+        return {node: index for index, node in enumerate(self.graph.fx_graph.nodes)}
+
+    @cached_property
+    def views(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that share the memory of each root, with the root."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.position:
+            found.setdefault(self.effects.root(node), []).append(node)
+        return found
+
+    @cached_property
+    def recomputed(self) -> frozenset[fx.Node]:
+        """The nodes that stand in some stage's prologue."""
+        return frozenset(node for stage in self.stages for node in stage.prologue)
+
+    @cached_property
+    def makers(self) -> dict[str, int]:
+        """The first stage whose calls result in each name."""
+        found: dict[str, int] = {}
+        for j, stage in enumerate(self.stages):
+            for call in stage.calls:
+                for name in call.results:
+                    found.setdefault(name, j)
+        return found
+
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """The stages that receive each value from another one."""
+        found: dict[str, list[int]] = {}
+        for j, stage in enumerate(self.stages):
+            for name in dict.fromkeys(stage.receives):
+                if self.makers.get(name, j) != j:
+                    found.setdefault(name, []).append(j)
+        return found
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Every value that another stage reads, once per rank that does."""
+        return tuple(self._crossings())
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each parameter or buffer."""
+        found: dict[str, list[int]] = {}
+        for j, stage in enumerate(self.stages):
+            for name in dict.fromkeys(stage.tensors):
+                found.setdefault(name, []).append(j)
+        return {name: tuple(stages) for name, stages in found.items()}
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer, sorted."""
+        return tuple(sorted({self.stages[j].rank for j in self.holders.get(name, ())}))
+
+    def differentiable(self, name: str) -> bool:
+        """Whether a gradient comes back for a value."""
+        node = self.nodes.get(name)
+        return node is not None and node.name in self.graph.differentiable
+
+    def tensor(self, node: fx.Node) -> Parameter | None:
+        """The parameter or buffer that a node stands for."""
+        return self.graph.by_node.get(node.name)
+
+    def updates_buffers(self, stage: Stage) -> bool:
+        """Whether a stage leaves something behind that its next micro-batch reads."""
+        known = (self.graph.by_name.get(name) for name in stage.tensors)
+        return any(item.mutated for item in known if item is not None)
+
+    def _crossings(self) -> Iterator[Crossing]:
+        """The crossings, value by value."""
+        for name, readers in self.readers.items():
+            maker = self.makers[name]
+            source = self.stages[maker].rank
+            for target in sorted({self.stages[j].rank for j in readers}):
+                there = tuple(j for j in readers if self.stages[j].rank == target)
+                differentiable = self.differentiable(name)
+                yield Crossing(name, maker, source, there, target, differentiable)
