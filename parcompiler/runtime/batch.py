@@ -1,0 +1,102 @@
+"""A batch of this rank's data coordinate: checked, and cut into micro-batches.
+
+A batch has the form of the inputs that the model was compiled with (dict of keywords or tuple of
+positions) with `microbatches` times the rows: dimension 0 of every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.program import Input, RankProgram
+
+
+def microbatches(program: RankProgram, batch: object) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each micro-batch by the names that stages know.
+
+    Raises InputError when a key is missing or unknown, or a dtype or shape is not the one that
+    the model was compiled for.
+    """
+    leaves = dict(_leaves(batch))
+    wanted = {item.key for item in program.inputs.values()}
+    _check_form(program, batch)
+    _check_keys(leaves, wanted)
+    pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(program.microbatches)]
+    for name, spec in program.inputs.items():
+        tensor = leaves[spec.key]
+        _check_tensor(spec, tensor, program.microbatches)
+        assert isinstance(tensor, torch.Tensor)
+        rows = spec.shape[0] if spec.shape else 0
+        for i, piece in enumerate(pieces):
+            piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
+    return pieces
+
+
+def _leaves(batch: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every leaf of a batch with its key, as `capture` names them: `ids`, `0`, `images.1`."""
+    if isinstance(batch, Mapping):
+        items: list[tuple[str, Any]] = [(str(key), value) for key, value in batch.items()]
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        items = list(zip(batch._fields, batch, strict=True))
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        items = [(str(index), value) for index, value in enumerate(batch)]
+    else:
+        yield (prefix or "0"), batch
+        return
+    for key, value in items:
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+
+
+def _check_form(program: RankProgram, batch: object) -> None:
+    """Refuse a dict where the model was compiled with a tuple, and the other way round."""
+    if not program.inputs or isinstance(batch, Mapping) != program.positional:
+        return
+    form = "tuple of positional arguments" if program.positional else "dict of keyword arguments"
+    message = f"the batch must be a {form}, as the inputs were ({type(batch).__name__} given)"
+    raise InputError(message)
+
+
+def _check_keys(found: Mapping[str, object], wanted: set[str]) -> None:
+    """Refuse missing tensors, and tensors that the model was compiled without.
+
+    Constants of the compiled inputs may stand in the batch or not.
+    """
+    needed = ", ".join(sorted(wanted)) or "nothing"
+    missing = sorted(wanted - found.keys())
+    if missing:
+        message = (
+            f"the batch lacks {missing[0]!r} (it has: {', '.join(sorted(found)) or 'nothing'}; "
+            f"needed: {needed})"
+        )
+        raise InputError(message)
+    unknown = [k for k in found if k not in wanted and isinstance(found[k], torch.Tensor)]
+    if unknown:
+        message = (
+            f"the batch has {unknown[0]!r}, which the model was compiled without (needed: "
+            f"{needed}): compile it with inputs that have it"
+        )
+        raise InputError(message)
+
+
+def _check_tensor(spec: Input, tensor: object, count: int) -> None:
+    """Refuse what is no tensor, another dtype, or another shape."""
+    if not isinstance(tensor, torch.Tensor):
+        message = f"batch[{spec.key!r}] must be a tensor ({type(tensor).__name__} given)"
+        raise InputError(message)
+    if tensor.dtype != spec.dtype:
+        message = f"batch[{spec.key!r}] must have dtype {spec.dtype} ({tensor.dtype} given)"
+        raise InputError(message)
+    wanted = (spec.shape[0] * count, *spec.shape[1:]) if spec.shape else ()
+    if tuple(tensor.shape) == wanted:
+        return
+    message = (
+        f"batch[{spec.key!r}] must have shape {wanted}: {count} micro-batches of {spec.shape} "
+        f"({tuple(tensor.shape)} given)"
+    )
+    if spec.shape and tensor.ndim and tensor.shape[0] % count:
+        message += f"; {tensor.shape[0]} rows cannot be divided into {count} micro-batches"
+    raise InputError(message)

@@ -1,0 +1,89 @@
+"""What one rank does: a plain value that an emitted script can write down.
+
+Shapes are those of one micro-batch. Nothing here computes or communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from parcompiler.instruction import Instruction, Kind, listing, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of the batch and where it stands there; integers are below `high` when known."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses stages; a gradient comes back for it when it is differentiable."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A tensor that several ranks hold, by its name in the model; their gradients are summed."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The program of one rank of `size`.
+
+    `digest` names the whole program and is equal on all ranks; `channels` are all directed pairs
+    of ranks that exchange messages, in the order in which every rank makes their groups.
+    """
+
+    rank: int
+    size: int
+    device: str
+    microbatches: int
+    digest: str
+    loss: torch.dtype
+    inputs: Mapping[str, Input]
+    values: Mapping[str, Value]
+    tied: Mapping[str, Tied]
+    channels: tuple[tuple[int, int], ...]
+    stages: tuple[int, ...]
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    evaluation: tuple[Instruction, ...] = field(repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    positional: bool = False
+
+    @classmethod
+    def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:
+        """A program whose instruction lists are given as text, as emitted scripts do."""
+        lists = {"instructions": parse(instructions), "evaluation": parse(evaluation)}
+        return cls(**lists, **fields)  # type: ignore[arg-type]
+
+
+def channels_of(lists: tuple[tuple[Instruction, ...], ...]) -> tuple[tuple[int, int], ...]:
+    """The directed pairs (from, to) of ranks that exchange messages, sorted."""
+    pairs = {
+        (rank, item.peer)
+        for rank, instructions in enumerate(lists)
+        for item in instructions
+        if item.kind is Kind.SEND and item.peer is not None
+    }
+    return tuple(sorted(pairs))
+
+
+def digest_of(lists: tuple[tuple[Instruction, ...], ...], *more: str) -> str:
+    """A short name of a whole program: 15 hexadecimal digits, so that it fits a signed integer."""
+    text = "\n\n".join([*map(listing, lists), *more])
+    return hashlib.sha256(text.encode()).hexdigest()[:15]

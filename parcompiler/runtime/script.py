@@ -1,0 +1,103 @@
+"""The main function of emitted scripts: train for some steps and print the loss of each.
+
+torchrun --nproc-per-node 2 out/main.py --steps 10 --data batches.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime import weights
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.worker import Worker
+
+
+def run(worker: Worker, arguments: list[str] | None = None) -> None:
+    """Train `worker` as the command line says, on a file of batches or on random ones."""
+    options = _options(arguments)
+    with worker:
+        worker.set_optimizer(torch.optim.AdamW, lr=options.lr)
+        batches = _batches(worker.program, options)
+        for number in range(options.steps):
+            loss = worker.train_step(next(batches))
+            if worker.rank == 0:
+                print(f"step {number} loss {loss.item():.8f}", flush=True)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="train this rank of an exported program")
+    parser.add_argument("--steps", type=int, default=10, help="training steps (10)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of synthetic batches (0)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="safetensors file with a tensor per input, its rows those of whole batches one after "
+        "another (read round and round); without it batches are random",
+    )
+    return parser.parse_args(arguments)
+
+
+def _batches(program: RankProgram, options: argparse.Namespace) -> Iterator[object]:
+    """Batches from the file, or random ones, for ever."""
+    if options.data is not None:
+        yield from _from_file(program, options.data)
+    generator = torch.Generator().manual_seed(options.seed)
+    while True:
+        yield random_batch(program, generator)
+
+
+def random_batch(program: RankProgram, generator: torch.Generator) -> object:
+    """A batch of normal floats and of integers below the bounds that the model sets."""
+    return _batch(program, {n: _random(program, n, generator) for n in program.inputs})
+
+
+def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
+    """The batches of a file, round and round."""
+    tensors = dict(weights.read(path))
+    rows = {
+        n: (s.shape[0] if s.shape else 1) * program.microbatches for n, s in program.inputs.items()
+    }
+    counts = []
+    for name, spec in program.inputs.items():
+        if spec.key not in tensors:
+            message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
+            raise InputError(message)
+        counts.append(tensors[spec.key].shape[0] // rows[name])
+    if min(counts) < 1:
+        message = f"{path} holds less than one batch ({min(rows.values())} rows needed)"
+        raise InputError(message)
+    while True:
+        for index in range(min(counts)):
+            yield _batch(
+                program,
+                {
+                    n: tensors[s.key].narrow(0, index * rows[n], rows[n])
+                    for n, s in program.inputs.items()
+                },
+            )
+
+
+def _random(program: RankProgram, name: str, generator: torch.Generator) -> torch.Tensor:
+    """One input of a synthetic batch."""
+    spec = program.inputs[name]
+    shape = (spec.shape[0] * program.microbatches, *spec.shape[1:]) if spec.shape else ()
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(spec.dtype)
+    high = 2 if spec.high is None else spec.high
+    return torch.randint(0, high, shape, generator=generator).to(spec.dtype)
+
+
+def _batch(program: RankProgram, tensors: Mapping[str, torch.Tensor]) -> object:
+    """Tensors by the names of stages, in the form of the compiled inputs."""
+    by_key = {program.inputs[name].key: tensor for name, tensor in tensors.items()}
+    if program.positional:
+        last = max(int(key.partition(".")[0]) for key in by_key)
+        return tuple(by_key.get(str(position)) for position in range(last + 1))
+    return by_key

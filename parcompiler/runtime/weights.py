@@ -1,0 +1,84 @@
+"""Reads safetensors files with torch alone, so that a cluster needs nothing else.
+
+The format: 8 bytes, little endian, the length of a JSON header; the header names dtype, shape and
+place of each tensor; then the raw data (https://huggingface.co/docs/safetensors). Nothing is
+unpickled and nothing in the file is run.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.program import RankProgram
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of what the files in `folder` hold for the stages of a rank."""
+    for index in program.stages:
+        path = folder / f"stage_{index}.safetensors"
+        if path.exists():
+            yield from read(path)
+
+
+def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in a file, one after another; tensors are copies.
+
+    Raises InputError when the file is no safetensors file or is cut short.
+    """
+    if not path.exists():
+        message = f"there is no file {path}"
+        raise InputError(message)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = _header(path, file.read(min(length, path.stat().st_size)))
+        if not header:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for name, entry in header.items():
+                yield name, _tensor(path, name, entry, data, 8 + length)
+
+
+def _header(path: Path, raw: bytes) -> dict[str, Any]:
+    """The entries of the header, without its metadata."""
+    try:
+        header = json.loads(raw)
+        return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, AttributeError) as error:
+        message = f"{path} is no safetensors file, or cut short"
+        raise InputError(message) from error
+
+
+def _tensor(
+    path: Path, name: str, entry: dict[str, Any], data: mmap.mmap, start: int
+) -> torch.Tensor:
+    """One tensor, copied out of the file."""
+    try:
+        begin, end = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        raw = bytearray(data[start + begin : start + end])
+        if len(raw) != end - begin:
+            message = f"{path} is cut short: it ends within {name!r}"
+            raise InputError(message)
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        message = f"{path} has a damaged or unknown entry for {name!r}: {json.dumps(entry)[:100]}"
+        raise InputError(message) from error
