@@ -1,0 +1,1 @@
+"""From a lowered program to the Python source of every rank."""

@@ -1,0 +1,99 @@
+"""The exported folder: plan, report, one script per rank, one module per stage, weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from safetensors.torch import save_file
+
+from parcompiler.codegen.rank import rank_script
+from parcompiler.codegen.stage import StageWriter
+from parcompiler.errors import InputError
+from parcompiler.lower.lowered import Lowered, Stage
+from parcompiler.plan import Plan
+from parcompiler.report import Report
+from parcompiler.runtime import RankProgram
+
+MARK = "plan.json"  # what makes a folder an export
+
+
+def export(
+    path: Path,
+    plan: Plan,
+    lowered: Lowered,
+    programs: Sequence[RankProgram],
+    report: Report,
+    *,
+    weights: bool,
+    standalone: bool,
+) -> Path:
+    """Write the folder; an older export at the same place is replaced."""
+    _clear(path)
+    path.mkdir(parents=True, exist_ok=True)
+    _write(path / MARK, plan.to_json())
+    _write(path / "report.json", report.to_json())
+    for stage in lowered.stages:
+        writer = StageWriter(lowered, stage, plan.mesh.device)
+        _write(path / f"stage_{stage.index}.py", writer.text())
+        _save_weights(path / "weights", lowered, stage, parameters=weights)
+    for program in programs:
+        _write(path / f"rank_{program.rank}.py", rank_script(lowered, program))
+    facts = {"plan": plan, "lowered": lowered, "report": report.to_text(), "standalone": standalone}
+    environment = Environment(
+        loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    for name in ("main.py", "README.md"):
+        _write(path / name, environment.get_template(f"{name}.jinja").render(facts))
+    if standalone:
+        _copy_runtime(path)
+    return path
+
+
+def _clear(path: Path) -> None:
+    """Remove an older export; refuse to touch anything else."""
+    if not path.exists():
+        return
+    if not path.is_dir() or (any(path.iterdir()) and not (path / MARK).exists()):
+        message = f"{path} exists and is no export of parcompiler: give another path, or remove it"
+        raise InputError(message)
+    shutil.rmtree(path)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text file, the same bytes on every system."""
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _save_weights(folder: Path, lowered: Lowered, stage: Stage, *, parameters: bool) -> None:
+    """The tensors of a stage under the model's names; buffers always, parameters on request."""
+    graph = lowered.graph
+    found: dict[str, torch.Tensor] = {}
+    for name in stage.tensors:
+        item, tensor = graph.by_name[name], graph.tensors[name]
+        if parameters and tensor.is_meta:
+            message = (
+                f"{name!r} is on the meta device and has no values to export: pass weights=False, "
+                "or build the model on the CPU"
+            )
+            raise InputError(message)
+        if (parameters or item.buffer) and not tensor.is_meta:
+            found[name] = tensor.detach().to("cpu", item.dtype).contiguous().clone()
+    folder.mkdir(exist_ok=True)
+    save_file(found, folder / f"stage_{stage.index}.safetensors")
+
+
+def _copy_runtime(path: Path) -> None:
+    """The part of parcompiler that rank scripts import, for clusters that have torch only."""
+    source = Path(__file__).parent.parent
+    target = path / "parcompiler"
+    skip = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(source / "runtime", target / "runtime", ignore=skip)
+    for name in ("errors.py", "instruction.py"):
+        shutil.copy(source / name, target / name)
+    text = '"""The runtime of parcompiler, copied beside the scripts that use it."""\n'
+    _write(target / "__init__.py", text)

@@ -1,0 +1,153 @@
+"""Lines of Python that fit the page, broken as the usual formatters break them.
+
+>>> print(wrap("x = torch.cat([a, b], dim=1)", indent=4))
+    x = torch.cat([a, b], dim=1)
+>>> print(wrap('def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:', 0, 50))
+def forward(
+    self, hidden_states: Tensor
+) -> tuple[Tensor, ...]:
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+WIDTH = 100
+
+_STRING = r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
+_POWER = r"(?<![\w.)\]])(?P<base>[\w.]+) \*\* (?P<exponent>-?[\w.]+)(?![\w.(\[])"
+_TOKENS = re.compile(rf"{_STRING}|{_POWER}|(?<=\d)e\+(?=\d)")
+
+
+def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
+    """One logical line, broken at a bracket when it is wider than the page.
+
+    What is inside the bracket goes on a line of its own; where that is too wide as well, or the
+    bracket makes a tuple, list or dict, every part does.
+    """
+    pad, line = " " * indent, tidy(line)
+    if indent + len(line) <= width:
+        return pad + line
+    opening = _opening(line)
+    if opening is None or indent + opening >= width:
+        return _parenthesized(line, indent, width)
+    closing = _closing(line, opening)
+    inner, tail = line[opening + 1 : closing], line[closing:]
+    one = indent + 4 + len(inner) <= width and _is_call(line, opening) and inner[-1:] != ","
+    parts = split(inner)
+    comma = "" if one or len(parts) == 1 and _is_bare(parts[0]) else ","
+    rows = [wrap(inner, indent + 4, width)] if one else []
+    rows = rows or [wrap(f"{part}{comma}", indent + 4, width) for part in parts]
+    return "\n".join([pad + line[: opening + 1], *rows, pad + tail])
+
+
+def tidy(text: str) -> str:
+    """`x ** 2` and `1e+38` as formatters have them.
+
+    >>> print(tidy("x ** -0.5 + (-2) ** y * 1e+38"), tidy("f('a ** b')"))
+    x**-0.5 + (-2) ** y * 1e38 f('a ** b')
+    """
+
+    def write(match: re.Match[str]) -> str:
+        if match["base"] is not None:
+            return f"{match['base']}**{match['exponent']}"
+        return "e" if match[0] == "e+" else match[0]
+
+    return _TOKENS.sub(write, text)
+
+
+def table(opening: str, rows: Sequence[tuple[str, str]], closing: str, indent: int) -> list[str]:
+    """A dict with a line per entry; keys and values are source."""
+    pad = " " * indent
+    lines = [_entry(key, value, indent + 4) for key, value in rows]
+    return [f"{pad}{opening}", *lines, f"{pad}{closing}"]
+
+
+def _entry(key: str, value: str, indent: int) -> str:
+    """One line of a dict; a string that is too long for it gets a line of its own."""
+    pad, line = " " * indent, f"{key}: {value},"
+    if indent + len(line) > WIDTH and value.startswith(('"', "'")):
+        return f"{pad}{key}: (\n{pad}    {value}\n{pad}),"
+    return wrap(line, indent)
+
+
+def split(text: str) -> list[str]:
+    """The parts of `text` between commas that stand outside brackets and strings."""
+    parts, depth, start = [], 0, 0
+    for index, char in _code(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(text[start:index].strip())
+            start = index + 1
+    rest = text[start:].strip()
+    return [*parts, rest] if rest else parts
+
+
+def _parenthesized(line: str, indent: int, width: int) -> str:
+    """A line that no bracket can break: its right side in parentheses."""
+    pad = " " * indent
+    head, equals, value = line.partition(" = ")
+    if line.startswith("return "):
+        head, equals, value = "return", " ", line.removeprefix("return ")
+    if not equals:
+        return pad + line
+    parts = split(value)
+    if len(parts) == 1:
+        return f"{pad}{head}{equals}(\n{wrap(value, indent + 4, width)}\n{pad})"
+    rows = "\n".join(f"{pad}    {part}," for part in parts)
+    return f"{pad}{head}{equals}(\n{rows}\n{pad})"
+
+
+def _opening(line: str) -> int | None:
+    """The bracket to break at: that of a `def`, else the last one at the outermost level."""
+    if line.startswith("return ") and len(split(line)) > 1:
+        return None
+    depth, found = 0, None
+    for index, char in _code(line):
+        if char in "([{":
+            if depth == 0 and line[index + 1 : index + 2] not in ")]}":
+                found = index
+                if line.startswith("def "):
+                    return found
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+    if found is None or line[_closing(line, found) + 1 :].strip(" ,:"):
+        return None  # more than a comma follows
+    return found
+
+
+def _is_call(line: str, opening: int) -> bool:
+    """Whether a bracket holds arguments or an index, and is no tuple, list or dict."""
+    return opening > 0 and (line[opening - 1].isalnum() or line[opening - 1] in "_)]")
+
+
+def _is_bare(part: str) -> bool:
+    """Whether a part takes no comma behind it."""
+    return part.startswith(("*", "for ")) or " for " in part
+
+
+def _closing(line: str, opening: int) -> int:
+    """Where the bracket that opens at `opening` closes."""
+    depth = 0
+    for index, char in _code(line):
+        if index >= opening:
+            depth += (char in "([{") - (char in ")]}")
+            if depth == 0:
+                return index
+    return len(line)
+
+
+def _code(text: str) -> Iterator[tuple[int, str]]:
+    """The characters of `text` that stand outside string literals."""
+    quote, escaped = "", False
+    for index, char in enumerate(text):
+        if quote:
+            closes = char == quote and not escaped
+            escaped = char == "\\" and not escaped
+            quote = "" if closes else quote
+        elif char in "\"'":
+            quote = char
+        else:
+            yield index, char

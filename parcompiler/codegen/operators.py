@@ -1,0 +1,185 @@
+"""One node of a captured graph as the Python that a person would have written for it.
+
+>>> graph = fx.Graph()
+>>> x, w = graph.placeholder("x"), graph.placeholder("w")
+>>> aten = torch.ops.aten
+>>> expression(graph.call_function(aten.linear.default, (x, w)), str)
+'F.linear(x, w)'
+>>> expression(graph.call_function(aten.slice.Tensor, (x, 1, 0, 12)), str)
+'x[:, :12]'
+>>> expression(graph.call_function(aten.logaddexp.default, (x, w)), str)  # has no spelling
+'torch.ops.aten.logaddexp.default(x, w)'
+
+The text may use `torch`, `F` (torch.nn.functional), `DEVICE` (the device of the rank) and
+`self.training`: what was captured in training mode follows the mode of the module, what was
+captured in evaluation mode stays so.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from keyword import iskeyword
+
+import torch
+from torch import fx
+
+from parcompiler.codegen.calls import Call, bind
+from parcompiler.codegen.literals import Operand, literal
+from parcompiler.codegen.spellings import fill, spellings
+from parcompiler.errors import InputError
+
+OPEN_END = 2**63 - 1  # where a slice without an end ends
+
+BUILTINS: Mapping[object, str] = {
+    operator.getitem: "{}[{}]",
+    operator.add: "{} + {}",
+    operator.sub: "{} - {}",
+    operator.mul: "{} * {}",
+    operator.truediv: "{} / {}",
+    operator.floordiv: "{} // {}",
+    operator.mod: "{} % {}",
+    operator.neg: "-{}",
+    operator.eq: "{} == {}",
+    operator.ne: "{} != {}",
+    operator.lt: "{} < {}",
+    operator.le: "{} <= {}",
+    operator.gt: "{} > {}",
+    operator.ge: "{} >= {}",
+}
+
+
+def expression(node: fx.Node, operand: Operand) -> str:
+    """The Python that computes a `call_function` node; `operand` names the nodes that it reads.
+
+    It makes the same call into ATen, or one with the same value and gradient, bit for bit.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return _builtin(node, operand)
+    call = bind(node, operand)
+    write = SPECIALS.get(call.key, _spelled)
+    text = write(call) if call.reads_as_written() else None
+    return text or _in_full(call)
+
+
+def is_statement(node: fx.Node) -> bool:
+    """Is the node there for its effect alone, such as an in-place update that nobody reads?
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> update = graph.call_function(torch.ops.aten.add_.Tensor, (x, 1))
+    >>> is_statement(update), expression(update, str)
+    (True, 'x.add_(1)')
+    """
+    if node.users or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return bool(schema.is_mutable) or not schema.returns
+
+
+def _builtin(node: fx.Node, operand: Operand) -> str:
+    """A function of Python itself: on lists of tensors, or on sizes."""
+    if node.target not in BUILTINS or node.kwargs:
+        message = f"{node.name} calls {node.target}, which is no ATen operator: export the model"
+        raise InputError(message)
+    return BUILTINS[node.target].format(*(literal(item, operand) for item in node.args))
+
+
+def _spelled(call: Call) -> str | None:
+    """The first spelling that says all there is to say, if there is one."""
+    needed = call.values.keys() - call.defaults
+    return next((fill(item, call) for item in spellings(call.key) if needed <= item.names), None)
+
+
+def _in_full(call: Call) -> str:
+    """The call by its full name, which is right for every operator."""
+    namespace, name = call.target._schema.name.split("::")
+    head = "torch.ops"
+    for part in (namespace, name, call.target._schema.overload_name or "default"):
+        head = _member(head, part)
+    positional = [name for name, item in call.arguments.items() if not item.kwarg_only]
+    while positional and positional[-1] in call.defaults:
+        positional.pop()
+    named = [name for name, item in call.arguments.items() if item.kwarg_only]
+    texts = [call.text(name) for name in positional]
+    texts += [f"{name}={call.text(name)}" for name in named if name not in call.defaults]
+    return f"{head}({', '.join(texts)})"
+
+
+def _member(owner: str, name: str) -> str:
+    """An attribute, also where its name is none in Python (`aten.random.from`)."""
+    mangled = name.startswith("__") and not name.endswith("__")
+    if name.isidentifier() and not iskeyword(name) and not mangled:
+        return f"{owner}.{name}"
+    return f"getattr({owner}, {literal(name)})"
+
+
+def _select(call: Call) -> str:
+    return _at(call, call.text("index"))
+
+
+def _slice(call: Call) -> str:
+    return _at(call, ":".join(_bounds(call)))
+
+
+def _bounds(call: Call) -> Iterator[str]:
+    """Start, end and step of a slice, each empty where it is open."""
+    start, end, step = (call.values[name] for name in ("start", "end", "step"))
+    yield "" if start is None or start == 0 else call.text("start")
+    yield "" if end is None or end == OPEN_END else call.text("end")
+    if step != 1:
+        yield call.text("step")
+
+
+def _at(call: Call, index: str) -> str:
+    """An index into one dimension: `x[:, 0]`, or `x[..., 0]` for the last of three or more."""
+    owner, dim = call.values["self"], call.values["dim"]
+    rank = owner.meta["val"].ndim if isinstance(owner, fx.Node) and "val" in owner.meta else None
+    assert isinstance(dim, int)
+    if dim < 0 and rank is not None:
+        dim += rank
+    if dim < 0 or (dim >= 2 and dim + 1 == rank):
+        after = ", :" * (-dim - 1)  # nothing after the last
+        return f"{call.text('self')}[..., {index}{after}]"
+    return f"{call.text('self')}[{':, ' * dim}{index}]"
+
+
+def _index(call: Call) -> str | None:
+    """`x[:, i]`; a tensor without dimensions is another index in Python: a number."""
+    indices = call.values["indices"]
+    assert isinstance(indices, list | tuple)
+    while indices and indices[-1] is None:
+        indices = indices[:-1]
+    tensors = [item for item in indices if isinstance(item, fx.Node)]
+    if not tensors or not all("val" in item.meta and item.meta["val"].ndim for item in tensors):
+        return None
+    texts = (":" if item is None else literal(item, call.operand) for item in indices)
+    return f"{call.text('self')}[{', '.join(texts)}]"
+
+
+def _index_put(call: Call) -> str | None:
+    """The method takes no gaps among its indices."""
+    indices = call.values["indices"]
+    assert isinstance(indices, list | tuple)
+    return None if None in indices else _spelled(call)
+
+
+def _embedding(call: Call) -> str | None:
+    """`F.embedding` counts a negative `padding_idx` from the end; in ATen it means none."""
+    padding = call.values["padding_idx"]
+    return _spelled(call) if isinstance(padding, int) and padding >= -1 else None
+
+
+def _einsum(call: Call) -> str | None:
+    """Of three and more operands, `torch.einsum` chooses the order by what is installed."""
+    operands = call.values["tensors"]
+    return _spelled(call) if isinstance(operands, list | tuple) and len(operands) < 3 else None
+
+
+SPECIALS: Mapping[str, Callable[[Call], str | None]] = {
+    "select.int": _select,
+    "slice.Tensor": _slice,
+    "index.Tensor": _index,
+    "index_put.default": _index_put,
+    "index_put_.default": _index_put,
+    "embedding.default": _embedding,
+    "einsum.default": _einsum,
+}
