@@ -1,0 +1,5 @@
+"""Lowered -> what a person reads before and after the run: text, JSON, a page, a trace."""
+
+from parcompiler.report.report import Report
+
+__all__ = ["Report"]

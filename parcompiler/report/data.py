@@ -1,0 +1,251 @@
+"""The parts of a report: plain frozen values, so that a report can be kept and read without torch.
+
+Sizes are bytes, times seconds, work FLOPs (a multiplication with its addition counts 2). Names are
+the model's own, as they are: whatever shows them must make them harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import Instruction, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is trained. `parameters` counts elements, tied ones once and buffers not at all.
+
+    `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
+    says whether an operator draws random numbers.
+    """
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    frozen: int
+    dtype: str
+    random: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where it is trained. `memory` is one device's, `peak` its FLOP/s in the model's dtype."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    device: str
+    memory: int
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How it is divided. `blocks` are counted at the granularity, `templates` are distinct ones."""
+
+    microbatches: int
+    precision: str | None
+    optimizer: str
+    schedule: str
+    granularity: int
+    blocks: int
+    templates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solver:
+    """How far the division is proved: seconds of the step it found, and the least possible."""
+
+    status: str
+    objective: float | None
+    bound: float | None
+    gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The predicted step. `flops` are those of all ranks, without anything computed twice.
+
+    `ideal` is the time of even stages that are never idle and messages that are free, `idle` the
+    mean over ranks, `imbalance` the largest stage time over the mean, `mfu` the model's FLOPs over
+    what all ranks could do in that time. `rows` and `tokens` of a step are None where the inputs
+    do not tell.
+    """
+
+    seconds: float
+    ideal: float
+    idle: float
+    imbalance: float
+    flops: float
+    mfu: float
+    rows: int | None
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage and what one micro-batch costs there.
+
+    `state` is what its parameters occupy with gradients and optimizer, `activations` what one
+    micro-batch keeps for the backward; `in_flight` micro-batches are kept at once. `sent` counts
+    the values given to other ranks, `sent_back` the gradients of those received.
+    """
+
+    rank: int
+    blocks: tuple[str, ...]
+    parameters: int
+    parameter_bytes: int
+    forward_flops: float
+    backward_flops: float
+    forward: float
+    backward: float
+    state: int
+    activations: int
+    in_flight: int
+    sent: int
+    sent_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank: the fraction of the step that it does not compute, and its largest memory."""
+
+    idle: float
+    peak_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that goes from stage `source` straight to the stages `targets`, per micro-batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    gradient: bool
+    source: int
+    targets: tuple[int, ...]
+    cheaper: bool
+    """Each stage could compute it for itself, but receiving it takes less time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A value that the stages compute for themselves instead of receiving it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A parameter with several names or several users. Several ranks add up its gradients."""
+
+    name: str
+    aliases: tuple[str, ...]
+    nbytes: int
+    blocks: tuple[str, ...]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """An operator that could not run without data, so that its cost is a guess from shapes."""
+
+    operator: str
+    templates: tuple[str, ...]
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An instruction of `rank` in the simulated step; `text` is the instruction.
+
+    >>> Event.parse("0 0.5 1.5 FORWARD stage 0 mb 3").instruction.microbatch
+    3
+    """
+
+    rank: int
+    begin: float
+    end: float
+    text: str
+
+    def __str__(self) -> str:
+        """The line that `parse` reads."""
+        return f"{self.rank} {self.begin!r} {self.end!r} {self.text}"
+
+    @classmethod
+    def parse(cls, line: str) -> Event:
+        """Read one line. Raises InputError when it is none."""
+        try:
+            rank, begin, end, text = line.split(maxsplit=3)
+            event = cls(int(rank), _second(begin), _second(end), text)
+            if event.end < event.begin:
+                raise ValueError
+            _ = event.instruction
+        except ValueError as error:
+            message = f"an event reads 'rank begin end instruction' ({line[:60]!r} found)"
+            raise InputError(message) from error
+        return event
+
+    @property
+    def kind(self) -> Kind:
+        """What the instruction does."""
+        return Kind(self.text.split(maxsplit=1)[0])
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction."""
+        return Instruction.parse(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """From `second` on a rank holds `nbytes`."""
+
+    second: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        """The line that `parse` reads."""
+        return f"{self.second!r} {self.nbytes}"
+
+    @classmethod
+    def parse(cls, line: str) -> Level:
+        """Read one line. Raises InputError when it is none."""
+        try:
+            second, nbytes = line.split()
+            return cls(_second(second), int(nbytes))
+        except ValueError as error:
+            message = f"a level of memory reads 'second bytes' ({line[:60]!r} found)"
+            raise InputError(message) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """The simulated step: events by their begin, and for each rank the levels of its memory."""
+
+    events: tuple[Event, ...]
+    memory: tuple[tuple[Level, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A real step: its seconds, and by stage the mean of its forwards and backwards, if known."""
+
+    seconds: float
+    forward: tuple[float | None, ...] = ()
+    backward: tuple[float | None, ...] = ()
+
+
+def _second(text: str) -> float:
+    """A moment of the step. Raises ValueError when it is none."""
+    second = float(text)
+    if not 0 <= second < float("inf"):
+        raise ValueError
+    return second

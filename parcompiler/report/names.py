@@ -1,0 +1,78 @@
+"""Names from a model, made harmless and short.
+
+>>> print(clean("a\\x1b[31mb\\nc"))
+a\\x1b[31mb\\nc
+>>> print(ranges(["wte", "h.0", "h.1", "h.2", "head"]))
+wte, h.0 … h.2 (3), head
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+PERIODS = range(1, 9)  # a layer has at most so many pieces
+_NUMBER = re.compile(r"(\d{1,9})")
+
+
+def clean(text: str) -> str:
+    """`text` without characters that act instead of being seen: they appear as escapes.
+
+    That are control characters, line breaks, and marks that turn the direction of writing.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def ranges(names: Sequence[str]) -> str:
+    """Names separated by commas; numbered ones in a row by their first and last, and how many.
+
+    The pieces of numbered layers count as a row too:
+
+    >>> ranges(["0.mlp", "1.attn", "1.mlp", "2.attn", "2.mlp", "3.attn"])
+    '0.mlp … 3.attn (6)'
+    """
+    return ", ".join(_ranges(names))
+
+
+def numbers(values: Iterable[int]) -> str:
+    """
+    >>> numbers([0, 1, 2, 5])
+    '0 … 2, 5'
+    """
+    return re.sub(r" \(\d+\)", "", ranges([str(value) for value in values]))
+
+
+def _ranges(names: Sequence[str]) -> Iterator[str]:
+    """The runs of `names` in order."""
+    begin = 0
+    while begin < len(names):
+        length = max(_length(names, begin, period) for period in PERIODS)
+        if length > 1:
+            yield f"{names[begin]} … {names[begin + length - 1]} ({length})"
+        else:
+            yield names[begin]
+        begin += length
+
+
+def _length(names: Sequence[str], begin: int, period: int) -> int:
+    """How many names from `begin` on continue the one `period` before; 1 when too few do."""
+    end, place = begin + period, None
+    while end < len(names):
+        step = _step(names[end - period], names[end])
+        if step is None or (period == 1 and place not in (None, step)):
+            break
+        place, end = step, end + 1
+    length = end - begin
+    return length if length >= max(3, 2 * period) else 1
+
+
+def _step(first: str, second: str) -> int | None:
+    """Where the number stands by which `second` follows `first`; None when it does not."""
+    before, after = _NUMBER.split(first), _NUMBER.split(second)
+    if len(before) != len(after):
+        return None
+    places = [k for k, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+    if len(places) != 1 or places[0] % 2 == 0:
+        return None
+    (place,) = places
+    return place if int(after[place]) == int(before[place]) + 1 else None

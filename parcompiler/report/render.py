@@ -1,0 +1,131 @@
+"""Sections -> text for a terminal or a pipe, drawn by rich."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+from rich.theme import Theme
+
+from parcompiler.report.names import clean
+from parcompiler.report.sections import sections
+from parcompiler.report.table import Cell, Drawing, Table
+
+if TYPE_CHECKING:
+    from parcompiler.report.report import Report
+
+INDENT = 2
+NARROWEST = 40
+
+STYLES = Theme(
+    {
+        "strong": "bold",
+        "dim": "dim",
+        "forward": "blue",
+        "backward": "green",
+        "warning": "yellow",
+        "error": "bold red",
+    },
+    inherit=False,
+)
+
+# Each character that not every terminal has, and what stands in its place there.
+ASCII = str.maketrans({"…": "...", "×": "x", "→": "->", "µ": "u"})
+_LINE = "    \n    \n {0} \n    \n    \n    \n    \n    \n"
+HEAD = {False: box.Box(_LINE.format("──")), True: box.Box(_LINE.format("--"), ascii=True)}
+
+
+def plain(report: Report, width: int) -> str:
+    """ASCII text without colours and without spaces at the ends of lines."""
+    console = _console(max(width, NARROWEST))
+    drawn = _drawn(console, report, ascii_only=True)
+    return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
+
+
+def for_stdout(report: Report) -> str:
+    """Coloured text as wide as the terminal; plain text when standard output is no terminal."""
+    if not sys.stdout.isatty():
+        return plain(report, 100).removesuffix("\n")
+    terminal = Console()
+    ascii_only = not terminal.encoding.startswith("utf")
+    system = terminal.color_system if not terminal.no_color else None
+    console = _console(max(terminal.width, NARROWEST), color_system=system, force_terminal=True)
+    return _drawn(console, report, ascii_only=ascii_only).removesuffix("\n")
+
+
+def recorded(report: Report, width: int) -> Console:
+    """A console that has drawn the report and can export it."""
+    console = _console(width, record=True)
+    _drawn(console, report, ascii_only=False)
+    return console
+
+
+def _console(width: int, **options: Any) -> Console:
+    """A console that writes into memory and asks nothing of the environment."""
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        theme=STYLES,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        force_jupyter=False,
+        legacy_windows=False,
+        _environ={},
+        **options,
+    )
+
+
+def _drawn(console: Console, report: Report, *, ascii_only: bool) -> str:
+    """What the console has written once the report is on it."""
+    for number, section in enumerate(sections(report, console.width - INDENT)):
+        if number:
+            console.print()
+        console.print(_text(Cell(section.title, "strong"), ascii_only))
+        body = _grid(section, ascii_only) if isinstance(section, Table) else _lines(section)
+        console.print(Padding(body, (0, 0, 0, INDENT), expand=False))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _grid(table: Table, ascii_only: bool) -> Grid:
+    """A table under its headings; without headings, facts."""
+    headed = any(column.heading for column in table.columns)
+    grid = Grid(
+        box=HEAD[ascii_only] if headed else None,
+        show_header=headed,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1 if headed else 2, 0, 0),
+        header_style="dim",
+    )
+    for column in table.columns:
+        grid.add_column(
+            Text("\n").join(_text(Cell(t), ascii_only) for t in column.heading.split("\n")),
+            justify="left" if column.words else "right",
+            vertical="top",
+            overflow="fold",
+            no_wrap=not column.wrap,
+        )
+    for row in table.rows:
+        grid.add_row(*(_text(cell, ascii_only) for cell in row))
+    return grid
+
+
+def _lines(drawing: Drawing) -> Group:
+    """The lines of a drawing."""
+    return Group(*(Text.assemble(*line, no_wrap=True, overflow="crop") for line in drawing.lines))
+
+
+def _text(cell: Cell, ascii_only: bool) -> Text:
+    """A cell without characters that act, and without those that cannot be shown."""
+    text = clean(cell.text)
+    if ascii_only:
+        text = text.translate(ASCII).encode("ascii", "backslashreplace").decode()
+    return Text(text, style=cell.style)

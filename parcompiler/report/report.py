@@ -1,0 +1,127 @@
+"""The report of a compiled program: a frozen value of plain data that shows itself in many forms.
+
+Problem, Plan, Lowered, Timeline
+        │  of                     gather.py: the figures
+        ▼
+     Report ◄──► JSON             serial.py
+        │  sections               what is said, in which words: plain tables
+        ▼
+text (render.py), page (page.py), trace for Perfetto (trace.py)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parcompiler.errors import InputError
+from parcompiler.lower import Lowered
+from parcompiler.plan import Plan
+from parcompiler.prices import stage_costs
+from parcompiler.problem import Problem
+from parcompiler.report import checks, data, gather, page, render, serial, timing
+from parcompiler.report.trace import trace_text
+from parcompiler.simulator import Timeline
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was decided and what it will cost; see `data` for the parts.
+
+    `str(report)` is for the terminal that it is printed on: coloured tables of its width. In a
+    pipe it is `to_text()`.
+    """
+
+    model: data.Model
+    mesh: data.Mesh
+    choices: data.Choices
+    solver: data.Solver | None
+    step: data.Step
+    stages: tuple[data.Stage, ...]
+    ranks: tuple[data.Rank, ...]
+    values: tuple[data.Value, ...]
+    recomputed: tuple[data.Recomputed, ...]
+    shared: tuple[data.Shared, ...]
+    unread: tuple[str, ...]
+    estimated: tuple[data.Estimated, ...]
+    trail: data.Trail
+    measurement: data.Measured | None = None
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan, lowered: Lowered, timeline: Timeline) -> Report:
+        """The report of a plan, of the program lowered from it, and of its simulated step."""
+        assert plan.granularity is not None, "a report needs a finished plan"
+        priced = problem.priced(plan.granularity)
+        costs = stage_costs(problem, plan, lowered)
+        report = cls(
+            model=gather.model(problem.graph),
+            mesh=gather.mesh(problem),
+            choices=gather.choices(plan, priced),
+            solver=gather.solver(plan),
+            step=gather.step(problem, priced, costs, timeline),
+            stages=gather.stages(lowered, priced, costs),
+            ranks=gather.ranks(timeline),
+            values=gather.values(lowered, plan),
+            recomputed=gather.recomputed(lowered),
+            shared=gather.shared(lowered),
+            unread=gather.unread(lowered.graph),
+            estimated=gather.estimated(priced),
+            trail=gather.trail(timeline),
+        )
+        return serial.rounded(report)
+
+    def __str__(self) -> str:
+        """Text for standard output: coloured on a terminal, plain ASCII in a pipe."""
+        return render.for_stdout(self)
+
+    def to_text(self, width: int = 100) -> str:
+        """Plain ASCII text of at most `width` columns, the same wherever it is made."""
+        return render.plain(self, width)
+
+    def to_json(self) -> str:
+        """Sorted, indented JSON; `from_json` reads it back to an equal report."""
+        return serial.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read a report. Raises InputError that names the field and what was expected there."""
+        report = serial.from_json(cls, text, "report")
+        if report.version != VERSION:
+            message = f"the report has version {report.version}; this release reads {VERSION}"
+            raise InputError(message)
+        checks.check(report)
+        return report
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that needs no other file; light or dark as the reader's system is."""
+        _write(path, page.page(self))
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write the simulated step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+        _write(path, trace_text(self))
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return page.fragment(self)
+
+    def measured(
+        self, seconds: float, trace: Sequence[Iterable[timing.Recorded]] | None = None
+    ) -> Report:
+        """This report with a measured step time (s) beside the predicted one.
+
+        `trace` are the instructions of one step by rank, as `worker.trace()` gives them: the mean
+        forward and backward of each stage are shown beside the predicted. Raises InputError when
+        the time is no positive number, or the trace has another number of ranks or stages.
+        """
+        measurement = timing.measured(seconds, trace, len(self.stages), len(self.ranks))
+        return dataclasses.replace(self, measurement=serial.rounded(measurement))
+
+
+def _write(path: str | Path, text: str) -> None:
+    """Write a text file, the same bytes on every system."""
+    Path(path).write_text(text, encoding="utf-8", newline="\n")

@@ -1,0 +1,41 @@
+"""What a report says and in which order; a section that would be empty is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from parcompiler.report import division, overview, traffic
+from parcompiler.report.gantt import gantt
+from parcompiler.report.table import Section
+
+if TYPE_CHECKING:
+    from parcompiler.report.report import Report
+
+TABLES = (
+    overview.overview,
+    overview.step,
+    division.measured,
+    division.stages,
+    division.work,
+    division.memory,
+    traffic.between,
+    traffic.cuts,
+    traffic.direct,
+    traffic.recomputed,
+    traffic.cheaper,
+    traffic.shared,
+    traffic.unread,
+    traffic.estimated,
+)
+
+
+def sections(report: Report, width: int) -> Iterator[Section]:
+    """The sections for a page of `width` columns."""
+    for make in TABLES:
+        table = make(report)
+        if table.rows:
+            yield table
+    drawing = gantt(report, width)
+    if drawing.lines:
+        yield drawing

@@ -1,0 +1,119 @@
+"""The simulated step as a Chrome trace, which Perfetto shows: a process per rank.
+
+    rank 0   compute   ▇F0▇▇F1▇        ▇▇B0▇▇
+             to 1           ▇x▇ ─┐                a slice per message, on a track per link
+             memory    ▁▂▃▃▃▃▃▃▂▁│
+    rank 1   compute             │  ▇F0▇▇▇B0▇▇
+             from 0         ▇x▇ ◄┘                the same message, and an arrow between the two
+
+The format is that of "Trace Event Format" (Google, 2016): times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from parcompiler.instruction import Instruction, Kind
+from parcompiler.report.data import Event, Level
+from parcompiler.report.names import clean
+
+if TYPE_CHECKING:
+    from parcompiler.report.report import Report
+
+Record = dict[str, Any]
+
+COMPUTE_TRACK = 0
+
+
+def trace_text(report: Report) -> str:
+    """The trace as JSON, one event a line."""
+    ranks = len(report.ranks)
+    records = [record for rank in range(ranks) for record in _tracks(rank, ranks)]
+    for number, event in enumerate(report.trail.events):
+        records += _slices(event, number, ranks)
+    for rank, levels in enumerate(report.trail.memory):
+        records += (_counter(rank, level) for level in levels)
+    lines = ",\n".join(json.dumps(record, sort_keys=True) for record in _used(records))
+    return f'{{"displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def _track(peer: int, ranks: int, *, incoming: bool) -> int:
+    """The number of a rank's track for the messages to or from a peer."""
+    return 1 + peer + (ranks if incoming else 0)
+
+
+def _tracks(rank: int, ranks: int) -> Iterator[Record]:
+    """The names of a rank's process and tracks."""
+    yield _name("process_name", rank, COMPUTE_TRACK, f"rank {rank}")
+    yield _name("thread_name", rank, COMPUTE_TRACK, "compute")
+    for peer in range(ranks):
+        yield _name("thread_name", rank, _track(peer, ranks, incoming=False), f"to rank {peer}")
+        yield _name("thread_name", rank, _track(peer, ranks, incoming=True), f"from rank {peer}")
+
+
+def _name(kind: str, rank: int, track: int, name: str) -> Record:
+    return {"ph": "M", "ts": 0, "pid": rank, "tid": track, "name": kind, "args": {"name": name}}
+
+
+def _used(records: list[Record]) -> Iterator[Record]:
+    """The records without the names of tracks on which nothing happens."""
+    used = {(item["pid"], item["tid"]) for item in records if item["ph"] != "M"}
+    for item in records:
+        if item["ph"] != "M" or (item["pid"], item["tid"]) in used or item["tid"] == COMPUTE_TRACK:
+            yield item
+
+
+def _slices(event: Event, number: int, ranks: int) -> Iterator[Record]:
+    """An instruction; a message at both ends, with an arrow between."""
+    line = event.instruction
+    if line.kind is not Kind.SEND:
+        yield _slice(event, event.rank, COMPUTE_TRACK, _title(line))
+        return
+    assert line.peer is not None
+    ends = (
+        (event.rank, _track(line.peer, ranks, incoming=False)),
+        (line.peer, _track(event.rank, ranks, incoming=True)),
+    )
+    for (rank, track), phase in zip(ends, ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True):
+        yield _slice(event, rank, track, _title(line))
+        where = {"pid": rank, "tid": track, "ts": _micro(event.begin)}
+        yield {"cat": "message", "id": number, "name": "message", **where, **phase}
+
+
+def _slice(event: Event, rank: int, track: int, name: str) -> Record:
+    begin = _micro(event.begin)
+    return {
+        "ph": "X",
+        "ts": begin,
+        "dur": round(_micro(event.end) - begin, 3),
+        "pid": rank,
+        "tid": track,
+        "name": name,
+        "cat": event.instruction.kind.value.lower(),
+        "args": {"instruction": clean(event.text)},
+    }
+
+
+def _title(line: Instruction) -> str:
+    """What is written on a slice."""
+    match line.kind:
+        case Kind.FORWARD | Kind.BACKWARD:
+            return f"{line.kind[0]}{line.microbatch}"
+        case Kind.SEND:
+            gradient = ".grad" if line.gradient else ""
+            return clean(f"{line.value}{gradient} {line.microbatch}")
+        case _:
+            return line.kind.value
+
+
+def _counter(rank: int, level: Level) -> Record:
+    """The memory that a rank holds from now on."""
+    where = {"pid": rank, "tid": COMPUTE_TRACK, "ts": _micro(level.second)}
+    return {"ph": "C", "name": "memory", **where, "args": {"bytes": level.nbytes}}
+
+
+def _micro(seconds: float) -> float:
+    """Seconds in microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,310 @@
+"""The report: its figures against the program they describe, its text and JSON as golden files."""
+
+import dataclasses
+import io
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+from rich.cells import cell_len
+from rich.text import Text
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import Instruction, Kind
+from parcompiler.report import Report
+from parcompiler.report.data import Measured
+from tests.report.programs import Made, odd, odd_on_slow_device, small_gpt, small_t5
+
+PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd, "slow": odd_on_slow_device}
+WIDTHS = (80, 100, 200)
+Golden = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A measured instruction."""
+
+    instruction: Instruction
+    begin: float
+    end: float
+
+
+def slower(made: Made, factor: float) -> list[list[Record]]:
+    """A trace in which everything took longer than predicted, by a factor."""
+    traces: list[list[Record]] = [[] for _ in made.timeline.bubble]
+    for event in made.timeline.events:
+        begin, end = factor * event.begin, factor * event.end
+        traces[event.rank].append(Record(event.instruction, begin, end))
+    return traces
+
+
+def measured_gpt() -> Report:
+    """The report of the GPT with a step that took half as long again."""
+    made = small_gpt()
+    return made.report.measured(1.5 * made.timeline.step_time, slower(made, 1.5))
+
+
+# Figures
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_step_is_that_of_the_simulation(name: str) -> None:
+    made = PROGRAMS[name]()
+    report, timeline = made.report, made.timeline
+    assert report.step.seconds == pytest.approx(timeline.step_time)
+    assert [rank.idle for rank in report.ranks] == pytest.approx(timeline.bubble)
+    assert tuple(rank.peak_memory for rank in report.ranks) == timeline.peak_memory
+    busy = sum(1 - idle for idle in timeline.bubble) / len(timeline.bubble)
+    assert report.step.ideal == pytest.approx(busy * timeline.step_time)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bytes_sent_are_those_of_the_instruction_lists(name: str) -> None:
+    made = PROGRAMS[name]()
+    sizes = {name: value.nbytes for name, value in made.lowered.values.items()}
+    for stage, lines in zip(made.report.stages, made.lowered.instructions, strict=True):
+        sends = [line for line in lines if line.kind is Kind.SEND and line.microbatch == 0]
+        for gradient, found in ((False, stage.sent), (True, stage.sent_back)):
+            wanted = [line.value for line in sends if line.gradient is gradient]
+            assert found == sum(sizes[value] for value in wanted if value)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("gpt", [2, 1]), ("t5", [8] * 4), ("odd", [3, 2, 1])])
+def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, counts: list[int]) -> None:
+    assert [stage.in_flight for stage in PROGRAMS[name]().report.stages] == counts
+
+
+def test_tied_parameters_count_once_in_the_model_and_on_each_stage_that_holds_them() -> None:
+    report = small_gpt().report
+    tied = 512 * 64
+    assert sum(stage.parameters for stage in report.stages) == report.model.parameters + tied
+    (shared,) = report.shared
+    assert (shared.name, shared.aliases) == ("embedding.weight", ("head.weight",))
+    assert shared.ranks == (0, 1)
+
+
+def test_flops_are_those_of_matrices_and_little_more() -> None:
+    # 6 · parameters · tokens, and attention: 12 · layers · sequence · hidden · tokens.
+    report = small_gpt().report
+    tokens, positions = 4 * 2 * 32, 32 * 64
+    wanted = tokens * (6 * (report.model.parameters - positions) + 12 * 4 * 32 * 64)
+    assert report.step.flops == pytest.approx(wanted, rel=0.1)
+    full = report.step.flops / (2 * report.mesh.peak)
+    assert report.step.mfu == pytest.approx(full / report.step.seconds)
+
+
+def test_samples_and_tokens_are_left_out_where_they_cannot_be_told() -> None:
+    assert (small_gpt().report.step.rows, small_gpt().report.step.tokens) == (8, 256)
+    assert small_t5().report.step.tokens is None  # of the encoder or of the decoder?
+    assert odd().report.step.tokens is None
+
+
+def test_what_deserves_a_second_look_is_found() -> None:
+    report = odd().report
+    assert report.model.random
+    assert report.model.frozen == 72
+    assert len(report.unread) == 6
+    assert [(item.operator, item.blocks) for item in report.estimated] == [("aten.squeeze_.dim", 6)]
+    assert [(item.name, item.stages) for item in report.recomputed] == [("mask", (0, 1, 2))]
+
+
+def test_what_is_cheaper_to_send_is_sent_and_said() -> None:
+    report = odd_on_slow_device().report
+    assert [value.targets for value in report.values if value.cheaper] == [(1, 2)]
+    assert not report.recomputed
+    assert "Sent, because that is cheaper than to recompute" in report.to_text()
+
+
+def test_a_division_that_the_user_gave_has_no_bound() -> None:
+    solver = small_t5().report.solver
+    assert solver is not None
+    assert (solver.bound, solver.gap) == (None, None)
+
+
+def test_a_pipeline_of_one_rank_has_no_sections_about_traffic() -> None:
+    made = small_gpt()
+    alone = dataclasses.replace(made.report, values=(), shared=())
+    text = alone.to_text()
+    assert "Values between stages" not in text
+    assert "Shared weights" not in text
+
+
+# Text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_text_is_golden(name: str, width: int, golden: Golden) -> None:
+    golden(f"report/{name}/{width}.txt", PROGRAMS[name]().report.to_text(width))
+
+
+def test_text_of_a_measured_step_is_golden(golden: Golden) -> None:
+    golden("report/gpt/measured.txt", measured_gpt().to_text())
+
+
+def test_text_of_odd_models_is_golden(golden: Golden) -> None:
+    golden("report/odd/100.txt", odd().report.to_text())
+
+
+@pytest.mark.parametrize("width", [60, *WIDTHS])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_line_is_too_long_and_no_number_is_cut(name: str, width: int) -> None:
+    report = PROGRAMS[name]().report
+    text = report.to_text(width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert text.isascii()
+    assert text == text.strip() + "\n"
+    if width >= 80:
+        assert words_of_figures(text) == words_of_figures(report.to_text(400))
+
+
+def words_of_figures(text: str) -> list[str]:
+    """The words of the tables that are never wrapped."""
+    figures = ("Step", "Work", "Memory")
+    sections = (part.split() for part in text.split("\n\n") if part.startswith(figures))
+    return [word for words in sections for word in words if not set(word) <= {"-"}]
+
+
+def test_a_pipe_gets_plain_text_of_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    report = small_gpt().report
+    assert f"{report}\n" == report.to_text(100)
+    assert "\x1b" not in str(report)
+
+
+class Terminal(io.StringIO):
+    """A standard output that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        """As a terminal answers."""
+        return True
+
+
+class Teletype(Terminal):
+    """One without letters beyond ASCII."""
+
+    encoding = "ascii"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A terminal of 90 columns with colours."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "90")
+    return monkeypatch
+
+
+def test_a_terminal_gets_colours_and_its_width(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setattr(sys, "stdout", Terminal())
+    text = str(small_gpt().report)
+    assert "\x1b[" in text
+    assert "×" in text
+    plain = Text.from_ansi(text).plain
+    assert max(map(cell_len, plain.splitlines())) == 90, "the schedule fills the width"
+
+
+def test_a_terminal_gets_no_escapes_from_names(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setattr(sys, "stdout", Terminal())
+    text = str(odd().report)
+    codes = set(re.findall(r"\x1b\[([0-9;]*)m", text))
+    assert codes <= {"0", "1", "2", "32", "33", "34", "1;31"}
+    rest = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert all(line.isprintable() for line in rest.splitlines())
+
+
+def test_a_terminal_may_refuse_colours_and_letters(terminal: pytest.MonkeyPatch) -> None:
+    terminal.setenv("NO_COLOR", "1")
+    terminal.setattr(sys, "stdout", Teletype())
+    text = str(odd().report)
+    assert "\x1b" not in text
+    assert text.isascii()
+
+
+def test_a_schedule_that_does_not_fit_is_not_drawn() -> None:
+    report = small_t5().report
+    assert "Schedule:" in report.to_text(80)
+    assert "Schedule:" not in report.to_text(40)
+    many = dataclasses.replace(report, ranks=report.ranks * 5)
+    assert "Schedule:" not in many.to_text(200)
+
+
+# JSON
+
+
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_json_is_golden(name: str, golden: Golden) -> None:
+    golden(f"report/{name}/report.json", PROGRAMS[name]().report.to_json())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_json_gives_the_same_report_back(name: str) -> None:
+    report = PROGRAMS[name]().report
+    text = report.to_json()
+    assert text.isascii()
+    again = Report.from_json(text)
+    assert again == report
+    assert again.to_json() == text
+    assert again.to_text() == report.to_text()
+
+
+def test_a_measured_report_is_kept_too() -> None:
+    report = measured_gpt()
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_two_reports_of_the_same_program_are_the_same_bytes() -> None:
+    made = small_t5()
+    again = Report.of(made.problem, made.plan, made.lowered, made.timeline)
+    assert again == made.report
+    assert again.to_json() == made.report.to_json()
+
+
+# Measured
+
+
+def test_measured_times_stand_beside_the_predicted_ones() -> None:
+    report, plain = measured_gpt(), small_gpt().report
+    assert plain.measurement is None
+    measurement = report.measurement
+    assert measurement is not None
+    assert measurement.seconds == pytest.approx(1.5 * report.step.seconds)
+    wanted = [1.5 * stage.forward for stage in report.stages]
+    assert measurement.forward == pytest.approx(wanted)
+    assert "1.50x" in report.to_text()
+
+
+def test_without_a_trace_the_step_alone_is_compared() -> None:
+    report = small_gpt().report.measured(2e-3)
+    assert report.measurement == Measured(2e-3)
+    assert "measured" in report.to_text()
+    assert "Predicted and measured" not in report.to_text()
+
+
+def test_a_stage_without_records_is_left_open() -> None:
+    made = small_gpt()
+    traces = slower(made, 1.0)
+    report = made.report.measured(2e-3, [traces[0], []])
+    assert report.measurement is not None
+    assert report.measurement.forward[1] is None
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_step_takes_a_positive_time(seconds: float) -> None:
+    with pytest.raises(InputError, match="positive number of seconds"):
+        small_gpt().report.measured(seconds)
+
+
+def test_a_trace_is_of_this_program() -> None:
+    with pytest.raises(InputError, match="2 ranks, 1 given"):
+        small_gpt().report.measured(1.0, [[]])
+    other = slower(small_t5(), 1.0)[:2]
+    other[0].append(Record(Instruction(Kind.FORWARD, stage=3, microbatch=0), 0.0, 1.0))
+    with pytest.raises(InputError, match="a stage 3"):
+        small_gpt().report.measured(1.0, other)
