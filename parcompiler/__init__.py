@@ -1,0 +1,88 @@
+"""parcompiler: a declarative graph-partitioning compiler for training on many devices.
+
+    program = pc.compile(model, pc.Mesh(pipeline=2), inputs)
+    print(program.report())
+
+Names are imported when first used, so that `parcompiler.runtime` needs torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parcompiler.compiler import compile
+    from parcompiler.device import Device
+    from parcompiler.errors import (
+        CaptureError,
+        InfeasibleError,
+        InputError,
+        LaunchError,
+        ParcompilerError,
+        PlanError,
+    )
+    from parcompiler.graph import Graph
+    from parcompiler.loaded import load
+    from parcompiler.mesh import Coordinate, Mesh
+    from parcompiler.plan import Plan
+    from parcompiler.program import Program
+    from parcompiler.report import Report
+    from parcompiler.runtime import Worker
+    from parcompiler.simulator import Timeline
+    from parcompiler.verification import Verification
+
+_HOME = {
+    "compile": "compiler",
+    "Device": "device",
+    "CaptureError": "errors",
+    "InfeasibleError": "errors",
+    "InputError": "errors",
+    "LaunchError": "errors",
+    "ParcompilerError": "errors",
+    "PlanError": "errors",
+    "Graph": "graph",
+    "load": "loaded",
+    "Coordinate": "mesh",
+    "Mesh": "mesh",
+    "Plan": "plan",
+    "Program": "program",
+    "Report": "report",
+    "Worker": "runtime",
+    "Timeline": "simulator",
+    "Verification": "verification",
+}
+
+__all__ = [
+    "CaptureError",
+    "Coordinate",
+    "Device",
+    "Graph",
+    "InfeasibleError",
+    "InputError",
+    "LaunchError",
+    "Mesh",
+    "ParcompilerError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Report",
+    "Timeline",
+    "Verification",
+    "Worker",
+    "compile",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, from the module that defines it."""
+    if name not in _HOME:
+        message = f"module 'parcompiler' has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(importlib.import_module(f"parcompiler.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -1,0 +1,88 @@
+"""An exported folder back as a program: its plan, instructions, report and workers.
+
+The original model is not needed; the folder's Python files are run, so load only what you trust.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from parcompiler.errors import InputError
+from parcompiler.plan import Plan
+from parcompiler.ranks import Instructions, current_rank
+from parcompiler.report import Report
+from parcompiler.runtime import RankProgram, Worker
+
+
+@dataclass(frozen=True)
+class LoadedProgram:
+    """What `load` returns."""
+
+    path: Path
+    plan: Plan
+
+    def instructions(self, rank: int) -> Instructions:
+        """The training instructions of a rank, printable. Raises InputError for no such rank."""
+        return Instructions(self.rank_program(rank).instructions)
+
+    def rank_program(self, rank: int) -> RankProgram:
+        """What the runtime executes on a rank."""
+        program: RankProgram = self._script(rank).PROGRAM
+        return program
+
+    def report(self) -> Report:
+        """The report that was made when the program was exported."""
+        return Report.from_json((self.path / "report.json").read_text(encoding="utf-8"))
+
+    def worker(self) -> Worker:
+        """This process's rank, with the exported weights. Call it in processes that torchrun
+        started, one per rank. Raises LaunchError when their number is not the plan's."""
+        size = self.plan.mesh.pipeline * self.plan.mesh.data * self.plan.mesh.tensor
+        worker: Worker = self._script(current_rank(size)).worker()
+        return worker
+
+    def _script(self, rank: int) -> ModuleType:
+        """`rank_N.py` as a module, with the stage modules of this folder."""
+        path = self.path / f"rank_{rank}.py"
+        if not path.exists():
+            message = f"{self.path} has no rank {rank}"
+            raise InputError(message)
+        stages = {name for name in sys.modules if name.startswith("stage_")}
+        hidden = {name: sys.modules.pop(name) for name in stages}
+        sys.path.insert(0, str(self.path))
+        try:
+            return _module(path)
+        finally:
+            sys.path.remove(str(self.path))
+            for name in [name for name in sys.modules if name.startswith("stage_")]:
+                del sys.modules[name]
+            sys.modules.update(hidden)
+
+
+def load(path: str | Path) -> LoadedProgram:
+    """An exported folder. Raises InputError when it is none, or its plan is damaged."""
+    folder = Path(path)
+    plan = folder / "plan.json"
+    if not plan.is_file():
+        message = f"{folder} is no exported program: it has no plan.json"
+        raise InputError(message)
+    return LoadedProgram(folder, Plan.from_json(plan.read_text(encoding="utf-8")))
+
+
+def _module(path: Path) -> ModuleType:
+    """A file run as a module."""
+    spec = importlib.util.spec_from_file_location(f"parcompiler_export_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    importlib.invalidate_caches()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module

@@ -1,0 +1,91 @@
+"""One process of the pool that proves programs: reads jobs as JSON lines, runs its rank.
+
+python -m parcompiler.member        started by `pool.Pool`, ends when its input is closed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from parcompiler.loaded import load
+from parcompiler.runtime.chance import Chance
+from parcompiler.runtime.worker import Worker
+
+TIMEOUT = timedelta(minutes=5)
+
+
+def main() -> None:
+    """Answer every line of standard input with a line on the real standard output."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else prints goes to standard error
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            _run(job)
+            answer: dict[str, Any] = {"ok": True}
+        except Exception as error:
+            answer = {"ok": False, "kind": type(error).__name__, "text": str(error)}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _run(job: dict[str, Any]) -> None:
+    """One step of one rank, and one of gradient descent; rank 0 writes what came out."""
+    rank, size = job["rank"], job["size"]
+    store = dist.FileStore(job["store"], size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    batch = load_file(job["batch"])
+    with load(job["program"]).worker() as worker:
+        if job["positions"] is not None:
+            worker.use_chance(_chance(job))
+        loss = worker.step(_in_form(worker, batch))
+        gradients = worker.gather_gradients()
+        worker.set_optimizer(torch.optim.SGD, lr=job["learning_rate"])
+        worker.optimizer_step()
+        state = worker.gather_state_dict()
+        if rank == 0:
+            assert gradients is not None
+            assert state is not None
+            save_file({"loss": loss.reshape(1)}, Path(job["out"]) / "loss.safetensors")
+            save_file(_contiguous(gradients), Path(job["out"]) / "gradients.safetensors")
+            save_file(_contiguous(state), Path(job["out"]) / "state.safetensors")
+
+
+def _chance(job: dict[str, Any]) -> Any:
+    """The draws of each stage and micro-batch."""
+
+    def around(stage: int, microbatch: int) -> AbstractContextManager[Any]:
+        return Chance(job["seed"], microbatch, job["positions"][str(stage)])
+
+    return around
+
+
+def _in_form(worker: Worker, batch: dict[str, torch.Tensor]) -> object:
+    """The batch as a dict, or as a tuple when the model takes positional inputs."""
+    if not worker.program.positional:
+        return batch
+    last = max(int(key.partition(".")[0]) for key in batch)
+    return tuple(batch.get(str(position)) for position in range(last + 1))
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that can be written: each with memory of its own."""
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+if __name__ == "__main__":
+    main()

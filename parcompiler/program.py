@@ -1,0 +1,120 @@
+"""A compiled program: look at it, prove it, export it, run it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from parcompiler.capture.blocks import cut
+from parcompiler.codegen.folder import export
+from parcompiler.codegen.modules import stage_classes
+from parcompiler.codegen.rank import rank_program
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph
+from parcompiler.lower import Lowered, lower
+from parcompiler.plan import Plan
+from parcompiler.prices import message_seconds, stage_costs
+from parcompiler.problem import Problem
+from parcompiler.ranks import Instructions, current_rank
+from parcompiler.report import Report
+from parcompiler.runtime import RankProgram, Worker
+from parcompiler.simulator import Timeline, simulate_lowered
+from parcompiler.verification import Verification, check
+from parcompiler.verifier import verify
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `compile` returns. Making it started no process and changed no model."""
+
+    captured: Graph = field(repr=False)
+    problem: Problem = field(repr=False)
+    plan: Plan
+    lowered: Lowered = field(repr=False)
+    model: nn.Module | None = field(repr=False, default=None)
+    loss: Callable[[Any], torch.Tensor] | None = field(repr=False, default=None)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        costs = stage_costs(self.problem, self.plan, self.lowered)
+        return simulate_lowered(self.lowered, costs, message_seconds(self.problem))
+
+    def simulate(self) -> Timeline:
+        """Predicted step: `step_time` (s), `bubble` (idle fraction per rank), `peak_memory`
+        (bytes per rank) and `events`."""
+        return self.timeline
+
+    def report(self) -> Report:
+        """What was decided and what it will cost, for a terminal, as JSON, HTML or a trace."""
+        return Report.of(self.problem, self.plan, self.lowered, self.timeline)
+
+    def verify(self, seed: int = 0) -> Verification:
+        """Run every rank on this machine's CPU and the original model beside it.
+
+        The same random batch (`seed`) goes through both, as the program is and lifted to float64:
+        loss, all gradients, and parameters and buffers after one optimizer step are compared.
+        Raises InputError for a program compiled from a `Graph`, which has no original model.
+        """
+        return check(self, seed)
+
+    def export(self, path: str | Path, weights: bool = True, standalone: bool = False) -> Path:
+        """Write a folder of rank scripts that torchrun starts; returns its path.
+
+        `weights` writes the model's parameters beside them; `standalone` copies the runtime, so
+        that the cluster needs torch only. Raises InputError when the path is taken by something
+        that is no export, or the weights are on the meta device.
+        """
+        return self.write(Path(path), self.report(), weights=weights, standalone=standalone)
+
+    def write(
+        self, path: Path, report: Report, *, weights: bool = True, standalone: bool = False
+    ) -> Path:
+        """`export` with a report that is made already."""
+        programs = [self.rank_program(rank) for rank in range(self.lowered.size)]
+        return export(
+            path, self.plan, self.lowered, programs, report, weights=weights, standalone=standalone
+        )
+
+    def instructions(self, rank: int) -> Instructions:
+        """The training instructions of a rank, printable. Raises InputError for no such rank."""
+        return Instructions(self.rank_program(rank).instructions)
+
+    def rank_program(self, rank: int) -> RankProgram:
+        """What the runtime executes on a rank."""
+        if not 0 <= rank < self.lowered.size:
+            message = f"there is no rank {rank} (ranks: 0 to {self.lowered.size - 1})"
+            raise InputError(message)
+        return rank_program(self.lowered, rank, self.plan.mesh.device)
+
+    def worker(self) -> Worker:
+        """This process's rank, with the model's weights. Call it in processes that torchrun
+        started, one per rank. Raises LaunchError when their number is not the plan's."""
+        rank = current_rank(self.lowered.size)
+        classes = stage_classes(self.lowered, rank, self.plan.mesh.device)
+        return Worker(self.rank_program(rank), classes, self._weights())
+
+    def on(self, graph: Graph) -> Program:
+        """The same plan on another precision or other values of the same graph."""
+        problem = Problem(graph, self.problem.mesh, self.problem.options)
+        assert self.plan.granularity is not None
+        lowered = lower(graph, self.plan, cut(graph, self.plan.granularity, self._sent(graph)))
+        verify(lowered)
+        return dataclasses.replace(self, problem=problem, lowered=lowered)
+
+    def _sent(self, graph: Graph) -> list[fx.Node]:
+        """The nodes that the plan sends rather than recomputes, in `graph`."""
+        return [node for node in graph.fx_graph.nodes if node.name in (self.plan.sent or ())]
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's tensors that have values."""
+        for name, tensor in self.problem.graph.tensors.items():
+            if not tensor.is_meta:
+                yield name, tensor

@@ -1,0 +1,67 @@
+"""Runs one way to fail per name on the command line and prints what each rank raised, as JSON."""
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+import parcompiler as pc
+from tests import zoo
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, zoo.VOCABULARY, (4, zoo.LENGTH), generator=torch.Generator())
+    return {"tokens": ids, "labels": ids}
+
+
+def fail(way: str, worker: pc.Worker) -> None:
+    good = batch()
+    worker.train_step(good)
+    if way == "missing key on rank 1" and worker.rank == 1:
+        worker.train_step({"tokens": good["tokens"]})
+    if way == "wrong dtype on rank 0" and worker.rank == 0:
+        worker.train_step({**good, "tokens": good["tokens"].int()})
+    if way == "too many rows on rank 1" and worker.rank == 1:
+        worker.train_step({key: torch.cat([t, t[:1]]) for key, t in good.items()})
+    if way == "label out of range":
+        good["labels"] = good["labels"] + zoo.VOCABULARY
+    if way == "exception in a module on rank 0" and worker.rank == 0:
+        worker.stages[0].register_forward_pre_hook(explode)
+    if way == "death of rank 1" and worker.rank == 1:
+        worker.close()
+        return
+    worker.train_step(good)
+
+
+def explode(*_: object) -> None:
+    message = "boom"
+    raise ValueError(message)
+
+
+def main() -> None:
+    folder, *ways = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    for way in ways:
+        start = time.perf_counter()
+        raised = ""
+        # A run of its own for each way: the first failure of a run is the one that is told.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        worker = pc.load(folder).worker()
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        try:
+            fail(way, worker)
+        except pc.ParcompilerError as error:
+            raised = f"{type(error).__name__}: {error}"
+        finally:
+            worker.close()
+        seconds = time.perf_counter() - start
+        answer = {"rank": rank, "way": way, "raised": raised, "s": seconds}
+        os.write(1, f"{json.dumps(answer)}\n".encode())  # at once: two ranks share the output
+
+
+if __name__ == "__main__":
+    main()

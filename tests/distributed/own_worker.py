@@ -1,0 +1,36 @@
+"""Trains a tiny Hugging Face GPT-2 through `program.worker()` and prints its losses.
+
+Run under torchrun by test_export.py; the exported scripts must print the same.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import parcompiler as pc
+from tests import zoo
+
+MICROBATCHES = 3
+
+
+def compiled() -> pc.Program:
+    model, inputs = zoo.build("hf-gpt2")
+    return pc.compile(model.eval(), pc.Mesh(pipeline=2), inputs, microbatches=MICROBATCHES)
+
+
+def main(data: Path) -> None:
+    tensors = load_file(data)
+    rows = zoo.ROWS * MICROBATCHES
+    with compiled().worker() as worker:
+        worker.set_optimizer(torch.optim.AdamW, lr=1e-3)
+        for step in range(3):
+            batch = {key: t[step * rows : (step + 1) * rows] for key, t in tensors.items()}
+            loss = worker.train_step(batch)
+            if worker.rank == 0:
+                print(f"step {step} loss {loss.item():.8f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""One rank fails: all ranks stop within seconds and say which one, where and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import parcompiler as pc
+from tests import zoo
+from tests.distributed import failing
+from tests.distributed.torchrun import torchrun
+
+# For each way to fail, what the rank that failed says and what the other one says.
+WAYS = {
+    "missing key on rank 1": (
+        "InputError: the batch lacks 'labels' (it has: tokens; needed: labels, tokens)",
+        "because rank 1 failed before the first instruction: InputError: the batch lacks 'labels'",
+    ),
+    "wrong dtype on rank 0": (
+        "InputError: batch['tokens'] must have dtype torch.int64 (torch.int32 given)",
+        "because rank 0 failed before the first instruction: InputError: batch['tokens']",
+    ),
+    "too many rows on rank 1": (
+        "5 rows cannot be divided into 2 micro-batches",
+        "because rank 1 failed before the first instruction: InputError",
+    ),
+    "label out of range": (
+        "LaunchError: rank 1 failed at 'FORWARD stage 1 mb 0' in module",
+        "because rank 1 failed at 'FORWARD stage 1 mb 0' in module",
+    ),
+    "exception in a module on rank 0": (
+        "LaunchError: rank 0 failed at 'FORWARD stage 0 mb 0'",
+        "because rank 0 failed at 'FORWARD stage 0 mb 0': ValueError: boom",
+    ),
+    "death of rank 1": ("", "LaunchError: rank 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """What each rank raised, for each way to fail."""
+    model, inputs = zoo.build("gpt")
+    program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
+    folder = program.export(tmp_path_factory.mktemp("failing") / "out")
+    text = torchrun(2, Path(failing.__file__), str(folder), *WAYS)
+    found: dict[str, list[dict[str, str]]] = {way: [] for way in WAYS}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            answer = json.loads(line)
+            found[answer["way"]].append(answer)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_stop_and_name_the_cause(
+    way: str, raised: dict[str, list[dict[str, str]]]
+) -> None:
+    own, others = WAYS[way]
+    texts = [answer["raised"] for answer in raised[way]]
+    assert len(texts) == 2
+    assert any(own in text for text in texts), texts
+    assert any(others in text for text in texts), texts
+    assert all(float(answer["s"]) < 20 for answer in raised[way])
