@@ -26,14 +26,25 @@ class Kind(StrEnum):
 
     FORWARD = "FORWARD"  # stage, mb: run the stage's module, keep what its backward needs
     BACKWARD = "BACKWARD"  # stage, mb: gradients of its inputs and its parameters
+    BACKWARD_INPUT = "BACKWARD_INPUT"  # stage, mb: gradients of its inputs; weights come later
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # stage, mb: what BACKWARD_INPUT left for later
     SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
     RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
     REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
+_FIELDS = {
+    Kind.FORWARD: {"stage", "microbatch"},
+    Kind.BACKWARD: {"stage", "microbatch"},
+    Kind.SEND: {"value", "gradient", "microbatch", "peer"},
+    Kind.RECV: {"value", "gradient", "microbatch", "peer"},
+    Kind.REDUCE_GRADIENTS: {"value", "ranks"},
+    Kind.SHARE_LOSS: {"peer"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +78,11 @@ class Instruction:
     def parse(cls, line: str) -> Instruction:
         """Read one line. Raises InputError naming the line when it is not an instruction."""
         try:
-            return cls(**dict(_fields(line.split())))  # type: ignore[arg-type]
-        except (ValueError, IndexError, TypeError) as error:
+            fields = dict(_fields(line.split()))
+            if fields.keys() != {"kind", *_FIELDS[Kind(fields["kind"])]}:
+                raise ValueError(sorted(fields))
+            return cls(**fields)  # type: ignore[arg-type]
+        except (ValueError, IndexError) as error:
             message = f"not an instruction: {line!r} (for example 'FORWARD stage 0 mb 3')"
             raise InputError(message) from error
 
@@ -78,11 +92,15 @@ def _fields(words: list[str]) -> Iterator[tuple[str, object]]:
     kind = Kind(words[0])
     yield "kind", kind
     rest = words[1:]
-    if kind in MESSAGES or kind is Kind.REDUCE_GRADIENTS:
+    if kind in MESSAGES:
         yield "value", rest[0].removesuffix(".grad")
         yield "gradient", rest[0].endswith(".grad")
         rest = rest[1:]
-    names = {"stage": "stage", "mb": "microbatch", "to": "peer", "from": "peer"}
+    elif kind is Kind.REDUCE_GRADIENTS:
+        yield "value", rest[0]
+        rest = rest[1:]
+    way = "to" if kind is Kind.SEND else "from"
+    names = {"stage": "stage", "mb": "microbatch", way: "peer"}
     for key, text in zip(rest[::2], rest[1::2], strict=True):
         if key == "ranks":
             yield "ranks", tuple(int(rank) for rank in text.split(","))

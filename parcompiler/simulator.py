@@ -34,7 +34,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 
 from parcompiler.errors import InputError, PlanError
-from parcompiler.instruction import COMPUTE, Instruction, Kind
+from parcompiler.instruction import BACKWARDS, COMPUTE, Instruction, Kind
 
 if TYPE_CHECKING:
     from parcompiler.lower import Lowered
@@ -46,7 +46,8 @@ WIDTH = 64  # columns of the drawn step
 class StageCost:
     """What one micro-batch costs on one stage.
 
-    `forward` and `backward` are seconds of compute. `resident` are bytes held all the time:
+    `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
+    left for later (products for weight gradients). `resident` are bytes held all the time:
     parameters, gradients, optimizer states. `saved` are bytes kept from the begin of FORWARD to
     the end of BACKWARD of one micro-batch, without the tensors that were received.
     """
@@ -55,6 +56,18 @@ class StageCost:
     backward: float
     resident: int
     saved: int
+    weight: float = 0.0
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of one compute instruction."""
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.BACKWARD_INPUT:
+                return self.backward - self.weight
+            case Kind.BACKWARD_WEIGHT:
+                return self.weight
+        return self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +231,7 @@ def _program(rank: int, lines: Sequence[Instruction], stages: Sequence[Ends] | N
     releases = defaultdict(list)
     for message, position in last.items():
         releases[position].append(message)
-    trained = {(line.stage, line.microbatch) for line in lines if line.kind is Kind.BACKWARD}
+    trained = {(line.stage, line.microbatch) for line in lines if line.kind in BACKWARDS}
     return _Program(lines, uses, releases, frozenset(trained))
 
 
@@ -233,21 +246,23 @@ def _uses(
             name = None if stages is None else line.value
             posted[line.microbatch, line.gradient, name].append(_message(rank, line))
         elif line.kind in COMPUTE:
-            place, gradient = (line.stage, line.microbatch), line.kind is Kind.BACKWARD
-            if stages is None:
+            place, gradient = (line.stage, line.microbatch), line.kind in BACKWARDS
+            if line.kind is Kind.BACKWARD_WEIGHT:
+                found = []
+            elif stages is None:
                 found = posted.pop((line.microbatch, gradient, None), [])
             else:
                 names = _names(line, stages)
                 found = [
                     m for name in names for m in posted.get((line.microbatch, gradient, name), ())
                 ]
-            if gradient:
-                if place not in forwards:
-                    message = f"rank {rank} at {line}: its FORWARD does not stand before it"
-                    raise PlanError(message)
-                found = found + forwards.pop(place)
-            else:
+            if line.kind is Kind.FORWARD:
                 forwards[place] = found
+            elif place not in forwards:
+                message = f"rank {rank} at {line}: its FORWARD does not stand before it"
+                raise PlanError(message)
+            else:
+                found = found + forwards[place]
             yield position, found
 
 
@@ -304,7 +319,7 @@ class _Step:
     def _execute(self, rank: int, line: Instruction) -> bool:
         """Execute one instruction; False when the rank must wait for others."""
         match line.kind:
-            case Kind.FORWARD | Kind.BACKWARD:
+            case Kind.FORWARD | Kind.BACKWARD | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
                 return self._compute(rank, line)
             case Kind.RECV:
                 self._hold(rank, self._end(self.last[rank]), self._size(_message(rank, line)))
@@ -326,7 +341,7 @@ class _Step:
                 return False
         assert line.stage is not None
         cost = self.prices.costs[line.stage]
-        seconds = cost.forward if line.kind is Kind.FORWARD else cost.backward
+        seconds = cost.seconds(line.kind)
         causes = [self.last[rank], *(self.arrival[message] for message in uses)]
         self.last[rank] = self._record(rank, line, seconds, causes)
         self._account(rank, line, cost.saved)
@@ -337,7 +352,8 @@ class _Step:
         program, event = self.programs[rank], self.events[self.last[rank]]
         if line.kind is Kind.FORWARD:
             self._hold(rank, event.begin, saved)
-        if line.kind is Kind.BACKWARD or (line.stage, line.microbatch) not in program.trained:
+        ends = line.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if ends or (line.stage, line.microbatch) not in program.trained:
             self._hold(rank, event.end, -saved)
         for message in program.releases.get(self.position[rank], ()):
             self._hold(rank, event.end, -self._size(message))

@@ -74,6 +74,12 @@ class Norms(nn.Module):
         return F.mse_loss(x, y)
 
 
+def skipping(lowered: Lowered) -> tuple[str, str]:
+    """The names that the two results of the first layer of `Skips` have besides the last one."""
+    names = {node.name: name for node, name in lowered.variables.items()}
+    return names["linear"], names["to_1"]
+
+
 def _gpt2() -> Graph:
     """A tied GPT-2 of Hugging Face."""
     from transformers import GPT2Config, GPT2LMHeadModel

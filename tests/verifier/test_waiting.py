@@ -10,7 +10,7 @@ from parcompiler.lower import lower
 from parcompiler.verifier import faults
 from tests.verifier.edits import dropped, moved, swapped, texts, with_lists
 from tests.verifier.oracle import same_meaning
-from tests.verifier.programs import WIDTH, Chain, plan, program
+from tests.verifier.programs import WIDTH, Chain, plan, program, skipping
 
 START = "no ranks wait for each other: "
 ADVICE = "(a receive must stand further up, or a send further down)"
@@ -33,16 +33,16 @@ def test_sends_that_cross_are_a_circle() -> None:
 def test_a_circle_may_have_three_ranks() -> None:
     lowered = program("skips", 3, "gpipe", 2, (1, 1, 2))
     # Rank 0 gives to rank 2 for micro-batch 1 before it gives to rank 1 for micro-batch 0.
+    first, order = skipping(lowered)
     line = "SEND layers_0 mb 0 to 1"
     mutant = moved(lowered, 0, "FORWARD stage 0 mb 1", before=line)
-    mutant = moved(mutant, 0, "SEND layers_0_linear mb 1 to 2", before=line)
+    mutant = moved(mutant, 0, f"SEND {first} mb 1 to 2", before=line)
     assert texts(mutant) == []
-    for name in ("layers_0_linear", "layers_0_order"):
+    for name in (first, order):
         mutant = moved(mutant, 2, f"RECV {name} mb 1 from 0", before="FORWARD stage 2 mb 1")
     assert texts(mutant) == [
         f"{START}3 ranks do, each for the next {ADVICE}:\n"
-        "      rank 0: SEND layers_0_linear mb 1 to 2 "
-        "(waits for rank 2: RECV layers_0_linear mb 1 from 0)\n"
+        f"      rank 0: SEND {first} mb 1 to 2 (waits for rank 2: RECV {first} mb 1 from 0)\n"
         "      rank 2: FORWARD stage 2 mb 0 (waits for rank 1: SEND layers_1 mb 0 to 2)\n"
         "      rank 1: FORWARD stage 1 mb 0 (waits for rank 0: SEND layers_0 mb 0 to 1)"
     ]
@@ -51,7 +51,8 @@ def test_a_circle_may_have_three_ranks() -> None:
 
 def test_compute_that_waits_for_its_own_result_is_a_circle() -> None:
     lowered = program("chain", 2, "gpipe", 2)
-    mutant = swapped(lowered, 0, "FORWARD stage 0 mb 1", "BACKWARD stage 0 mb 0")
+    mutant = moved(lowered, 0, "RECV layers_1.grad mb 0 from 1", before="FORWARD stage 0 mb 0")
+    mutant = moved(mutant, 0, "BACKWARD stage 0 mb 0", before="FORWARD stage 0 mb 0")
     assert START + "2 ranks do" in "\n".join(texts(mutant))
 
 
