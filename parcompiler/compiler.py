@@ -16,13 +16,15 @@ from parcompiler.cost import OPTIMIZERS
 from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
-from parcompiler.mesh import Mesh
+from parcompiler.mesh import Mesh, whole
 from parcompiler.options import Options, offered
 from parcompiler.passes import DEFAULT, Pass
+from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan, Shape
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
+from parcompiler.schedules import SCHEDULES
 from parcompiler.verifier import verify
 
 
@@ -49,16 +51,20 @@ def compile(
     `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
     positional ones; the model's parameters may be real or meta, and the model is not modified.
     `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
-    `.loss` or `["loss"]`). `microbatches` per step defaults to 4 · pipeline. A `Program` in the
-    place of the model compiles its model again without capturing it; `plan` reuses a plan.
+    `.loss` or `["loss"]`). `microbatches` per step defaults to 4 · pipeline, or the plan's. A
+    `Program` in the place of the model compiles its model again without capturing it; `plan`
+    reuses a plan, perhaps an edited one.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
     """
+    _check_kinds(mesh, plan)
+    if microbatches is None:
+        microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
     options = Options(
-        microbatches=4 * mesh.pipeline if microbatches is None else microbatches,
+        microbatches=microbatches,
         schedule=schedule,
-        stages=stages if isinstance(stages, str) else tuple(stages),
+        stages=stages,
         precision=precision,
         optimizer=optimizer,
     )
@@ -75,7 +81,9 @@ def compile(
                 with steps(f"pass {item.name}"):
                     plan = item.run(problem, plan)
         else:
-            _check_plan(problem, plan)
+            with steps("check plan"):
+                _check_plan(problem, plan)
+                plan = reconsidered(problem, plan)
         with steps("lower"):
             lowered = lower(problem.graph, plan, problem.priced(_granularity(plan)).cut)
         with steps("verify"):
@@ -94,6 +102,9 @@ def _captured(
 ) -> Graph:
     """The graph of a model, captured unless it is there already."""
     if isinstance(model, Graph | Program):
+        if inputs is not None or loss is not None:
+            message = f"a {type(model).__name__} is captured already: give neither inputs nor loss"
+            raise InputError(message)
         return model if isinstance(model, Graph) else model.captured
     if not isinstance(model, nn.Module):
         message = f"compile needs a torch.nn.Module ({type(model).__name__} given)"
@@ -102,6 +113,16 @@ def _captured(
         message = "compile needs inputs: one micro-batch, a dict or a tuple"
         raise InputError(message)
     return capture(model, inputs, loss)
+
+
+def _check_kinds(mesh: object, plan: object) -> None:
+    """Refuse what is no mesh and what is no plan."""
+    if not isinstance(mesh, Mesh):
+        message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
+        raise InputError(message)
+    if plan is not None and not isinstance(plan, Plan):
+        message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
+        raise InputError(message)
 
 
 def _check_offer(
@@ -117,7 +138,7 @@ def _check_offer(
         if getattr(mesh, axis) != 1:
             message = f"this release divides the pipeline axis only ({axis}={getattr(mesh, axis)})"
             raise InputError(message)
-    offered("virtual_stages", virtual_stages, (1,))
+    offered("virtual_stages", whole(virtual_stages) or virtual_stages, (1,))
     offered("vocabulary", vocabulary, ("auto", "whole"))
     offered("sharding", sharding, ("auto",))
     offered("recompute", recompute, ("auto", "none"))
@@ -140,7 +161,7 @@ def _start(problem: Problem) -> Plan:
 def _check_plan(problem: Problem, plan: Plan) -> None:
     """Refuse a plan that was made for another model, mesh or number of micro-batches."""
     given = _start(problem)
-    for name in ("model", "fingerprint", "mesh", "microbatches", "precision"):
+    for name in ("model", "fingerprint", "mesh", "microbatches", "precision", "optimizer"):
         wanted, found = getattr(given, name), getattr(plan, name)
         if wanted != found:
             message = (
@@ -152,6 +173,13 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
     if missing:
         message = f"the plan leaves {missing[0]!r} undecided"
         raise PlanError(message)
+    wishes = (plan.schedule, "auto")
+    if plan.schedule not in SCHEDULES or problem.options.schedule not in wishes:
+        message = (
+            f"the plan has schedule {plan.schedule!r} (asked for: {problem.options.schedule!r}, "
+            f"known: {', '.join(SCHEDULES)})"
+        )
+        raise PlanError(message)
     _check_blocks(problem, plan)
 
 
@@ -161,7 +189,12 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
         message = f"the plan has granularity {plan.granularity}; the model has {problem.levels}"
         raise PlanError(message)
     assert plan.stages is not None
-    wanted = [block.name for block in problem.priced(_granularity(plan)).cut.blocks]
+    priced = problem.priced(_granularity(plan))
+    sent = tuple(node.name for node in priced.sent)
+    if (plan.sent or ()) != sent:
+        message = f"the plan has sent {plan.sent}; on this device it is {sent}, and not a choice"
+        raise PlanError(message)
+    wanted = [block.name for block in priced.cut.blocks]
     found = [name for choice in plan.stages for name in choice.blocks]
     for name in sorted(set(wanted) ^ set(found)) or _repeated(found):
         verb = "lacks" if name in wanted and name not in found else "misplaces"

@@ -137,6 +137,19 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return dtype
 
 
+def order_of(node: fx.Node) -> tuple[int, ...]:
+    """The dimensions of a node's value from the outermost in memory to the innermost.
+
+    Empty when that is their own order. Dropout draws, and `view` works, by the order in memory.
+    """
+    value: torch.Tensor = node.meta["val"]
+    if value.is_contiguous():
+        return ()
+    stride = value.stride()
+    order = tuple(sorted(range(value.dim()), key=lambda dim: -stride[dim]))
+    return () if order == tuple(range(value.dim())) else order
+
+
 def nbytes_of(node: fx.Node) -> int:
     """The size in bytes of the tensor that a node yields for one micro-batch."""
     return torch.Size(shape_of(node)).numel() * dtype_of(node).itemsize

@@ -38,10 +38,8 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradie
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
 _FIELDS = {
-    Kind.FORWARD: {"stage", "microbatch"},
-    Kind.BACKWARD: {"stage", "microbatch"},
-    Kind.SEND: {"value", "gradient", "microbatch", "peer"},
-    Kind.RECV: {"value", "gradient", "microbatch", "peer"},
+    **{kind: {"stage", "microbatch"} for kind in COMPUTE},
+    **{kind: {"value", "gradient", "microbatch", "peer"} for kind in MESSAGES},
     Kind.REDUCE_GRADIENTS: {"value", "ranks"},
     Kind.SHARE_LOSS: {"peer"},
 }
@@ -79,7 +77,7 @@ class Instruction:
         """Read one line. Raises InputError naming the line when it is not an instruction."""
         try:
             fields = dict(_fields(line.split()))
-            if fields.keys() != {"kind", *_FIELDS[Kind(fields["kind"])]}:
+            if fields.keys() != {"kind", *_FIELDS[Kind(str(fields["kind"]))]}:
                 raise ValueError(sorted(fields))
             return cls(**fields)  # type: ignore[arg-type]
         except (ValueError, IndexError) as error:

@@ -5,6 +5,7 @@ The original model is not needed; the folder's Python files are run, so load onl
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from pathlib import Path
 from types import ModuleType
 
 from parcompiler.errors import InputError
+from parcompiler.instruction import parse
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
-from parcompiler.runtime import RankProgram, Worker
+from parcompiler.runtime import Worker
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,17 @@ class LoadedProgram:
     plan: Plan
 
     def instructions(self, rank: int) -> Instructions:
-        """The training instructions of a rank, printable. Raises InputError for no such rank."""
-        return Instructions(self.rank_program(rank).instructions)
+        """The training instructions of a rank, printable. Raises InputError for no such rank.
 
-    def rank_program(self, rank: int) -> RankProgram:
-        """What the runtime executes on a rank."""
-        program: RankProgram = self._script(rank).PROGRAM
-        return program
+        They are read, not run: the plan's device need not be here.
+        """
+        path = self._path(rank)
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            match statement:
+                case ast.Assign([ast.Name("INSTRUCTIONS")], ast.Constant(str(text))):
+                    return Instructions(parse(text))
+        message = f"{path} has no INSTRUCTIONS: export the program again"
+        raise InputError(message)
 
     def report(self) -> Report:
         """The report that was made when the program was exported."""
@@ -47,10 +53,7 @@ class LoadedProgram:
 
     def _script(self, rank: int) -> ModuleType:
         """`rank_N.py` as a module, with the stage modules of this folder."""
-        path = self.path / f"rank_{rank}.py"
-        if not path.exists():
-            message = f"{self.path} has no rank {rank}"
-            raise InputError(message)
+        path = self._path(rank)
         stages = {name for name in sys.modules if name.startswith("stage_")}
         hidden = {name: sys.modules.pop(name) for name in stages}
         sys.path.insert(0, str(self.path))
@@ -61,6 +64,14 @@ class LoadedProgram:
             for name in [name for name in sys.modules if name.startswith("stage_")]:
                 del sys.modules[name]
             sys.modules.update(hidden)
+
+    def _path(self, rank: int) -> Path:
+        """The script of a rank."""
+        path = self.path / f"rank_{rank}.py"
+        if not path.is_file():
+            message = f"{self.path} has no rank {rank}"
+            raise InputError(message)
+        return path
 
 
 def load(path: str | Path) -> LoadedProgram:

@@ -50,7 +50,7 @@ def _run(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     batch = load_file(job["batch"])
     with load(job["program"]).worker() as worker:
-        if job["positions"] is not None:
+        if job["draws"] is not None:
             worker.use_chance(_chance(job))
         loss = worker.step(_in_form(worker, batch))
         gradients = worker.gather_gradients()
@@ -69,7 +69,7 @@ def _chance(job: dict[str, Any]) -> Any:
     """The draws of each stage and micro-batch."""
 
     def around(stage: int, microbatch: int) -> AbstractContextManager[Any]:
-        return Chance(job["seed"], microbatch, job["positions"][str(stage)])
+        return Chance(job["seed"], microbatch, job["draws"][str(stage)])
 
     return around
 

@@ -50,13 +50,14 @@ def _stages(given: object) -> str | tuple[int, ...]:
         offered("stages", given, ("auto", "even"))
         return given
     counts = [whole(item) for item in given] if isinstance(given, Iterable) else []
-    if not counts or not all(counts) or min(filter(None, counts)) < 1:
+    positive = tuple(n for n in counts if n is not None and n > 0)
+    if not positive or len(positive) != len(counts):
         message = (
             "stages must be 'auto', 'even' or the number of blocks of each stage, positive "
             f"integers ({given!r} given)"
         )
         raise InputError(message)
-    return tuple(filter(None, counts))
+    return positive
 
 
 def offered(name: str, value: object, values: Sequence[object]) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,28 @@ from safetensors.torch import load_file, save_file
 
 from parcompiler.errors import LaunchError
 
-PATIENCE = 600.0  # seconds for one job
+PATIENCE = 120.0  # seconds for one job, over and above what the job itself takes
+GRACE = 5.0  # seconds that the others have to say more, once a process has failed
+_TORCHRUN = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
+    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+)
 
 
 @dataclass(frozen=True)
 class Job:
     """One step of an exported program on a batch (tensors by key), then one of gradient descent.
 
-    `positions` are, for each stage, the places of its random operators in the model; None leaves
-    chance alone.
+    `draws` are, for each stage, the numbers of its random operators' draws; None leaves
+    chance alone. `patience` are the seconds that it may take.
     """
 
     program: str
     batch: Mapping[str, torch.Tensor]
     seed: int = 0
     learning_rate: float = 0.01
-    positions: Mapping[int, Sequence[int]] | None = None
+    draws: Mapping[int, Mapping[str, Sequence[int]]] | None = None
+    patience: float = PATIENCE
 
 
 @dataclass(frozen=True)
@@ -52,28 +60,31 @@ class Outcome:
 
 
 class Pool:
-    """Processes that are started when first needed."""
+    """Processes that are started when first needed, and again when some are gone."""
 
     def __init__(self) -> None:
-        self._members: list[subprocess.Popen[str]] = []
+        self._members: list[subprocess.Popen[bytes]] = []
+        self._home = os.getpid()
         atexit.register(self.close)
 
     def run(self, job: Job, size: int) -> Outcome:
         """Run every rank of a program. Raises LaunchError with the first cause when one fails."""
+        if any(member.poll() is not None for member in self._members):
+            self.close()
         while len(self._members) < size:
             self._members.append(_start())
         with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
             batch = {name: tensor.contiguous().clone() for name, tensor in job.batch.items()}
             save_file(batch, Path(folder) / "batch.safetensors")
-            for rank in range(size):
-                self._send(rank, _message(job, rank, size, folder))
-            answers = [self._answer(rank) for rank in range(size)]
-            failures = [answer for answer in answers if not answer["ok"]]
-            if failures:
+            try:
+                for rank in range(size):
+                    self._send(rank, _message(job, rank, size, folder))
+                failures = self._failures(size, job.patience)
+                if failures:
+                    raise LaunchError(_cause(failures))
+            except BaseException:  # an interruption too: what they would answer is of no use
                 self.close()
-                cause = next((f for f in failures if f["kind"] != "LaunchError"), failures[0])
-                message = f"{cause['kind']}: {cause['text']}"
-                raise LaunchError(message)
+                raise
             return Outcome(
                 load_file(Path(folder) / "loss.safetensors")["loss"].reshape(()),
                 load_file(Path(folder) / "gradients.safetensors"),
@@ -81,38 +92,75 @@ class Pool:
             )
 
     def close(self) -> None:
-        """End the processes."""
-        for member in self._members:
+        """End the processes; a fork of the process that started them leaves them alone."""
+        members, self._members = self._members, []
+        for member in members if os.getpid() == self._home else ():
             member.kill()
             member.wait()
             for stream in (member.stdin, member.stdout):
                 if stream is not None:
-                    stream.close()
-        self._members.clear()
+                    with suppress(OSError):  # what it never read
+                        stream.close()
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
-        """Give a process its part of the job."""
+        """Give a process its part of the job; one that is gone shows when it does not answer."""
         stream = self._members[rank].stdin
         assert stream is not None
-        stream.write(json.dumps(message) + "\n")
-        stream.flush()
+        with suppress(BrokenPipeError):
+            stream.write(json.dumps(message).encode() + b"\n")
+            stream.flush()
+
+    def _failures(self, size: int, patience: float) -> list[dict[str, Any]]:
+        """Wait for all ranks at once; the failures in the order in which they came.
+
+        When one has failed the others have a moment to fail as well, and to say why.
+        """
+        end = time.monotonic() + patience
+        waiting: dict[Any, int] = {self._members[rank].stdout: rank for rank in range(size)}
+        failures: list[dict[str, Any]] = []
+        while waiting:
+            left = max(0.0, end - time.monotonic())
+            ready = wait(list(waiting), left)
+            if not ready:
+                late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+                text = f"rank {late} did not answer within {patience:.0f} s"
+                return failures or [{"ok": False, "kind": "LaunchError", "text": text}]
+            for stream in ready:
+                rank = waiting.pop(stream)
+                answer = self._answer(rank)
+                if not answer["ok"]:
+                    failures.append(answer)
+                    end = min(end, time.monotonic() + GRACE)
+        return failures
 
     def _answer(self, rank: int) -> dict[str, Any]:
-        """What a process answers; a failure when it died or took too long."""
+        """What a process answers; a failure when it died."""
         stream = self._members[rank].stdout
         assert stream is not None
-        ready, _, _ = select.select([stream], [], [], PATIENCE)
-        line = stream.readline() if ready else ""
+        line = stream.readline()
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
-        text = f"rank {rank} " + ("ended unexpectedly" if ready else f"took over {PATIENCE:.0f} s")
+        code = self._members[rank].wait()
+        text = f"the process of rank {rank} died (exit code {code})"
         return {"ok": False, "kind": "LaunchError", "text": text}
 
 
-@cache
+def _cause(failures: Sequence[Mapping[str, Any]]) -> str:
+    """The failure that the others follow from: they only lost their connection to it."""
+    own = [failure for failure in failures if "lost its connection" not in failure["text"]]
+    cause = (own or failures)[0]
+    return cause["text"] if cause["kind"] == "LaunchError" else f"{cause['kind']}: {cause['text']}"
+
+
 def pool() -> Pool:
     """The processes of this process."""
+    return _pool_of(os.getpid())
+
+
+@cache
+def _pool_of(_process: int) -> Pool:
+    """One pool for a process; a fork has its own."""
     return Pool()
 
 
@@ -127,24 +175,31 @@ def _message(job: Job, rank: int, size: int, folder: str) -> dict[str, Any]:
         "out": folder,
         "seed": job.seed,
         "learning_rate": job.learning_rate,
-        "positions": job.positions,
+        "draws": job.draws,
     }
 
 
-def _start() -> subprocess.Popen[str]:
-    """A process that waits for jobs, on the CPU with one thread."""
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {
-        "PYTHONPATH": path,
+def _start() -> subprocess.Popen[bytes]:
+    """A process that waits for jobs, on the CPU with one thread.
+
+    It imports from where this process does, and knows nothing of a torchrun that started this one.
+    Interruptions from the keyboard are for this process alone, which then ends it.
+    """
+    environment = {k: v for k, v in os.environ.items() if not _is_torchruns(k)} | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PARCOMPILER_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "parcompiler.member"],
+        [sys.executable, "-P", "-m", "parcompiler.member"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env=environment,
+        start_new_session=True,
     )
+
+
+def _is_torchruns(name: str) -> bool:
+    """Whether torchrun sets this variable of the environment."""
+    return name in _TORCHRUN or name.startswith("TORCHELASTIC_")

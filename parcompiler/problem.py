@@ -10,8 +10,9 @@ from functools import cached_property
 
 from torch import fx
 
-from parcompiler.capture.blocks import Cut, cone, cut, levels
+from parcompiler.capture.blocks import Cut, cut, levels
 from parcompiler.capture.effects import Effects
+from parcompiler.capture.prologue import cone
 from parcompiler.cost import BlockCost, bytes_per_parameter, seconds, trace_block
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of

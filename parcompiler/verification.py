@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompiler.capture.inputs import flat, with_tensors
 from parcompiler.capture.lift import lift, lifted_copy, lifting
@@ -30,7 +30,7 @@ from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.simplify import simplify
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
-from parcompiler.pool import Job, Outcome, pool
+from parcompiler.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.runtime.chance import Chance
 
 if TYPE_CHECKING:
@@ -38,12 +38,16 @@ if TYPE_CHECKING:
 
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5}
 LEARNING_RATE = 0.01
+Numbers = dict[str, list[int]]  # of draws of random numbers, by operator
+
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
     """Largest relative errors of one comparison; `bitwise` when there is not a bit of difference.
+
+    `given` says that the batch was made of the given inputs, for the model refused a random one.
 
     The error of a tensor is its largest absolute difference over its own largest element; where
     that element is so small that four roundings of the largest element among all tensors would
@@ -58,6 +62,7 @@ class Errors:
     worst: str
     bitwise: bool
     limit: float
+    given: bool = False
 
     @property
     def ok(self) -> bool:
@@ -68,6 +73,7 @@ class Errors:
         """One line."""
         how = "bitwise equal" if self.bitwise else f"limit {self.limit:.0e}, worst {self.worst!r}"
         figures = f"loss {self.loss:.1e}, gradients {self.gradient:.1e}"
+        how += ", on the inputs given: the model takes no random ones" if self.given else ""
         return f"{self.dtype}: {figures}, parameters after a step {self.parameter:.1e} ({how})"
 
 
@@ -149,20 +155,42 @@ def _is_double(graph: Graph) -> bool:
 def _compare(program: Program, graph: Graph, seed: int, dtype: torch.dtype | None) -> Errors:
     """Run the ranks on `graph` and the model in `dtype`, and compare them."""
     variant = program.on(materialised(graph, seed))
-    batch = random_batch(graph, program.plan.microbatches, seed)
+    begin = time.perf_counter()
     with one_thread():
         try:
-            reference = _reference(variant, batch, seed, dtype)
+            batch, reference, given = _on_some_batch(variant, seed, dtype)
         except (RuntimeError, NotImplementedError) as error:
             if dtype is None:
                 raise
             raise _NoReference(str(error).splitlines()[0]) from error
-        positions = draws(variant, batch) if graph.random else None
+        numbers = draws(variant, batch) if graph.random else None
     with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
         path = variant.write(Path(folder) / "program", program.report())
-        job = Job(str(path), batch, seed, LEARNING_RATE, positions)
+        patience = PATIENCE + 30 * (time.perf_counter() - begin)
+        job = Job(str(path), batch, seed, LEARNING_RATE, numbers, patience)
         found = pool().run(job, variant.lowered.size)
-    return _errors(reference, found)
+    return dataclasses.replace(_errors(reference, found), given=given)
+
+
+def _on_some_batch(
+    variant: Program, seed: int, dtype: torch.dtype | None
+) -> tuple[dict[str, torch.Tensor], Outcome, bool]:
+    """A batch that the model takes, what the model makes of it, and whether it is the given one.
+
+    A random batch first; where the model refuses that or its loss is not finite (it wants ordered
+    boxes, places for images in a text, probabilities), the inputs that it was compiled with.
+    """
+    graph, count = variant.problem.graph, variant.plan.microbatches
+    batch = random_batch(graph, count, seed)
+    own = given_batch(graph, count)
+    try:
+        reference = _reference(variant, batch, seed, dtype)
+        if own is None or reference.loss.isfinite():
+            return batch, reference, False
+    except Exception:  # whatever a user's model raises
+        if own is None:
+            raise
+    return own, _reference(variant, own, seed, dtype), True
 
 
 @contextmanager
@@ -210,63 +238,63 @@ def random_batch(graph: Graph, microbatches: int, seed: int) -> dict[str, torch.
     return found
 
 
+def given_batch(graph: Graph, microbatches: int) -> dict[str, torch.Tensor] | None:
+    """The inputs that the model was compiled with as every micro-batch; None if they are meta."""
+    examples = dict(flat(graph.sample))
+    found = {}
+    for item in graph.inputs:
+        example = examples.get(item.key)
+        if example is None or example.is_meta:
+            return None
+        whole = torch.cat([example] * microbatches) if item.shape else example
+        found[item.key] = whole.detach().cpu().to(item.dtype)
+    return found
+
+
 def _is_fixed(example: torch.Tensor, high: int | None) -> bool:
     """Whether random values could be invalid in the place of an example's."""
     binary = bool(((example == 0) | (example == 1)).all())
     return example.dtype == torch.bool or (binary and (high is None or high <= 2))
 
 
-def draws(program: Program, batch: Mapping[str, torch.Tensor]) -> dict[int, list[int]]:
-    """For each stage the places, in the model's order, of its draws of random numbers.
+def draws(program: Program, batch: Mapping[str, torch.Tensor]) -> dict[int, Numbers]:
+    """For each stage the numbers, per operator in the model's order, of its draws.
 
     Found by running the graph once: an operator may draw several times or not at all.
     """
     graph = program.problem.graph
-    counter = Counter(graph, _piece(graph, batch, 0))
-    counter.run()
-    return {
-        stage.index: [
-            position
-            for call in stage.calls
-            for node in call.block.nodes
-            for position in counter.positions.get(node.name, ())
-        ]
-        for stage in program.lowered.stages
-    }
+    counted = DrawsOf(graph, _piece(graph, batch, 0))
+    counted.run()
+    found: dict[int, Numbers] = {}
+    for stage in program.lowered.stages:
+        own: Numbers = found.setdefault(stage.index, {})
+        for node in (node for call in stage.calls for node in call.block.nodes):
+            for name, numbers in counted.by_node.get(node.name, {}).items():
+                own.setdefault(name, []).extend(numbers)
+    return found
 
 
-class _Draws(TorchDispatchMode):
-    """Counts draws of random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` and count it when it draws."""
-        self.count += torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-class Counter(fx.Interpreter):
-    """Runs a graph and notes which draws each node makes."""
+class DrawsOf(fx.Interpreter):
+    """Runs a graph and notes, by node, the numbers of the draws that each operator makes."""
 
     def __init__(self, graph: Graph, piece: Mapping[str, torch.Tensor]) -> None:
         super().__init__(fx.GraphModule({}, graph.fx_graph))
-        self.positions: dict[str, range] = {}
+        self.by_node: dict[str, Numbers] = {}
+        self._chance = Chance(0, 0)
         self._inputs = {item.node: piece[item.key] for item in graph.inputs}
         self._inputs |= {
             p.node: graph.tensors[p.name].to(p.dtype).clone() for p in graph.parameters
         }
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node under the counter."""
+        """Run one node and note its draws."""
         if n.op == "placeholder":
             return self._inputs[n.name]
-        with torch.no_grad(), _Draws() as drawn:
+        before = dict(self._chance.draws)
+        with torch.no_grad(), self._chance:
             result = super().run_node(n)
-        begin = max((r.stop for r in self.positions.values()), default=0)
-        self.positions[n.name] = range(begin, begin + drawn.count)
+        after = {m: range(before.get(m, 0), count) for m, count in self._chance.draws.items()}
+        self.by_node[n.name] = {name: [*numbers] for name, numbers in after.items() if numbers}
         return result
 
 
@@ -279,7 +307,9 @@ def _reference(
     twin = _twin(program.model, graph, dtype)
     whole = WithLoss(twin, program.loss)
     losses = []
-    with lifting(dtype) if dtype is not None else nullcontext():
+    floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
+    own = next(floating, torch.float32)
+    with lifting(dtype, own) if dtype is not None else nullcontext():
         for i in range(count):
             args, kwargs = with_tensors(graph.sample, _piece(graph, batch, i))
             with Chance(seed, i) if graph.random else nullcontext():
@@ -334,9 +364,10 @@ def _piece(graph: Graph, batch: Mapping[str, torch.Tensor], i: int) -> dict[str,
 def _errors(reference: Outcome, found: Outcome) -> Errors:
     """How far the ranks are from the model."""
     dtype = reference.loss.dtype
-    gradients = dict(_differences(reference.gradients, found.gradients))
+    trained = reference.gradients.keys()
+    gradients = dict(_differences(reference.gradients, found.gradients, trained))
     named = {name: found.state[name] for name in reference.state if name in found.state}
-    state = dict(_differences(reference.state, named))
+    state = dict(_differences(reference.state, named, trained))
     loss = _relative(reference.loss, found.loss, 0.0)
     everything = {**state, **gradients}
     worst = max(everything, key=lambda name: everything[name], default="")
@@ -357,11 +388,16 @@ def limit_of(dtype: torch.dtype) -> float:
 
 
 def _differences(
-    wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+    wanted: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    trained: Collection[str],
 ) -> Iterator[tuple[str, float]]:
-    """The relative error of each tensor; infinite where one side has none."""
-    largest = max((_size(tensor) for tensor in wanted.values()), default=0.0)
-    dtype = next((t.dtype for t in wanted.values() if t.dtype.is_floating_point), torch.float64)
+    """The relative error of each tensor; infinite where one side has none.
+
+    Rounding is measured by the `trained` ones: buffers hold masks of -1e9 and the like.
+    """
+    sizes = [(_size(wanted[name]), wanted[name].dtype) for name in trained if name in wanted]
+    largest, dtype = max(sizes, key=lambda item: item[0], default=(0.0, torch.float64))
     floor = ROUNDINGS * torch.finfo(dtype).eps * largest / limit_of(dtype)
     for name in sorted(wanted.keys() | found.keys()):
         if name in wanted and name in found:
@@ -372,7 +408,12 @@ def _differences(
 
 def _size(tensor: torch.Tensor | None) -> float:
     """The largest element, in magnitude."""
-    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor is not None and tensor.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor (also of truth values) in the widest dtype of its kind."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _relative(wanted: torch.Tensor, found: torch.Tensor, floor: float) -> float:
@@ -381,6 +422,6 @@ def _relative(wanted: torch.Tensor, found: torch.Tensor, floor: float) -> float:
         return float("inf")
     if not wanted.numel() or torch.equal(wanted, found.to(wanted.dtype)):
         return 0.0
-    difference = (wanted.double() - found.double()).abs().max()
-    scale = max(float(wanted.double().abs().max()), floor)
+    difference = (_wide(wanted) - _wide(found)).abs().max()
+    scale = max(_size(wanted), floor)
     return float(difference) / scale if scale and difference.isfinite() else float("inf")

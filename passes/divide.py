@@ -22,15 +22,15 @@ Subject to  data flows forward         y[p,j] <= y[q,j]                         
             memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,j])         `_limit_memory`
                                        + k[j] (sum(s[i] x[i,j]) + sum(s[f] r[f,j])) <= L[j]
 
-Little of the proof needs search. A dynamic programme finds the best division into runs of
-consecutive blocks. Every better one has each block on one of a few stages, its window; often the
-windows contradict each other, and the runs are optimal. Else the programme is solved inside them.
+Little of the proof needs search. A dynamic programme finds a good division into runs of consecutive
+blocks. Every better division has each block on one of a few stages, its window; often the windows
+contradict each other, and the runs are optimal. Else the programme is solved inside the windows.
 
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
-Ties: runs win over other divisions; among runs, within the least slowest stage found, the least
-total, then the least sum of squared seconds (the most even), then the earliest cuts. Where no
-division into runs is optimal, the solver's fixed seed decides.
+Ties: the runs found win when nothing is strictly better. Of runs with that slowest stage, they have
+the least total, then the least sum of squared seconds (the most even), then the earliest cuts.
+Where runs are not optimal, the solver's fixed seed decides.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _check(task: _Task) -> None:
     if counts != (stages, stages):
         message = f"in_flight and limits need one item per stage ({counts} for {stages} stages)"
         raise InputError(message)
-    if not min(task.limits) >= 1:
+    if not all(limit >= 1 for limit in task.limits):
         message = f"a memory limit must be at least 1 byte ({min(task.limits):g} given)"
         raise InputError(message)
     if not all(0 <= value < math.inf for value in seconds):
@@ -346,7 +346,7 @@ class _Label(NamedTuple):
 
 
 def _fastest_runs(task: _Task) -> tuple[tuple[int, ...] | None, float]:
-    """The best division into runs, and of these an even one; and its objective in units."""
+    """A good division into runs, as even as its slowest stage allows; its objective in units."""
 
     def objective(label: _Label) -> float:
         return label.total + (task.microbatches - 1) * label.largest

@@ -38,12 +38,13 @@ def division(
 def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
     """Equal numbers of layers, as Megatron-LM does: what comes before the first layer goes with
     it, what comes after a layer with that layer. The first stages take the remainder."""
+    most = 0
     for level in problem.levels:
-        blocks = problem.priced(level).cut.blocks
-        layers = [is_layer(block) for block in blocks]
+        layers = [is_layer(block) for block in problem.priced(level).cut.blocks]
         if sum(layers) >= stages:
             return level, _spread(layers, stages)
-    message = f"more stages than layers ({stages} > {sum(layers)}): use fewer pipeline ranks"
+        most = max(most, sum(layers))
+    message = f"more stages than layers ({stages} > {most}): use fewer pipeline ranks"
     raise InputError(message)
 
 

@@ -137,6 +137,27 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     return Division(tuple(stage_of), "given", found.objective, 0.0, 1.0)
 
 
+def reconsidered(problem: Problem, plan: Plan) -> Plan:
+    """A finished plan, with what a solver said of it dropped when it was edited since.
+
+    Raises InfeasibleError when a stage does not fit into the memory.
+    """
+    assert plan.granularity is not None
+    assert plan.stages is not None
+    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
+    blocks = problem.priced(plan.granularity).cut.blocks
+    stage_of = tuple(home[block.name] for block in blocks)
+    division = _evaluated(problem, plan, plan.granularity, stage_of)
+    if plan.solution is not None and plan.solution.objective == division.objective:
+        return plan
+    return dataclasses.replace(plan, solution=_solution(division))
+
+
+def _solution(division: Division) -> Solution:
+    """What is known of a division."""
+    return Solution(division.status, division.objective, division.bound, division.gap)
+
+
 def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Plan:
     """The plan with the division in it."""
     priced = problem.priced(level)
@@ -151,13 +172,12 @@ def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Pl
         )
         for j in range(plan.mesh.pipeline)
     )
-    solution = Solution(division.status, division.objective, division.bound, division.gap)
     return dataclasses.replace(
         plan,
         granularity=level,
         sent=tuple(node.name for node in priced.sent),
         stages=stages,
-        solution=solution,
+        solution=_solution(division),
     )
 
 

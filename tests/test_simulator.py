@@ -422,8 +422,13 @@ def test_a_timeline_prints_numbers_and_a_drawing() -> None:
 def test_a_deadlock_names_the_instructions_that_wait() -> None:
     lists = [list(one) for one in lowered_chain("gpipe", 2, 2).instructions]
     texts = [str(line) for line in lists[0]]
-    late, early = texts.index("FORWARD stage 0 mb 1"), texts.index("BACKWARD stage 0 mb 0")
-    lists[0][late], lists[0][early] = lists[0][early], lists[0][late]
+    receive, backward = (
+        lists[0][texts.index(text)]
+        for text in ("RECV v0.grad mb 0 from 1", "BACKWARD stage 0 mb 0")
+    )
+    rest = [line for line in lists[0] if line not in (receive, backward)]
+    first = [str(line) for line in rest].index("FORWARD stage 0 mb 1")
+    lists[0] = [*rest[:first], receive, backward, *rest[first:]]
     with pytest.raises(PlanError) as caught:
         simulate(lists, [0, 1], [ONE, ONE], {"v0": 4})
     assert str(caught.value).splitlines() == [

@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, is_random, mutated_operands
+from parcompiler.capture.effects import Effects
+from parcompiler.capture.prologue import prologue_of
 from parcompiler.capture.templates import Run, group
 from parcompiler.graph import Block, Graph
 
@@ -48,12 +50,12 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
     runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
     if level > depth(nodes):
         runs = [piece for run in runs for piece in _pieces(run, graph)]
-    runs = _keep_updates_together(runs, effects)
+    runs = _keep_together(runs, effects)
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    prologue = _prologue(graph, nodes, home, effects, set(sent))
+    prologue = prologue_of(graph, nodes, home, effects, set(sent))
     parts = [[node for node in run.nodes if node not in prologue] for run in runs]
     kept = [run._replace(nodes=part) for run, part in zip(runs, parts, strict=True) if part]
-    blocks = group(graph, kept)
+    blocks = group(graph, _keep_together(kept, effects))
     return Cut(blocks, tuple(node for node in nodes if node in prologue))
 
 
@@ -153,68 +155,69 @@ def _pieces(run: Run, graph: Graph) -> list[Run]:
     return pieces
 
 
-def _keep_updates_together(runs: list[Run], effects: Effects) -> list[Run]:
-    """Join the runs that share memory which is updated in place: a cut would split the update."""
+def _keep_together(runs: list[Run], effects: Effects) -> list[Run]:
+    """Join the runs that no cut may part: what updates memory in place, what makes and reads a
+    value that cannot be sent, and what nothing reads with what stands before it."""
+    while True:
+        joined = _joined(runs, effects)
+        if len(joined) == len(runs):
+            return joined
+        runs = joined
+
+
+def _joined(runs: list[Run], effects: Effects) -> list[Run]:
+    """One round: joining runs may leave others to join."""
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
     last = list(range(len(runs)))
-    for root, writers in effects.writers.items():
-        touching = [n for n in home if effects.root(n) is root] if root in home else []
-        readers = [user for node in touching for user in node.users if user in home]
-        spots = [home[node] for node in (*touching, *writers, *readers) if node in home]
-        if root in home and len({home[node] for node in (*touching, *writers)}) > 1:
-            last[min(spots)] = max(last[min(spots)], max(spots))
+    for first, end in itertools.chain(
+        _updates(home, effects), _unsendable(home), _without_results(runs)
+    ):
+        last[first] = max(last[first], end)
     joined: list[Run] = []
     end = -1
     for index, run in enumerate(runs):
         if index <= end:
             joined[-1].nodes.extend(run.nodes)
         else:
-            joined.append(run)
+            joined.append(run._replace(nodes=list(run.nodes)))
         end = max(end, last[index])
     return joined
 
 
-def _prologue(
-    graph: Graph,
-    nodes: list[fx.Node],
-    home: dict[fx.Node, int],
-    effects: Effects,
-    sent: set[fx.Node],
-) -> set[fx.Node]:
-    """The nodes that need no parameter, gradient or chance and serve several blocks."""
-    mutable = {item.node for item in graph.parameters if item.mutated}
-    free: set[fx.Node] = set()
-
-    def is_free(node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            known = graph.by_node.get(node.name)
-            return known is None or (known.buffer and node.name not in mutable)
-        return node in free
-
-    for node in nodes:
-        writes = any(operand.op == "placeholder" for operand in mutated_operands(node))
-        if not is_random(node) and not writes and all(map(is_free, effects.dependencies(node))):
-            free.add(node)
-    wanted = [
-        node
-        for node in nodes
-        if node in free
-        and node not in sent
-        and any(home[user] != home[node] for user in node.users if user in home)
-    ]
-    found: set[fx.Node] = set()
-    for node in wanted:
-        found |= cone(node, effects)
-    return found
+def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int]]:
+    """The first and last run that touch memory which is updated in more than one of them."""
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in home:
+        sharing.setdefault(effects.root(node), []).append(node)
+    for root, writers in effects.writers.items():
+        readers = [user for node in (root, *sharing.get(root, ())) for user in node.users]
+        touching = [*sharing.get(root, ()), *writers]
+        if root.op == "placeholder":  # a buffer that the forward updates: it has one home
+            touching += readers
+        spots = {home[node] for node in touching if node in home}
+        if len(spots) > 1:
+            everywhere = spots | {home[node] for node in readers if node in home}
+            yield min(everywhere), max(everywhere)
 
 
-def cone(node: fx.Node, effects: Effects) -> set[fx.Node]:
-    """A node and all nodes that it depends on, placeholders left out."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        item = pending.pop()
-        if item.op == "call_function" and item not in found:
-            found.add(item)
-            pending.extend(effects.dependencies(item))
-    return found
+def _unsendable(home: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """The run that makes, and the last that reads, a number or a tensor of unknown size."""
+    for node, index in home.items():
+        if not is_sendable(node):
+            yield index, max([index, *(home[user] for user in node.users if user in home)])
+
+
+def is_sendable(node: fx.Node) -> bool:
+    """Whether a node yields a tensor whose size is known before the step."""
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        return True  # its items are sent
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+
+
+def _without_results(runs: list[Run]) -> Iterator[tuple[int, int]]:
+    """Each run that no other reads, with the one before it: a block has a result."""
+    for index, run in enumerate(runs):
+        inside = set(run.nodes)
+        if all(user in inside for node in run.nodes for user in node.users):
+            yield max(index - 1, 0), min(max(index, 1), len(runs) - 1)

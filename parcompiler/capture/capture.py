@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -24,11 +26,15 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
 from parcompiler.capture.bounds import high, high_of_example
-from parcompiler.capture.effects import is_random, mutated_operands
+from parcompiler.capture.cuttable import make_cuttable
+from parcompiler.capture.effects import Effects, is_random, mutated_operands
+from parcompiler.capture.functions import call_functions, kept_whole
+from parcompiler.capture.guise import as_if_eager, quiet, unmoved
 from parcompiler.capture.inputs import Batch, arguments, flat
-from parcompiler.capture.locate import explain
+from parcompiler.capture.known import Known
+from parcompiler.capture.locate import explain, placed
 from parcompiler.capture.loss import PREFIX, WithLoss
-from parcompiler.capture.trace import traced
+from parcompiler.capture.trace import shared, traced
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
 
@@ -48,9 +54,11 @@ def capture(
     exported = _export(model, loss, args, kwargs)
     graph = exported.graph_module.graph
     clean.inline_regions(graph, exported.graph_module)
+    call_functions(graph)
     _check_operators(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
+    make_cuttable(graph, _input_nodes(exported))
     return _graph(model, exported, graph, inputs, positional=not kwargs)
 
 
@@ -73,6 +81,11 @@ def _on_device_of(
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse inputs that `model.forward` cannot be called with, before anything is traced."""
     signature = inspect.signature(model.forward)
+    for name in kwargs:
+        # torch.export writes the names of arguments into source that it runs.
+        if not name.isidentifier() or iskeyword(name):
+            message = f"the key {name!r} of the inputs is no name of an argument: put it in a dict"
+            raise InputError(message)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -86,19 +99,47 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.export.ExportedProgram:
-    """Export the model with its loss, with `fx.symbolic_trace` in front when that fails."""
-    with warnings.catch_warnings():
+    """Export the model with its loss; when that fails, in two other ways (see `_attempts`)."""
+    own = shared(model)
+    first: Exception | None = None
+    with warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), Known():
         warnings.simplefilter("ignore")
-        try:
-            return torch.export.export(WithLoss(model, loss), args, kwargs, strict=False)
-        except ParcompilerError:
-            raise
-        except Exception as error:  # whatever a user's model raises
+        for attempt in _attempts(model, own, kwargs):
             try:
-                module = WithLoss(traced(model, kwargs), loss)
-                return torch.export.export(module, args, kwargs, strict=False)
-            except Exception as second:
-                raise explain(error, model) from second
+                with attempt as module:
+                    whole = WithLoss(module, loss)
+                    return torch.export.export(whole, args, kwargs, strict=False)
+            except CaptureError as error:
+                raise placed(error, own) from error
+            except ParcompilerError:
+                raise
+            except Exception as error:  # whatever a user's model raises
+                first = first or error
+    assert first is not None
+    raise explain(first, own) from first
+
+
+def _attempts(
+    model: nn.Module, own: nn.Module, kwargs: dict[str, Any]
+) -> Iterator[AbstractContextManager[nn.Module]]:
+    """The model as it is; where it leaves out steps when it is compiled, as in eager mode; and
+    with its Python resolved by `fx.symbolic_trace`."""
+    yield nullcontext(own)
+    yield _eager(model)
+    yield _resolved(model, kwargs)
+
+
+@contextmanager
+def _eager(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy of the model that is told that nothing is being compiled."""
+    with as_if_eager():
+        yield shared(model)
+
+
+@contextmanager
+def _resolved(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[nn.Module]:
+    """A copy of the model, traced."""
+    yield traced(model, kwargs)
 
 
 def _check_operators(graph: fx.Graph) -> None:
@@ -119,7 +160,7 @@ def _graph(
     positional: bool,
 ) -> Graph:
     """Read parameters, inputs and loss off the exported program."""
-    mutated = {operand for node in graph.nodes for operand in mutated_operands(node)}
+    mutated = set(Effects(graph).writers)
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     names = _canonical_names(model)
     parameters: dict[str, Parameter] = {}
@@ -182,6 +223,12 @@ def _graph(
     )
 
 
+def _input_nodes(exported: torch.export.ExportedProgram) -> set[str]:
+    """The placeholders of tensors of the batch."""
+    specs = exported.graph_signature.input_specs
+    return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")}
+
+
 def _label(model: nn.Module, key: str) -> str:
     """The argument of the model's forward that a key of the batch fills."""
     if not key.isdigit():
@@ -242,10 +289,11 @@ def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    """Whether a node yields a floating tensor, or several of which one is floating."""
+    """Whether a node yields a floating or complex tensor, or several of which one is."""
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in values)
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
 
 
 def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:

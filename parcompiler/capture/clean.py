@@ -6,6 +6,7 @@ and remember the context in `node.meta["contexts"]`. Assertions and dead nodes g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ def _inline(
     graph.erase_node(node)
 
 
+def keep_names(copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Give copies the names of their nodes: `graph_copy` renames inputs called `torch` or `inf`."""
+    for node, copy in copies.items():
+        copy.name = node.name
+
+
 def drop_assertions(graph: fx.Graph) -> None:
     """Erase the checks that export adds; shapes and dtypes are proved by the verifier."""
     for node in reversed(graph.nodes):
@@ -101,6 +108,20 @@ def drop_dead(graph: fx.Graph) -> None:
             continue
         if not effects.mutates(node) and not is_random(node):
             graph.erase_node(node)
+    _drop_unread(graph)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Erase memory that is written and never read (weights of a module made in forward)."""
+    effects = Effects(graph)
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        sharing.setdefault(effects.root(node), []).append(node)
+    for root in reversed([root for root in effects.writers if root.op == "call_function"]):
+        inside = {*sharing[root], *effects.writers[root]}
+        if all(user in inside for node in inside for user in node.users):
+            for node in reversed([node for node in graph.nodes if node in inside]):
+                graph.erase_node(node)
 
 
 def drop_no_operations(graph: fx.Graph) -> None:

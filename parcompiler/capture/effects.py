@@ -8,11 +8,13 @@ updated in place is another value afterwards.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 import torch
 from torch import fx
+
+from parcompiler.capture.functions import Applied
 
 _TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
 
@@ -26,6 +28,8 @@ def overload_name(node: fx.Node) -> str:
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers (dropout in training mode with p > 0, say)."""
     target = node.target
+    if isinstance(target, Applied):
+        return target.random
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
@@ -77,6 +81,8 @@ def base_of(node: fx.Node) -> fx.Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if isinstance(target, Applied):  # may return what it was given
+        return next(_nodes(list(node.args)), None)
     if not isinstance(target, torch._ops.OpOverload):
         return None
     aliased = any(item.alias_info is not None for item in target._schema.returns)
@@ -108,6 +114,21 @@ class Effects:
             for operand in mutated_operands(node):
                 found.setdefault(self.root(operand), []).append(node)
         return found
+
+    def early_readers(self, roots: Collection[fx.Node]) -> set[fx.Node]:
+        """Who reads the memory of `roots`, or a view of it, before it is written the last time."""
+        ends = {
+            root: max(self._position[writer] for writer in writers)
+            for root, writers in self.writers.items()
+            if root in roots
+        }
+        return {
+            user
+            for node, root in self._root.items()
+            if root in ends
+            for user in node.users
+            if user.op == "call_function" and self._position[user] < ends[root]
+        }
 
     def mutates(self, node: fx.Node) -> bool:
         """Whether a node updates memory in place."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from parcompiler.capture.clean import keep_names
 from parcompiler.graph import Graph
 
 
@@ -29,14 +29,16 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
     lifted = fx.Graph()
     result = lifted.graph_copy(graph.fx_graph, nodes)
     lifted.output(result)
-    for node in lifted.nodes:
-        node.args = pytree.tree_map(_swap(dtype), node.args)
-        node.kwargs = pytree.tree_map(_swap(dtype), node.kwargs)
+    keep_names(nodes)
+    swap = _swap(dtype)
+    for node in list(lifted.nodes):
+        node.args = pytree.tree_map(swap, node.args)
+        node.kwargs = pytree.tree_map(swap, node.kwargs)
+        node.meta["val"] = pytree.tree_map(_converted(dtype), node.meta.get("val"))
         if _follows_default(node):
-            node.kwargs = {**node.kwargs, "dtype": dtype}
+            _settle(node, dtype)
         contexts = node.meta.get("contexts", ())
         node.meta["contexts"] = tuple(c for c in contexts if c[0] != "autocast")
-    _propagate(lifted, dtype)
     return dataclasses.replace(
         graph,
         fx_graph=lifted,
@@ -46,77 +48,137 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
     )
 
 
+def _in(dtype: torch.dtype, kind: torch.dtype) -> torch.dtype:
+    """What a floating or complex dtype becomes; others stay."""
+    if kind.is_complex:
+        return dtype.to_complex()
+    return dtype if kind.is_floating_point else kind
+
+
 def _swap(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that turns floating dtypes into `dtype` and leaves all else."""
-    return lambda leaf: dtype if _is_floating(leaf) else leaf
+    """A function that puts floating dtypes in the precision of `dtype` and leaves all else."""
+    return lambda leaf: _in(dtype, leaf) if isinstance(leaf, torch.dtype) else leaf
+
+
+def _converted(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """A function that puts recorded tensors, which have no data, in the precision of `dtype`."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype == _in(dtype, leaf.dtype):
+            return leaf
+        kind = _in(dtype, leaf.dtype)
+        return leaf.new_empty_strided(leaf.shape, leaf.stride(), dtype=kind)
+
+    return convert
 
 
 def _follows_default(node: fx.Node) -> bool:
-    """Whether a node makes a floating tensor from nothing, in the default dtype."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or node.all_input_nodes:
+    """Whether a node makes a floating tensor in torch's default dtype: from nothing or integers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    takes_dtype = any(argument.name == "dtype" for argument in target._schema.arguments)
-    value = node.meta.get("val")
-    floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return takes_dtype and floating and node.kwargs.get("dtype") is None
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    given = any(isinstance(leaf, torch.dtype) for leaf in leaves)
+    return not given and _floats(node.meta["val"]) and not _floats(operands)
 
 
-def _is_floating(leaf: object) -> bool:
-    """Whether a value is a floating dtype."""
-    return isinstance(leaf, torch.dtype) and leaf.is_floating_point
+def _floats(values: object) -> bool:
+    """Whether there is a floating or complex tensor among values."""
+    leaves = pytree.tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+def _settle(node: fx.Node, dtype: torch.dtype) -> None:
+    """Say the dtype of a node that leaves it to torch's default: itself, or by a cast."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if any(argument.name == "dtype" for argument in node.target._schema.arguments):
+        node.kwargs = {**node.kwargs, "dtype": dtype}
+        return
+    operands = [item for item in node.all_input_nodes if _is_integral(item.meta.get("val"))]
+    for operand in operands:
+        with node.graph.inserting_before(node):
+            cast = node.graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
+        cast.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
+        node.replace_input_with(operand, cast)
+    if not operands:  # `where` with two numbers
+        with node.graph.inserting_after(node):
+            after = node.graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
+        after.meta = dict(node.meta)
+        node.meta["val"] = node.meta["val"].to(torch.get_default_dtype())
+        node.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+
+
+def _is_integral(value: object) -> bool:
+    """Whether a value is a tensor of integers, which arithmetic turns into floats."""
+    return isinstance(value, torch.Tensor) and value.dtype != torch.bool
 
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
-    """A parameter or input described in `dtype` when it is floating."""
-    return dataclasses.replace(item, dtype=dtype) if item.dtype.is_floating_point else item
+    """A parameter or input described in the precision of `dtype`."""
+    return dataclasses.replace(item, dtype=_in(dtype, item.dtype))
 
 
-def _propagate(graph: fx.Graph, dtype: torch.dtype) -> None:
-    """Recompute `node.meta["val"]` of every node from lifted placeholders."""
-    with FakeTensorMode(), torch.no_grad():
-        values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                old = node.meta["val"]
-                kind = dtype if old.dtype.is_floating_point else old.dtype
-                values[node] = torch.empty(old.shape, dtype=kind, device=old.device)
-            elif node.op == "call_function":
-                args = fx.map_arg(node.args, values.__getitem__)
-                kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-            else:
-                continue
-            node.meta["val"] = values[node]
+_CASTS = {"float", "half", "bfloat16", "double"}
+_COMPLEX_CASTS = {"cfloat", "chalf", "cdouble"}
+_CONSTANTS = {"tensor", "as_tensor", "scalar_tensor"}
 
 
 class _Lifting(TorchFunctionMode):
     """Replaces floating dtypes in every call of a torch function."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, own: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self.own = own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with floating dtypes swapped; `x.float()` becomes a cast to `dtype`."""
-        if getattr(func, "__name__", "") in ("float", "half", "bfloat16", "double"):
-            return args[0].to(self.dtype)
+        name = getattr(func, "__name__", "")
+        if name in _CASTS or name in _COMPLEX_CASTS:
+            return args[0].to(self.dtype if name in _CASTS else self.dtype.to_complex())
+        if name in _CONSTANTS:
+            return self._constant(func, args, kwargs or {})
         swap = _swap(self.dtype)
         return func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs or {}))
 
+    def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A number as the model's own precision has it, for a captured graph holds that."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.own)
+        try:
+            made: torch.Tensor = func(
+                *pytree.tree_map(_swap(self.own), args),
+                **pytree.tree_map(_swap(self.own), kwargs),
+            )
+        finally:
+            torch.set_default_dtype(before)
+        return made.to(_in(self.dtype, made.dtype))
+
 
 @contextmanager
-def lifting(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, eager code computes in `dtype` whatever casts it asks for."""
-    before = torch.get_default_dtype()
+def lifting(dtype: torch.dtype, own: torch.dtype = torch.float32) -> Iterator[None]:
+    """Within it, eager code of a model in `own` computes in `dtype` whatever casts it asks for.
+
+    Limits (`torch.finfo`) and numbers stay those of `own`: a captured graph holds them.
+    """
+    before, finfo = torch.get_default_dtype(), torch.finfo
+
+    def limits(kind: torch.dtype | None = None) -> torch.finfo:
+        return finfo(own if kind in (None, dtype) else kind)
+
     torch.set_default_dtype(dtype)
+    torch.finfo = limits  # type: ignore[assignment, misc]
     try:
-        with _Lifting(dtype):
+        with _Lifting(dtype, own):
             yield
     finally:
+        torch.finfo = finfo  # type: ignore[misc]
         torch.set_default_dtype(before)
 
 
 def lifted_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `model` whose floating parameters and buffers are in `dtype`."""
-    return copy.deepcopy(model).to(dtype)
+    """A copy of `model` whose floating and complex parameters and buffers are in `dtype`."""
+    twin = copy.deepcopy(model)
+    twin._apply(lambda tensor: tensor.to(_in(dtype, tensor.dtype)))
+    return twin

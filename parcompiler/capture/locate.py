@@ -20,6 +20,7 @@ _DATA_DEPENDENT = (
     "unbacked",
     "tolist",
     "_local_scalar_dense",
+    "dynamicoutputshape",
 )
 _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
@@ -35,6 +36,12 @@ class Place(NamedTuple):
     line: str
 
 
+def placed(error: CaptureError, model: nn.Module) -> CaptureError:
+    """The same error with the innermost module and line of the model, when they are known."""
+    place = _place(error, model)
+    return error if place is None else CaptureError(f"{error}\n  {_at(place)}")
+
+
 def explain(error: Exception, model: nn.Module) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
@@ -43,8 +50,13 @@ def explain(error: Exception, model: nn.Module) -> CaptureError:
     place = _place(error, model)
     message = f"cannot capture {type(model).__name__}: {text}"
     if place is not None:
-        message += f"\n  in module {place.module or '(the model itself)'!r}, {place.line}"
+        message += f"\n  {_at(place)}"
     return CaptureError(f"{message}\n  {_ADVICE_DATA if data else _ADVICE}")
+
+
+def _at(place: Place) -> str:
+    """A place in words."""
+    return f"in module {place.module or '(the model itself)'!r}, {place.line}"
 
 
 def _place(error: Exception, model: nn.Module) -> Place | None:

@@ -15,6 +15,7 @@ def simplify(graph: Graph) -> Graph:
     nodes: dict[fx.Node, fx.Node] = {}
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.fx_graph, nodes))
+    clean.keep_names(nodes)
     loss = nodes[graph.loss]
     clean.drop_no_operations(copied)
     output = next(node for node in reversed(copied.nodes) if node.op == "output")

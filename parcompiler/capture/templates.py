@@ -13,9 +13,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from parcompiler.graph import Binding, Block, Graph
+
+# Names that emitted code uses itself, so that no variable or class of a model may have them; and
+# the attributes of its modules, so that no parameter may.
+EMITTED = frozenset(
+    "self torch nn F Tensor runtime DEVICE float complex getattr range super tuple zip".split()
+)
+ATTRIBUTES = frozenset(dir(nn.Module())) | frozenset(
+    "names inputs receives gives loss random scopes tensor_names".split()
+)
 
 
 class Run(NamedTuple):
@@ -34,7 +43,7 @@ def group(graph: Graph, runs: list[Run]) -> tuple[Block, ...]:
     """A block for each run, with template names by structure."""
     blocks = []
     templates: dict[str, str] = {}
-    taken: set[str] = set()
+    taken = {*EMITTED, *(f"Stage{j}" for j in range(len(runs)))}
     names: set[str] = set()
     for path, call, nodes, scope in runs:
         inside = set(nodes)
@@ -68,7 +77,7 @@ def _inputs(graph: Graph, nodes: Iterable[fx.Node], inside: set[fx.Node]) -> tup
 def _tensors(graph: Graph, nodes: Iterable[fx.Node], scope: str) -> tuple[Binding, ...]:
     """The parameters and buffers that a block reads, with the attribute each has there."""
     found: dict[str, Binding] = {}
-    taken: set[str] = set()
+    taken = set(ATTRIBUTES)
     for node in nodes:
         for operand in node.all_input_nodes:
             known = graph.by_node.get(operand.name)

@@ -16,9 +16,20 @@ from torch import fx, nn
 
 def traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
     """`model` traced, with the arguments that are no tensors as constants; a copy."""
+    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
+    return fx.symbolic_trace(shared(model), concrete_args=constants or None)
+
+
+def shared(model: nn.Module) -> nn.Module:
+    """A copy of `model` with the same tensors, so that names and ties stay the model's.
+
+    A forward may assign attributes and exchange modules, and tracing would leave those of its
+    stand-ins in the model. A model that cannot be copied is returned as it is.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = tensor  # tensors are shared, so that names and ties stay the model's
-    duplicate = copy.deepcopy(model, memo)
-    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    return fx.symbolic_trace(duplicate, concrete_args=constants or None)
+        memo[id(tensor)] = tensor
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # whatever a user's attributes raise when they are copied
+        return model

@@ -10,12 +10,15 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors.torch import save_file
 
+from parcompiler.capture.templates import identifier
+from parcompiler.codegen.quoting import fenced, markdown
 from parcompiler.codegen.rank import rank_script
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.errors import InputError
 from parcompiler.lower.lowered import Lowered, Stage
 from parcompiler.plan import Plan
 from parcompiler.report import Report
+from parcompiler.report.names import ranges
 from parcompiler.runtime import RankProgram
 
 MARK = "plan.json"  # what makes a folder an export
@@ -36,22 +39,47 @@ def export(
     path.mkdir(parents=True, exist_ok=True)
     _write(path / MARK, plan.to_json())
     _write(path / "report.json", report.to_json())
+    for name, text in texts(lowered, programs, str(report), standalone=standalone).items():
+        _write(path / name, text)
     for stage in lowered.stages:
-        writer = StageWriter(lowered, stage, plan.mesh.device)
-        _write(path / f"stage_{stage.index}.py", writer.text())
         _save_weights(path / "weights", lowered, stage, parameters=weights)
-    for program in programs:
-        _write(path / f"rank_{program.rank}.py", rank_script(lowered, program))
-    facts = {"plan": plan, "lowered": lowered, "report": report.to_text(), "standalone": standalone}
+    if standalone:
+        _copy_runtime(path)
+    return path
+
+
+def texts(
+    lowered: Lowered, programs: Sequence[RankProgram], report: str, *, standalone: bool
+) -> dict[str, str]:
+    """The files that people read, by name: one per stage and rank, `main.py` and `README.md`."""
+    device = programs[0].device
+    found = {
+        f"stage_{stage.index}.py": StageWriter(lowered, stage, device).text()
+        for stage in lowered.stages
+    }
+    found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
+    facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
     environment = Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     for name in ("main.py", "README.md"):
-        _write(path / name, environment.get_template(f"{name}.jinja").render(facts))
-    if standalone:
-        _copy_runtime(path)
-    return path
+        found[name] = environment.get_template(f"{name}.jinja").render(facts)
+    return found
+
+
+def _facts(lowered: Lowered) -> dict[str, object]:
+    """What the templates say of a program; names from the model are made harmless here."""
+    stages = [
+        {
+            "rank": stage.rank,
+            "index": stage.index,
+            "blocks": ranges([markdown(call.block.name) for call in stage.calls]),
+        }
+        for stage in lowered.stages
+    ]
+    model = identifier(lowered.graph.name)
+    return {"model": model, "size": lowered.size, "stages": stages}
 
 
 def _clear(path: Path) -> None:

@@ -36,7 +36,7 @@ def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
     inner, tail = line[opening + 1 : closing], line[closing:]
     one = indent + 4 + len(inner) <= width and _is_call(line, opening) and inner[-1:] != ","
     parts = split(inner)
-    comma = "" if one or len(parts) == 1 and _is_bare(parts[0]) else ","
+    comma = "" if one or (len(parts) == 1 and _is_bare(parts[0])) else ","
     rows = [wrap(inner, indent + 4, width)] if one else []
     rows = rows or [wrap(f"{part}{comma}", indent + 4, width) for part in parts]
     return "\n".join([pad + line[: opening + 1], *rows, pad + tail])

@@ -22,6 +22,7 @@ from keyword import iskeyword
 import torch
 from torch import fx
 
+from parcompiler.capture.functions import Applied
 from parcompiler.codegen.calls import Call, bind
 from parcompiler.codegen.literals import Operand, literal
 from parcompiler.codegen.spellings import fill, spellings
@@ -52,6 +53,8 @@ def expression(node: fx.Node, operand: Operand) -> str:
 
     It makes the same call into ATen, or one with the same value and gradient, bit for bit.
     """
+    if isinstance(node.target, Applied):
+        return f"{node.target!r}({', '.join(literal(item, operand) for item in node.args)})"
     if not isinstance(node.target, torch._ops.OpOverload):
         return _builtin(node, operand)
     call = bind(node, operand)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import textwrap
 
+WIDTH = 100
 LONGEST = 90  # of a name from a model; the rest of it is dropped
 
 
@@ -27,9 +28,9 @@ def docstring(text: str) -> str:
 def paragraph(text: str, indent: int = 0) -> str:
     """Any text as the inside of a docstring, broken into lines."""
     shown = _inside("".join(char if char.isprintable() else "?" for char in text))
-    pad = " " * indent
-    lines = textwrap.wrap(shown, 96 - indent, break_on_hyphens=False)
-    return f"\n{pad}".join(lines).rstrip()
+    quotes = " " * 3  # they stand before the first line and behind the last
+    lines = textwrap.wrap(shown, WIDTH - indent - 3, initial_indent=quotes, break_on_hyphens=False)
+    return f"\n{' ' * indent}".join(lines).strip()
 
 
 def _inside(text: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from parcompiler.codegen.literals import literal
-from parcompiler.instruction import listing
+from parcompiler.codegen.layout import table, wrap
+from parcompiler.codegen.listing import columns
+from parcompiler.codegen.literals import literal, string
+from parcompiler.codegen.quoting import docstring
 from parcompiler.lower.lowered import Lowered
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value, channels_of, digest_of
 
@@ -19,14 +21,10 @@ from pathlib import Path
 import torch
 
 from parcompiler.runtime import {imports}
+
 {stage_imports}
 
-# The tensors of a batch, for one micro-batch: where they stand in the batch, shape, dtype.
-INPUTS = {inputs}
-
-# The tensors between stages, for one micro-batch: shape, dtype, whether a gradient comes back.
-VALUES = {values}
-{tied}
+{tables}
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
 {instructions}
@@ -37,33 +35,25 @@ EVALUATION = """
 {evaluation}
 """
 
-PROGRAM = RankProgram.parsed(
-    rank={rank},
-    size={size},
-    device={device},
-    microbatches={microbatches},
-    digest={digest},
-    loss={loss},
-    inputs=INPUTS,
-    values=VALUES,
-    tied={tied_name},
-    channels={channels},
-    stages={stage_numbers},
-    instructions=INSTRUCTIONS,
-    evaluation=EVALUATION,
-    aliases={aliases},
-    positional={positional},
-)
+{program}
 
 
 def worker() -> Worker:
     """This rank, with the weights beside this file."""
-    return Worker(PROGRAM, {{{stages_map}}}, stored(Path(__file__).parent / "weights", PROGRAM))
+    weights = stored(Path(__file__).parent / "weights", PROGRAM)
+{worker}
 
 
 if __name__ == "__main__":
     run(worker())
 '''
+
+_INPUTS = "# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype."
+_VALUES = (
+    "# The tensors between stages, for one micro-batch; gradients come back unless it says not."
+)
+_TIED = "# Tensors that several ranks hold: their gradients are summed."
+_ALIASES = "# Further names of tied tensors."
 
 
 def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
@@ -85,7 +75,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
             for item in graph.inputs
         },
         values={
-            name: Value(value.shape, value.dtype, value.differentiable)
+            name: Value(value.shape, value.dtype, value.differentiable, value.order)
             for name, value in lowered.values.items()
         },
         tied={item.label: Tied(item.name, item.ranks) for item in lowered.tied},
@@ -104,61 +94,71 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     imports = ["Input", "RankProgram", "Worker", "run", "stored"]
     imports += ["Value"] if program.values else []
     imports += ["Tied"] if program.tied else []
-    numbers = ", ".join(str(stage.index) for stage in stages)
+    classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     return _SCRIPT.format(
         rank=program.rank,
         size=program.size,
-        model=lowered.graph.name,
-        stages=f"stage {numbers}",
+        model=docstring(lowered.graph.name),
+        stages=f"stage {', '.join(str(stage.index) for stage in stages)}",
         imports=", ".join(sorted(imports)),
         stage_imports="\n".join(f"from stage_{s.index} import Stage{s.index}" for s in stages),
-        inputs=_table((n, _input(i)) for n, i in program.inputs.items()),
-        values=_table((n, _value(v)) for n, v in program.values.items()),
-        tied=_tied(program),
-        tied_name="TIED" if program.tied else "{}",
-        instructions=listing(program.instructions),
-        evaluation=listing(program.evaluation),
-        device=literal(program.device),
-        microbatches=program.microbatches,
-        digest=literal(program.digest),
-        loss=program.loss,
-        channels=literal(program.channels),
-        stage_numbers=literal(program.stages),
-        aliases=_table(((a, literal(n)) for a, n in program.aliases.items()), indent=4),
-        positional=program.positional,
-        stages_map=", ".join(f"{s.index}: Stage{s.index}" for s in stages),
+        tables="\n".join(_tables(program)),
+        instructions=columns(program.instructions),
+        evaluation=columns(program.evaluation),
+        program=wrap(f"PROGRAM = RankProgram.parsed({', '.join(_fields(program))},)"),
+        worker=wrap(f"return Worker(PROGRAM, {{{classes}}}, weights)", 4),
     )
+
+
+def _tables(program: RankProgram) -> Iterator[str]:
+    """The tables of what goes in and out, those that have a row."""
+    tied = {label: _tied(item) for label, item in program.tied.items()}
+    yield from _table(_INPUTS, "INPUTS", {n: _input(item) for n, item in program.inputs.items()})
+    yield from _table(_VALUES, "VALUES", {n: _value(item) for n, item in program.values.items()})
+    yield from _table(_TIED, "TIED", tied)
+    yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
+
+
+def _table(title: str, name: str, rows: Mapping[str, str]) -> Iterator[str]:
+    """A dict with a line per entry, under a comment; nothing when it is empty."""
+    if rows:
+        quoted = [(string(key), value) for key, value in rows.items()]
+        yield "\n".join([title, *table(f"{name} = {{", quoted, "}", 0), ""])
+
+
+def _fields(program: RankProgram) -> Iterator[str]:
+    """The fields of the program, without those that say nothing."""
+    yield f"rank={program.rank}"
+    yield f"size={program.size}"
+    yield f"device={literal(program.device)}"
+    yield f"microbatches={program.microbatches}"
+    yield f"digest={literal(program.digest)}"
+    yield f"loss={literal(program.loss)}"
+    for name in ("inputs", "values", "tied", "aliases"):
+        if getattr(program, name):
+            yield f"{name}={name.upper()}"
+    if program.channels:
+        yield f"channels={literal(program.channels)}"
+    yield f"stages={literal(program.stages)}"
+    yield "instructions=INSTRUCTIONS"
+    yield "evaluation=EVALUATION"
+    if program.positional:
+        yield "positional=True"
 
 
 def _input(item: Input) -> str:
     """An input as the script writes it."""
     more = "" if item.high is None else f", high={item.high}"
-    return f"Input({literal(item.key)}, {_shape(item)}, {item.dtype}{more})"
+    return f"Input({literal(item.key)}, {literal(tuple(item.shape))}, {literal(item.dtype)}{more})"
 
 
 def _value(value: Value) -> str:
     """A value as the script writes it."""
     more = "" if value.differentiable else ", differentiable=False"
-    return f"Value({_shape(value)}, {value.dtype}{more})"
+    more += f", order={literal(value.order)}" if value.order else ""
+    return f"Value({literal(tuple(value.shape))}, {literal(value.dtype)}{more})"
 
 
-def _shape(item: Input | Value) -> str:
-    """A shape as a tuple."""
-    return literal(tuple(item.shape))
-
-
-def _tied(program: RankProgram) -> str:
-    """The table of tied tensors, when there are any."""
-    if not program.tied:
-        return ""
-    rows = _table(
-        (n, f"Tied({literal(t.name)}, {literal(t.ranks)})") for n, t in program.tied.items()
-    )
-    return f"\n# Tensors that several ranks hold: their gradients are summed.\nTIED = {rows}\n"
-
-
-def _table(rows: Iterator[tuple[str, str]], indent: int = 0) -> str:
-    """A dict literal with a line per entry."""
-    pad = " " * indent
-    lines = [f"{pad}    {literal(key)}: {value}," for key, value in rows]
-    return "\n".join(["{", *lines, pad + "}"]) if lines else "{}"
+def _tied(item: Tied) -> str:
+    """A tied tensor as the script writes it."""
+    return f"Tied({literal(item.name)}, {literal(item.ranks)})"

@@ -6,6 +6,9 @@ import sys
 
 import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
+
+from parcompiler.capture.functions import Applied
 
 _BUILT_IN = {"aten", "prim", "prims"}
 
@@ -17,9 +20,11 @@ def home_of(node: fx.Node) -> str:
     package that is called like their namespace is taken.
     """
     target = node.target
+    if isinstance(target, Applied):
+        return target.module
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in _BUILT_IN:
         return ""
-    defined = torch._library.custom_ops.OPDEFS.get(target._schema.name)
+    defined = OPDEFS.get(target._schema.name)
     if defined is not None:
         return _dotted(str(defined._init_fn.__module__))
     return _dotted(target.namespace) if target.namespace in sys.modules else ""

@@ -18,7 +18,10 @@ from parcompiler.instruction import Instruction
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that one stage makes and others use; `shape` is that of one micro-batch."""
+    """A tensor that one stage makes and others use; `shape` is that of one micro-batch.
+
+    `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,6 +29,7 @@ class Value:
     differentiable: bool
     producer: int
     consumers: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

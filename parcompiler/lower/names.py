@@ -14,13 +14,13 @@ from torch import fx
 from parcompiler.capture.blocks import Cut
 from parcompiler.capture.templates import EMITTED, identifier
 from parcompiler.graph import Graph
-from parcompiler.lower.source import assigned_name
+from parcompiler.lower.source import spoken_name
 
 
 def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     """A distinct identifier for every node that is used outside the block it stands in."""
     names: dict[fx.Node, str] = {}
-    taken = set(EMITTED)
+    taken: set[str] = set(EMITTED)
     short = short_names(block.name for block in cut.blocks)
 
     def give(node: fx.Node, wish: str) -> None:
@@ -30,14 +30,15 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     for item in graph.inputs:
         give(placeholders[item.node], identifier(item.label or item.node))
-    for node in cut.prologue:
-        give(node, assigned_name(node) or identifier(node.name))
+    read = {node for block in cut.blocks for node in block.inputs}
+    for node in sorted(cut.prologue, key=lambda node: node not in read):
+        give(node, spoken_name(node) or _buffer_name(graph, node) or identifier(node.name))
     own = _own_names(cut)
     for block in cut.blocks:
         *others, last = block.outputs
         give(last, "loss" if last is graph.loss else short[block.name])
         for node in others:
-            plain = assigned_name(node) or identifier(node.name)
+            plain = spoken_name(node) or identifier(node.name)
             give(node, own.get(node) or f"{names[last]}_{plain}")
     return names
 
@@ -45,9 +46,17 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
 def _own_names(cut: Cut) -> Mapping[fx.Node, str]:
     """The further results of blocks whose names in the source are those of one value only."""
     others = [node for block in cut.blocks for node in block.outputs[:-1]]
-    wishes = {node: assigned_name(node) for node in others}
+    wishes = {node: spoken_name(node) for node in others}
     counts = Counter(wishes.values())
     return {node: name for node, name in wishes.items() if name and counts[name] == 1}
+
+
+def _buffer_name(graph: Graph, node: fx.Node) -> str | None:
+    """The buffer that a node takes a part of: `cos` for `self.cos[:12]`."""
+    read = [graph.by_node[o.name] for o in node.all_input_nodes if o.name in graph.by_node]
+    if len(read) != 1 or len(node.all_input_nodes) != 1:
+        return None
+    return identifier(read[0].name.rpartition(".")[2])
 
 
 def short_names(blocks: Iterable[str]) -> dict[str, str]:
@@ -74,9 +83,10 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, path in paths.items():
         alike[_pattern(path)].append(name)
-    found = {}
+    found: dict[str, int] = {}
     for pattern, members in alike.items():
         whole = {tuple(paths[name]) for name in members}
+        length = len(pattern)
         for length in range(1, len(pattern) + 1):
             end = pattern[-length:]
             clash = [p for p in alike if p != pattern and p[-length:] == end]

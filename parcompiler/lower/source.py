@@ -18,14 +18,22 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from parcompiler.capture import loss
 from parcompiler.capture.blocks import steps
+from parcompiler.capture.effects import overload_name
 from parcompiler.capture.templates import identifier
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 _FAR = 16  # operators of one line that are looked through
+
+# Operators whose result is their operand in another form: it may keep the name.
+FORMS = frozenset(
+    "view reshape transpose permute unsqueeze squeeze expand flatten unflatten contiguous to t "
+    "_unsafe_view clone".split()
+)
 
 
 class Frame(NamedTuple):
@@ -81,16 +89,15 @@ def chained_name(node: fx.Node) -> str | None:
 
     In `h = self.norm(x).relu()` the value of the norm goes on into `h`.
     """
-    trace = frames(node)
+    first = node
     for _ in range(_FAR):
         following = next((u for u in node.users if _receiver(u) is node), None)
-        if following is None or _dtype(following) != _dtype(node):
+        if following is None or not _is_alike(following, node):
             return None
         node = following
         found = _assignment(node)
         if found is not None:
-            same = frames(node)[: found.depth] == trace[: found.depth]
-            return found.name if same else None
+            return found.name if _shares(node, first, found.depth) else None
     return None
 
 
@@ -103,14 +110,19 @@ def module_name(node: fx.Node) -> str | None:
     return None if name.isdigit() else identifier(name)
 
 
+def spoken_name(node: fx.Node) -> str | None:
+    """What a person would call a node's value: by its variable, or by the module it leaves."""
+    return assigned_name(node) or chained_name(node) or module_name(node)
+
+
 def _assignment(node: fx.Node) -> _Assignment | None:
     """The innermost statement that assigns a node's value to a variable."""
     trace = frames(node)
     for depth in range(len(trace), 0, -1):
-        if any(frames(user)[:depth] == trace[:depth] for user in node.users):
+        if any(_shares(user, node, depth) for user in node.users):
             return None  # the value is used within the line
         frame = trace[depth - 1]
-        name = None if frame.is_torch else _target(frame.text, node)
+        name = None if frame.is_torch else _target(frame.text, node, depth)
         if name is not None:
             return _Assignment(name, depth)
         if not frame.is_torch and not frame.text.startswith("return"):
@@ -119,23 +131,25 @@ def _assignment(node: fx.Node) -> _Assignment | None:
 
 
 @lru_cache(maxsize=4096)
-def _targets(text: str) -> tuple[ast.expr | None, bool]:
-    """What a line assigns to, and whether that is a single target."""
+def _assigned(text: str) -> ast.expr | None:
+    """What a line assigns to, if it is an assignment."""
     left, equals, right = text.partition(" = ")
     if not equals or right.startswith("="):
-        return None, False
+        return None
     try:
-        return ast.parse(left.partition(":")[0].strip(), mode="eval").body, True
+        return ast.parse(left.partition(":")[0].strip(), mode="eval").body
     except (SyntaxError, ValueError):
-        return None, False
+        return None
 
 
-def _target(text: str, node: fx.Node) -> str | None:
+def _target(text: str, node: fx.Node, depth: int) -> str | None:
     """The variable that a line assigns a node's value to."""
-    target, _ = _targets(text)
+    target = _assigned(text)
     if isinstance(target, ast.Tuple):
         index = node.args[1] if node.target is operator.getitem else None
-        if not isinstance(index, int) or index >= len(target.elts):
+        if not isinstance(index, int):
+            return _kept_name(node, depth, target)
+        if index >= len(target.elts):
             return None
         target = target.elts[index]
     if not isinstance(target, ast.Name) or target.id.strip("_") == "":
@@ -143,11 +157,40 @@ def _target(text: str, node: fx.Node) -> str | None:
     return identifier(target.id)
 
 
+def _kept_name(node: fx.Node, depth: int, target: ast.Tuple) -> str | None:
+    """In `q, k = rotated(q, k)` the variable that a value is made from, if it is assigned again."""
+    first = node
+    for _ in range(_FAR):
+        before = _receiver(node)
+        if before is None:
+            return None
+        node = before
+        if not _shares(node, first, depth):
+            name = assigned_name(node)
+            names = [identifier(item.id) for item in target.elts if isinstance(item, ast.Name)]
+            return name if name in names else None
+    return None
+
+
+def _shares(node: fx.Node, other: fx.Node, depth: int) -> bool:
+    """Whether two nodes come from the same run of a statement, that of the frame at `depth`.
+
+    A layer that is called twice runs the same lines, but in another call of the module.
+    """
+    trace = frames(node)[:depth]
+    inside = max(0, sum(frame.function == "forward" for frame in trace) - 1)
+    return trace == frames(other)[:depth] and steps(node)[:inside] == steps(other)[:inside]
+
+
 def _receiver(node: fx.Node) -> fx.Node | None:
     """The value that an operator works on: its first operand that is no parameter or input."""
     return next((item for item in node.all_input_nodes if item.op != "placeholder"), None)
 
 
-def _dtype(node: fx.Node) -> object:
-    """The dtype of a node's value; None when it is no tensor."""
-    return getattr(node.meta.get("val"), "dtype", None)
+def _is_alike(following: fx.Node, node: fx.Node) -> bool:
+    """Whether a value may have the name of the one that is made from it: a loss is no `logits`."""
+    after, before = following.meta.get("val"), node.meta.get("val")
+    if not isinstance(after, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    same = after.ndim == before.ndim or overload_name(following) in FORMS
+    return same and after.dtype == before.dtype

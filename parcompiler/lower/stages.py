@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
-from parcompiler.capture.blocks import Cut, cone
+from parcompiler.capture.blocks import Cut
 from parcompiler.capture.effects import Effects
-from parcompiler.graph import Block, Graph, dtype_of, shape_of
+from parcompiler.capture.prologue import cone
+from parcompiler.graph import Block, Graph, dtype_of, order_of, shape_of
 from parcompiler.lower.lowered import Call, Stage, Tied, Value
 from parcompiler.lower.names import variables
 from parcompiler.plan import Plan
@@ -50,7 +51,13 @@ class Division:
                     name = self.variables[node]
                     differentiable = node.name in self.graph.differentiable
                     found[name] = Value(
-                        name, shape_of(node), dtype_of(node), differentiable, producer, elsewhere
+                        name=name,
+                        shape=shape_of(node),
+                        dtype=dtype_of(node),
+                        differentiable=differentiable,
+                        producer=producer,
+                        consumers=elsewhere,
+                        order=order_of(node),
                     )
         return found
 

@@ -40,8 +40,8 @@ def _leaves(batch: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Every leaf of a batch with its key, as `capture` names them: `ids`, `0`, `images.1`."""
     if isinstance(batch, Mapping):
         items: list[tuple[str, Any]] = [(str(key), value) for key, value in batch.items()]
-    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        items = list(zip(batch._fields, batch, strict=True))
+    elif isinstance(batch, tuple) and (fields := getattr(batch, "_fields", ())):
+        items = list(zip(fields, batch, strict=True))
     elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         items = [(str(index), value) for index, value in enumerate(batch)]
     else:

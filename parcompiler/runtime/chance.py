@@ -1,17 +1,18 @@
 """Random operators under pipelines: the same draws however the step is scheduled.
 
     seeded   training: each forward draws from its own (seed, step, stage, micro-batch)
-    Chance   proofs: each random operator draws from its own (seed, micro-batch, position)
+    Chance   proofs: each draw has its own (seed, micro-batch, operator, number)
 
 Neither touches the generator that the user's own code draws from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, Self
+from zlib import crc32
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,14 +48,18 @@ def _seed(seed: int, device: torch.device) -> None:
 class Chance(TorchDispatchMode):
     """Seeds the CPU's generator before every random operator of one micro-batch.
 
-    Afterwards the generator is as before. A stage that holds only some of the model's random
-    operators is told their `positions`.
+    Afterwards the generator is as before. Draws are numbered per operator, in the model's order:
+    `draws[name]` counts them. A stage that holds only some of the model's is told the `numbers` of
+    its own. An operator that leaves the generator alone (attention without dropout) made no draw.
     """
 
-    def __init__(self, seed: int, microbatch: int, positions: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, seed: int, microbatch: int, numbers: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: Counter[str] = Counter()
         self._key = (seed, microbatch)
-        self._positions: Iterator[int] = count() if positions is None else iter(positions)
+        self._numbers = numbers
         self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
@@ -69,7 +74,21 @@ class Chance(TorchDispatchMode):
         torch.set_rng_state(self._before.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, after seeding when it draws random numbers."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(mixed(*self._key, next(self._positions)))
-        return func(*args, **(kwargs or {}))
+        """Run `func`, after seeding when it may draw random numbers."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        name = str(func)
+        seed = mixed(*self._key, crc32(name.encode()), self._number(name))
+        torch.default_generator.manual_seed(seed)
+        before = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        self.draws[name] += not torch.equal(before, torch.get_rng_state())
+        return result
+
+    def _number(self, name: str) -> int:
+        """The number, in the whole model, of the next draw by an operator."""
+        count = self.draws[name]
+        if self._numbers is None:
+            return count
+        own = self._numbers.get(name, ())
+        return own[count] if count < len(own) else -1

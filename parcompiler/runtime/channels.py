@@ -18,22 +18,22 @@ import torch.distributed as dist
 
 from parcompiler.errors import LaunchError
 from parcompiler.runtime.device import backend_of
-from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.program import RankProgram, Value
 
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A posted receive: the buffer is valid after `wait`."""
+    """A posted receive: the tensor is valid after `wait`."""
 
-    buffer: torch.Tensor
+    tensor: torch.Tensor
     work: dist.Work
 
     def wait(self) -> torch.Tensor:
         """The received tensor."""
         self.work.wait()
-        return self.buffer
+        return self.tensor
 
 
 class Channels:
@@ -58,8 +58,9 @@ class Channels:
         for ranks in sorted({item.ranks for item in self._program.tied.values()}):
             self._shared[ranks] = self._group(ranks)
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
-        """Start sending; the tensor is held until it is out."""
+    def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
+        """Start sending `value` in its order in memory; the tensor is held until it is out."""
+        tensor = (tensor.permute(value.order) if value.order else tensor).contiguous()
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
             pending.popleft()[0].wait()
@@ -67,12 +68,14 @@ class Channels:
         assert work is not None
         pending.append((work, tensor))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Receipt:
+    def receive(self, value: Value, peer: int) -> Receipt:
         """Post a receive into a new buffer."""
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        order = value.order or tuple(range(len(value.shape)))
+        size = [value.shape[dim] for dim in order]
+        buffer = torch.empty(size, dtype=value.dtype, device=self.device)
         work = dist.irecv(buffer, peer, group=self._pairs[peer, self._rank])
         assert work is not None
-        return Receipt(buffer, work)
+        return Receipt(buffer.permute([order.index(dim) for dim in range(len(order))]), work)
 
     def flush(self) -> None:
         """Wait until everything is out."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from parcompiler.errors import InputError, LaunchError
+from parcompiler.errors import LaunchError, ParcompilerError
 from parcompiler.instruction import Instruction
 
 _KEY = "parcompiler/failure"
@@ -67,7 +67,7 @@ def explain(
     module = _module_of(error, stages)
     where = f"{place} in module {module!r}" if module else place
     notes.leave(f"rank {rank} failed {where}: {type(error).__name__}: {_first_line(error)}")
-    if isinstance(error, InputError):
+    if isinstance(error, ParcompilerError):
         return error
     return LaunchError(f"rank {rank} failed {where}: {type(error).__name__}: {_first_line(error)}")
 

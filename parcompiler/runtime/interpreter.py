@@ -222,7 +222,8 @@ class Interpreter:
         """Start sending a value, or its gradient, and drop it when no other rank needs it."""
         key = _key(instruction)
         assert instruction.peer is not None
-        self.channels.send(state.results[key].contiguous(), instruction.peer)
+        value = self.program.values[key[0]]
+        self.channels.send(state.results[key], value, instruction.peer)
         peers = 1 if instruction.gradient else len(self._remote[key[0]])
         state.sent[key] += 1
         if state.sent[key] == peers:
@@ -232,8 +233,7 @@ class Interpreter:
         """Post a receive; the compute instruction that uses it waits for it."""
         key = _key(instruction)
         assert instruction.peer is not None
-        value = self.program.values[key[0]]
-        receipt = self.channels.receive(value.shape, value.dtype, instruction.peer)
+        receipt = self.channels.receive(self.program.values[key[0]], instruction.peer)
         if instruction.gradient:
             state.gradient_receipts.setdefault(key, []).append(receipt)
         else:

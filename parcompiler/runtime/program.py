@@ -26,11 +26,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that crosses stages; a gradient comes back for it when it is differentiable."""
+    """A tensor that crosses stages; a gradient comes back for it when it is differentiable.
+
+    `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = True
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,13 @@ class RankProgram:
     microbatches: int
     digest: str
     loss: torch.dtype
-    inputs: Mapping[str, Input]
-    values: Mapping[str, Value]
-    tied: Mapping[str, Tied]
-    channels: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
     instructions: tuple[Instruction, ...] = field(repr=False)
     evaluation: tuple[Instruction, ...] = field(repr=False)
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
+    tied: Mapping[str, Tied] = field(default_factory=dict)
+    channels: tuple[tuple[int, int], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False
 

@@ -113,12 +113,17 @@ class Worker:
             for buffer, before in kept:
                 buffer.copy_(before)
 
-    def set_optimizer(self, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
-        """Build the optimizer over this rank's trainable parameters; `options` are its own."""
-        self._optimizer = None
+    def set_optimizer(
+        self, kind: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer over this rank's trainable parameters; `options` are its own.
+
+        Returns it, for schedulers of its learning rate.
+        """
         parameters = [item for item in self._parameters() if item.requires_grad]
         nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
         self._optimizer = kind(parameters or nothing, **options)
+        return self._optimizer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their names in the model."""

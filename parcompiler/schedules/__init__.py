@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from parcompiler.errors import InputError
+from parcompiler.schedules.action import Action, Orders
 from parcompiler.schedules.gpipe import gpipe
+from parcompiler.schedules.interleaved import interleaved
 from parcompiler.schedules.naive import naive
 from parcompiler.schedules.one_f_one_b import one_f_one_b
-from parcompiler.schedules.schedule import Action, Schedule
+from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.v_shape import v_placement
+from parcompiler.schedules.v_slots import v_half, v_min
+from parcompiler.schedules.zb_v import zb_v
+from parcompiler.schedules.zero_bubble import zb_h1, zb_h2
 
-SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+__all__ = ["ALL", "SCHEDULES", "Action", "Schedule", "build"]
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "build"]
+Order = Callable[[int, int], Orders]  # of ranks and micro-batches
+
+SINGLE: dict[str, Order] = {  # one stage on each rank
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
+V: dict[str, Order] = {  # two stages on each rank, down the ranks and up again
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+}
+ALL = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", *V)  # `build` knows these
+SCHEDULES = ("naive", "gpipe", "1f1b")  # `compile` offers these
 
 
-def build(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The named schedule for `ranks` stages, one on each rank, and `microbatches` per step.
+def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """The named schedule on `ranks` ranks for `microbatches` per step.
 
-    Raises InputError for an unknown name or counts that are not positive.
+    `virtual_stages` is the number of stages on each rank: 2 or more for interleaved; the schedules
+    on a V always have 2, whether it is given or left out; the others have 1.
+
+    Raises InputError for an unknown name, counts that are not positive, and virtual stages that
+    the schedule cannot have.
     """
-    if name not in SCHEDULES:
-        message = f"unknown schedule {name!r} (known: {', '.join(SCHEDULES)})"
+    _check(name, ranks, microbatches, virtual_stages)
+    if name == "interleaved":
+        placement = tuple(range(ranks)) * virtual_stages
+        return Schedule(name, placement, interleaved(ranks, microbatches, virtual_stages))
+    if name in V:
+        return Schedule(name, v_placement(ranks), V[name](ranks, microbatches))
+    return Schedule(name, tuple(range(ranks)), SINGLE[name](ranks, microbatches))
+
+
+def _check(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
+    """Raise InputError for what no schedule is built of."""
+    if name not in ALL:
+        message = f"unknown schedule {name!r} (known: {', '.join(ALL)})"
         raise InputError(message)
-    for what, count in (("ranks", ranks), ("micro-batches", microbatches)):
+    counts = {"ranks": ranks, "micro-batches": microbatches, "virtual stages": virtual_stages}
+    for what, count in counts.items():
         if count < 1:
             message = f"a schedule needs at least one of {what} ({count} given)"
             raise InputError(message)
-    return Schedule(name, tuple(range(ranks)), SCHEDULES[name](ranks, microbatches))
+    wanted = _wanted(name, virtual_stages)
+    if wanted is not None:
+        message = f"{name} {wanted} (virtual_stages={virtual_stages} given)"
+        raise InputError(message)
+
+
+def _wanted(name: str, virtual_stages: int) -> str | None:
+    """What is wrong with a number of stages on each rank, if anything is."""
+    if name == "interleaved":
+        return "needs virtual_stages >= 2" if virtual_stages < 2 else None
+    if name in V:
+        return "always has 2 stages on each rank" if virtual_stages > 2 else None
+    if virtual_stages > 1:
+        return "has one stage on each rank: for several take interleaved"
+    return None

@@ -9,10 +9,10 @@ Backwards run in forward order, so gradients add up in the order of one process.
 
 from __future__ import annotations
 
-from parcompiler.schedules.schedule import Action, backward, forward
+from parcompiler.schedules.action import Orders, backward, forward
 
 
-def gpipe(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def gpipe(ranks: int, microbatches: int) -> Orders:
     """All forwards, then all backwards."""
     return tuple(
         tuple(make(r, i) for make in (forward, backward) for i in range(microbatches))

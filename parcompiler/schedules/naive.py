@@ -8,10 +8,10 @@ Bubble (p - 1)/p of the step; one micro-batch of activations on every rank.
 
 from __future__ import annotations
 
-from parcompiler.schedules.schedule import Action, backward, forward
+from parcompiler.schedules.action import Orders, backward, forward
 
 
-def naive(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def naive(ranks: int, microbatches: int) -> Orders:
     """Forward then backward of each micro-batch in turn."""
     return tuple(
         tuple(make(r, i) for i in range(microbatches) for make in (forward, backward))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompiler.schedules.schedule import Action, backward, forward
+from parcompiler.schedules.action import Action, Orders, backward, forward
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def one_f_one_b(ranks: int, microbatches: int) -> Orders:
     """min(p - r, m) forwards on rank r, then backward and forward in turn, then backwards."""
     return tuple(tuple(_order(r, ranks - r, microbatches)) for r in range(ranks))
 

@@ -1,62 +1,86 @@
 """A schedule: which forward or backward each rank computes next. It only orders compute.
 
 Communication is added by lowering, once, for all schedules. Stage `j` runs on rank
-`placement[j]`; with one stage per rank that is the identity.
+`placement[j]`; with one stage per rank that is the identity, and the stage is not printed:
 
 >>> from parcompiler.schedules import build
->>> print(build("1f1b", ranks=2, microbatches=3))
-rank 0: F0 F1 B0 F2 B1 B2
-rank 1: F0 B0 F1 B1 F2 B2
+>>> print(build("zb-h1", ranks=2, microbatches=3))
+rank 0: F0 F1 I0 W0 F2 I1 W1 I2 W2
+rank 1: F0 I0 F1 I1 W0 F2 I2 W1 W2
+
+With several it comes first, as in the CSV of torch.distributed.pipelining:
+
+>>> schedule = build("interleaved", ranks=2, microbatches=2, virtual_stages=2)
+>>> schedule.placement
+(0, 1, 0, 1)
+>>> print(schedule)
+rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
 
 from parcompiler.instruction import Kind
+from parcompiler.schedules.action import Action, Orders, backward, forward
+from parcompiler.schedules.exchange import read_csv, write_csv
 
+__all__ = ["Action", "Schedule", "backward", "forward"]
 
-class Action(NamedTuple):
-    """One compute instruction: `kind` of stage `stage` for micro-batch `microbatch`."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        """`F3` or `B3`."""
-        return f"{self.kind.value[0]}{self.microbatch}"
+_ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of compute on every rank."""
+    """The order of compute on every rank. Two that order alike are equal, whatever their names."""
 
-    name: str
+    name: str = field(compare=False)
     placement: tuple[int, ...]
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Orders
 
     def __str__(self) -> str:
         """One line per rank."""
-        lines = (" ".join(map(str, order)) for order in self.orders)
-        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+        several = len(self.placement) > len(self.orders)
+        return "\n".join(
+            f"rank {rank}: {' '.join(a.cell if several else str(a) for a in order)}"
+            for rank, order in enumerate(self.orders)
+        )
 
     def in_flight(self, stage: int) -> int:
-        """The largest number of micro-batches whose forward is done and whose backward is not."""
-        alive = peak = 0
-        for action in self.orders[self.placement[stage]]:
-            if action.stage == stage:
-                alive += 1 if action.kind is Kind.FORWARD else -1
-                peak = max(peak, alive)
-        return peak
+        """The most micro-batches whose forward is done and whose backward is not.
+
+        A backward in two parts is done when its part for the weights is.
+        """
+        order = self.orders[self.placement[stage]]
+        return _most_alive(action for action in order if action.stage == stage)
+
+    def peak(self, rank: int) -> Fraction:
+        """The most activations on a rank; one is that of all its stages for one micro-batch."""
+        return Fraction(_most_alive(self.orders[rank]), self.placement.count(rank))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the CSV of torch.distributed.pipelining: a row per rank, a cell per action."""
+        write_csv(path, self.orders)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> Schedule:
+        """Read a CSV of torch.distributed.pipelining that holds compute alone.
+
+        Its name is that of the file. Rows are ranks; empty cells are idle slots, and so is what
+        a row lacks at its end. Raises InputError that names the cell, its row and its column
+        (counted from 1) unless every stage is on one rank and computes every micro-batch once,
+        its forward before its backward.
+        """
+        placement, orders = read_csv(path)
+        return cls(Path(path).stem, placement, orders)
 
 
-def forward(stage: int, microbatch: int) -> Action:
-    """The forward of a stage for a micro-batch."""
-    return Action(Kind.FORWARD, stage, microbatch)
-
-
-def backward(stage: int, microbatch: int) -> Action:
-    """The backward of a stage for a micro-batch."""
-    return Action(Kind.BACKWARD, stage, microbatch)
+def _most_alive(actions: Iterable[Action]) -> int:
+    """The most activations alive at any time."""
+    return max(accumulate((_ACTIVATIONS.get(a.kind, 0) for a in actions), initial=0))

@@ -164,7 +164,7 @@ def broken_inside(arrow: Arrow) -> str | None:
     layer = LAYER.get(source, 0)
     if target in ASIDE:
         allow = layer >= LOWEST_USER_OF_ASIDE
-        return None if allow else f"layer {layer} imports {target}, which is for the two upper layers"
+        return None if allow else f"layer {layer} imports {target}, for the two upper layers"
     above = LAYER.get(target, 0)
     return f"layer {layer} imports layer {above}" if above > layer else None
 
@@ -237,7 +237,7 @@ def test_passes_and_models_are_seen() -> None:
         ("parcompiler/errors.py", "import sympy", "torch and the standard library"),
         ("models/gpt/a.py", "import numpy", "torch and the standard library"),
         ("models/gpt/a.py", "from parcompiler.mesh import Mesh", "models imports only models"),
-        ("parcompiler/cost/a.py", "import parcompiler.runtime", "which is for the two upper layers"),
+        ("parcompiler/cost/a.py", "import parcompiler.runtime", "for the two upper layers"),
         ("passes/a.py", "from ortools.sat import cp_model", "solver is the one door to ortools"),
         ("passes/a.py", "import passes.b", "its name is parcompiler.passes"),
         ("parcompiler/helpers.py", "", "room 'helpers' is not in the picture"),

@@ -1,11 +1,12 @@
 """Messages around any order of compute: no rank waits in a circle, even if sends blocked."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from parcompiler.instruction import Kind
+from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.communicate import training
 from parcompiler.lower.lowered import Stage, Value
 from parcompiler.schedules import build
@@ -34,9 +35,9 @@ def stages_and_values(
     return stages, values
 
 
-def ends(lists: object) -> bool:
+def ends(lists: Sequence[Sequence[Instruction]]) -> bool:
     """Whether every rank comes to its end when a send waits until its receive is posted."""
-    lines = [list(item) for item in lists]  # type: ignore[call-overload]
+    lines = [list(item) for item in lists]
     posted: set[tuple[object, ...]] = set()
     position = [0] * len(lines)
     moved = True

@@ -37,7 +37,7 @@ CHANGES: list[Change] = [
     (["trail", "events", 0], "0 0.0 inf SHARE_LOSS from 1", "report.trail.events[0]: an event"),
     (["trail", "events", 0], "9 0.0 0.5 SHARE_LOSS from 1", "report.trail.events[0]: rank must be"),
     (["trail", "events", 0], "0 0.0 0.5 SEND x mb 0 to 9", "report.trail.events[0]: peer must be"),
-    (["trail", "events", 0], "0 0.0 0.5 FORWARD mb 0", "report.trail.events[0] lacks a stage"),
+    (["trail", "events", 0], "0 0.0 0.5 FORWARD mb 0", "report.trail.events[0]: an event reads"),
     (
         ["measurement"],
         {"seconds": 1, "forward": [1.0]},

@@ -1,0 +1,189 @@
+"""Custom `torch.autograd.Function`s: their backward is the user's, so each stays a single node.
+
+`torch.export` traces through `MyFunction.apply(x)` and keeps the operators of its forward, whose
+own derivatives may be others. Here the application is recorded as one operator; afterwards its
+node calls `MyFunction.apply`, and the emitted code imports the class from where it is defined.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parcompiler.errors import CaptureError
+
+_CONSTANT = int | float | bool | str | complex | torch.dtype | torch.device | None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The target of a node that applies the Function `name` of `module`.
+
+    >>> Applied("package.file", "Clip")
+    package.file.Clip.apply
+    """
+
+    module: str
+    name: str
+    random: bool = field(default=False, compare=False)
+
+    def __call__(self, *args: Any) -> Any:
+        """Apply the Function."""
+        owner = importlib.import_module(self.module)
+        return functools.reduce(getattr, self.name.split("."), owner).apply(*args)
+
+    def __repr__(self) -> str:
+        """The call as Python has it."""
+        return f"{self.module}.{self.name}.apply"
+
+    @property
+    def __name__(self) -> str:
+        """What torch.fx calls the node."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass
+class _Call:
+    """One application while it is traced; `None` stands for the tensors among the arguments."""
+
+    kind: type[torch.autograd.Function]
+    template: tuple[Any, ...]
+    places: tuple[int, ...]
+    single: bool = True
+    random: bool = False
+
+    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Apply the Function to tensors, noting the form of its result and whether it draws."""
+        arguments = list(self.template)
+        for place, operand in zip(self.places, operands, strict=True):
+            arguments[place] = operand
+        with _Watch() as watch:
+            result = _apply(self.kind, *arguments)
+        self.random = watch.random
+        self.single = isinstance(result, torch.Tensor)
+        results = [result] if self.single else list(result)
+        if not all(isinstance(item, torch.Tensor) for item in results):
+            message = f"the autograd Function {self.kind.__qualname__} returns more than tensors"
+            raise CaptureError(message)
+        return results
+
+
+class _Watch(TorchDispatchMode):
+    """Sees whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`."""
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+_original = torch.autograd.Function.__dict__["apply"]
+_calls: list[_Call] = []
+_library = torch.library.Library("parcompiler", "FRAGMENT")
+_library.define("function(Tensor[] operands, int call) -> Tensor[]")
+
+
+def _run(operands: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    """The operator that stands for an application while it is traced."""
+    return _calls[call].run(operands)
+
+
+_library.impl("function", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("parcompiler::function", _run, lib=_library)
+
+
+@contextmanager
+def kept_whole() -> Iterator[None]:
+    """Within it, applications of Functions that are not torch's own are traced as one node."""
+    torch.autograd.Function.apply = classmethod(_traced)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = _original  # type: ignore[method-assign]
+
+
+def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`kind.apply` as torch has it."""
+    return _original.__get__(None, kind)(*arguments)
+
+
+def _traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Record one application."""
+    operands = [item for item in arguments if isinstance(item, torch.Tensor)]
+    if kind.__module__.partition(".")[0] == "torch" or not operands:
+        return _apply(kind, *arguments)
+    _check(kind, arguments)
+    places = tuple(i for i, item in enumerate(arguments) if isinstance(item, torch.Tensor))
+    template = tuple(None if i in places else item for i, item in enumerate(arguments))
+    _calls.append(_Call(kind, template, places))
+    results = torch.ops.parcompiler.function(operands, len(_calls) - 1)
+    return results[0] if _calls[-1].single else tuple(results)
+
+
+def _check(kind: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> None:
+    """Refuse a Function that emitted code could not call."""
+    name = kind.__qualname__
+    for item in arguments:
+        if not isinstance(item, torch.Tensor | _CONSTANT) and not _is_plain(item):
+            message = (
+                f"the autograd Function {name} takes a {type(item).__name__}, which may hide "
+                "parameters: pass it tensors and numbers only"
+            )
+            raise CaptureError(message)
+    owner = sys.modules.get(kind.__module__)
+    found: Any = None if "<locals>" in name else functools.reduce(getattr, name.split("."), owner)
+    if found is not kind or kind.__module__ == "__main__":
+        message = (
+            f"the autograd Function {name} cannot be imported by the ranks: define it at the top "
+            "of a module that they can import"
+        )
+        raise CaptureError(message)
+
+
+def _is_plain(item: object) -> bool:
+    """Whether an argument is a sequence of constants."""
+    return isinstance(item, list | tuple) and all(isinstance(part, _CONSTANT) for part in item)
+
+
+def call_functions(graph: fx.Graph) -> None:
+    """Let the nodes that stand for applications call the Functions."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.parcompiler.function.default:
+            _replace(graph, node)
+    _calls.clear()
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace one node, and the `getitem`s of a single result."""
+    operands, number = node.args
+    assert isinstance(number, int)
+    assert isinstance(operands, list | tuple)
+    call = _calls[number]
+    arguments = list(call.template)
+    for place, operand in zip(call.places, operands, strict=True):
+        arguments[place] = operand
+    target = Applied(call.kind.__module__, call.kind.__qualname__, call.random)
+    with graph.inserting_before(node):
+        made = graph.call_function(target, tuple(arguments))
+    made.meta = dict(node.meta)
+    made.meta["val"] = node.meta["val"][0] if call.single else tuple(node.meta["val"])
+    for user in list(node.users):
+        if call.single and user.target is operator.getitem:
+            user.replace_all_uses_with(made)
+            graph.erase_node(user)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)

@@ -1,0 +1,179 @@
+"""Answers to questions that a forward asks of tensor values while it is traced.
+
+A traced tensor has no values, so `if tensor:` cannot be followed in general. Some kinds can:
+
+    if mask.any():                 the tensor was computed from constants alone, so its value is
+                                   the same for every batch
+    if torch.rand([]) < 0.0:       no draw is below zero (layers dropped with no probability)
+    if x.isinf().any():            values are taken to be finite
+    assert (ids >= 0).all()        an assertion is taken to hold, and a check that would only raise
+    if labels.max() >= n: raise    or warn is taken not to strike
+
+Everything else goes on to `torch.export`, which refuses what depends on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from parcompiler.capture.assertions import assumed
+
+LARGEST = 1 << 20  # elements of a tensor whose values are followed
+
+_QUESTIONS: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.item: torch.Tensor.item,
+    torch.Tensor.tolist: torch.Tensor.tolist,
+}
+_YES_OR_NO = (torch.Tensor.__bool__, torch.Tensor.item)
+_FACTORIES = frozenset("zeros ones full arange tensor eye linspace scalar_tensor".split())
+_LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
+_FINITE = {"isfinite": True, "isinf": False, "isnan": False}
+
+
+class Known(TorchFunctionMode):
+    """Follows the values of tensors that are computed from constants, beside the traced ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._spoiled: set[int] = set()
+        self._draws: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer a question when the answer is known; else run `func` and follow its result."""
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            value = self._value(args[0])
+            if value is not None:
+                with _eager():
+                    return _QUESTIONS[func](value)
+            if func in _YES_OR_NO and args[0].dtype == torch.bool:
+                answer = assumed()
+                if answer is not None:
+                    return answer
+        iterate: Any = torch.Tensor.__iter__
+        if func is iterate:
+            result: Any = list(func(*args))
+            self._follow(torch.unbind, args, {}, result)
+            return iter(result)
+        if "size" in kwargs:
+            kwargs = {**kwargs, "size": pytree.tree_map(self._number, kwargs["size"])}
+        result = func(*args, **kwargs)
+        if not self._assume(getattr(func, "__name__", ""), args, result):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _assume(self, name: str, args: Any, result: Any) -> bool:
+        """Take values to be finite, and draws not to be negative."""
+        if name == "rand":
+            self._draws[id(result)] = result
+            return True
+        value = _FINITE.get(name)
+        if name in ("lt", "__lt__") and id(args[0]) in self._draws:
+            value = False if isinstance(args[1], int | float) and args[1] <= 0 else None
+        if value is None or not isinstance(result, torch.Tensor):
+            return False
+        with _eager():
+            self._values[id(result)] = result, torch.tensor(value).expand(tuple(result.shape))
+        return True
+
+    def _value(self, tensor: object) -> torch.Tensor | None:
+        """The values of a tensor if they are known."""
+        _, value = self._values.get(id(tensor), (None, None))
+        if value is None or value.untyped_storage().data_ptr() in self._spoiled:
+            return None
+        return value
+
+    def _number(self, size: Any) -> Any:
+        """A size that is given as a tensor with a known value, as a number."""
+        value = self._value(size)
+        if value is None or value.dim():
+            return size
+        with _eager():
+            return value.item()
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute the values of a result when those of all operands are known."""
+        name = getattr(func, "__name__", "")
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        known = all(self._value(operand) is not None for operand in operands)
+        starts = name in _FACTORIES if not operands else name in _LIKE
+        if not (starts or (known and operands)) or not _is_small(result):
+            if operands and _writes(name):
+                self._spoil(operands[0])
+            return
+        values = self._computed(func, args, kwargs, name)
+        for made, value in zip(pytree.tree_leaves(result), values, strict=False):
+            if isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor):
+                self._values[id(made)] = made, value
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, name: str) -> list[Any]:
+        """The result on values; nothing for what draws random numbers or cannot run."""
+
+        def on_values(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if isinstance(leaf, torch.Tensor):
+                value = self._value(leaf)
+                # What only gives its shape and dtype has no values.
+                empty = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="cpu")
+                return empty if value is None else value
+            return leaf
+
+        with _eager():
+            before = torch.get_rng_state()
+            try:
+                values = pytree.tree_leaves(func(*pytree.tree_map(on_values, args),
+                                                 **pytree.tree_map(on_values, kwargs)))  # fmt: skip
+            except Exception:  # whatever an operator raises without the context it was called in
+                values = []
+            if not torch.equal(before, torch.get_rng_state()):
+                torch.set_rng_state(before)
+                values = []
+        if _writes(name) and not values:
+            self._spoil(args[0])
+        return values
+
+    def _spoil(self, tensor: object) -> None:
+        """Forget the values in the memory that a tensor shares: something unknown is written."""
+        value = self._value(tensor)
+        if value is not None:
+            self._spoiled.add(value.untyped_storage().data_ptr())
+
+
+def _writes(name: str) -> bool:
+    """Whether a function updates its first argument in place."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+_NOT_IN_PLACE = frozenset(("__int__", "__invert__", "__index__", "__iter__"))
+
+
+def _is_small(result: Any) -> bool:
+    """Whether the values of a result may be followed: tensors of known size, none of them large."""
+    leaves = pytree.tree_leaves(result)
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return all(
+        all(type(size) is int for size in shape) and math.prod(shape) <= LARGEST for shape in shapes
+    )
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Within it, operators run on values and are not traced."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield

@@ -1,0 +1,40 @@
+"""Instruction lists as tables: one instruction a line, the same word in the same column.
+
+>>> lines = [Instruction.parse(text) for text in ("FORWARD stage 0 mb 0", "SEND h_1 mb 10 to 1")]
+>>> print(columns(lines))
+FORWARD  stage 0  mb  0
+SEND     h_1      mb 10  to 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parcompiler.instruction import COMPUTE, MESSAGES, Instruction
+
+
+def columns(instructions: Sequence[Instruction]) -> str:
+    """The text of a program; `parcompiler.instruction.parse` reads it back."""
+    rows = [_cells(item) for item in instructions]
+    aligned = [row for row in rows if len(row) > 1]
+    widths = [max((len(row[k]) for row in aligned if k < len(row)), default=0) for k in range(5)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _cells(item: Instruction) -> list[str]:
+    """The words of an instruction by column; those that stand alone are not in the table."""
+    if item.kind not in COMPUTE | MESSAGES:
+        return [str(item)]
+    words = str(item).split()
+    if item.kind in COMPUTE:
+        return [words[0], " ".join(words[1:3]), words[3], words[4]]
+    return [words[0], words[1], words[2], words[3], " ".join(words[4:])]
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    """One line of the table; numbers stand at the right of their column."""
+    if len(row) == 1:
+        return row[0]
+    kind, what, mb, number, *peer = row
+    line = f"{kind.ljust(widths[0])}  {what.ljust(widths[1])}  {mb} {number.rjust(widths[3])}"
+    return "  ".join([line, *peer])

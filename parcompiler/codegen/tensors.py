@@ -1,0 +1,35 @@
+"""The lines that make parameters and buffers, and the table of their names in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from parcompiler.codegen.layout import table, wrap
+from parcompiler.codegen.literals import literal, string
+from parcompiler.graph import Parameter
+
+
+def names_table(names: Mapping[str, str]) -> list[str]:
+    """The class attribute that maps attributes to the model's names."""
+    if not names:
+        return []
+    rows = [(string(attribute), string(name)) for attribute, name in names.items()]
+    return [*table("names = {", rows, "}", 4), ""]
+
+
+def constructor(tensors: Mapping[str, Parameter], more: Sequence[str] = ()) -> list[str]:
+    """`__init__` with a line per tensor, and more lines behind them."""
+    lines = [*(tensor_line(attribute, item) for attribute, item in tensors.items()), *more]
+    if not lines:
+        return []
+    return ["    def __init__(self) -> None:", "        super().__init__()", *lines, ""]
+
+
+def tensor_line(attribute: str, item: Parameter) -> str:
+    """The line that makes a parameter or buffer, still empty."""
+    sizes = ", ".join(map(str, item.shape)) or "()"
+    empty = f"torch.empty({sizes}, dtype={literal(item.dtype)})"
+    if item.buffer:
+        return wrap(f'self.register_buffer("{attribute}", {empty})', 8)
+    frozen = "" if item.trainable else ", requires_grad=False"
+    return wrap(f"self.{attribute} = nn.Parameter({empty}{frozen})", 8)

@@ -1,0 +1,207 @@
+"""Orders of compute as CSV, in the format of torch.distributed.pipelining.
+
+    0F0,0F1,,,0B0,,0B1      one row per rank, one cell per action: stage, letter, micro-batch
+    ,1F0,1B0,1F1,1I1,1W1    an empty cell is an idle slot, and so is what a short row lacks
+
+F is a forward, B a full backward, I an input backward and W a weight backward. torch writes rows
+of different lengths, and ignores where the idle slots are, as we do: they follow from the order.
+Its extended format, with communication in the cells, is refused: lowering adds communication.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import Kind
+from parcompiler.schedules.action import (
+    LETTERS,
+    Action,
+    Orders,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+)
+
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
+_KINDS = {letter: kind for kind, letter in LETTERS.items()}
+_OVERLAP = "OVERLAP_F_B"  # (0F1;3B0)OVERLAP_F_B is two actions in one cell
+_OTHERS = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", _OVERLAP}
+_EXAMPLES = "for example 2F0, 2B0, 2I0 or 2W0"
+
+
+class Place(NamedTuple):
+    """A cell, as a spreadsheet counts: from 1."""
+
+    row: int
+    column: int
+
+    def __str__(self) -> str:
+        """How messages name it."""
+        return f"row {self.row}, column {self.column}"
+
+
+Found = Mapping[Action, Place]  # every action of a file, in its order
+
+
+def write_csv(path: str | os.PathLike[str], orders: Orders) -> None:
+    """Write a row per rank and a cell per action, without idle slots."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([action.cell for action in order] for order in orders)
+
+
+def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
+    """The rank of every stage and the order on every rank. Raises InputError; see `from_csv`."""
+    try:
+        rows = _rows(path)
+        found = _found(rows)
+        placement = _placement(found, len(rows))
+        _check_complete(found, len(placement))
+        _check_order(found)
+    except InputError as error:
+        error.add_note(f"in {os.fspath(path)}")
+        raise
+    return placement, _orders(found, len(rows))
+
+
+def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
+    """The cells of a file without the empty rows at its end."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        message = f"a schedule is a text file of comma-separated values ({error})"
+        raise InputError(message) from error
+    while rows and not any(rows[-1]):
+        rows.pop()
+    if not rows:
+        message = "a schedule has a row for each rank (0 found)"
+        raise InputError(message)
+    return rows
+
+
+def _found(rows: Sequence[Sequence[str]]) -> dict[Action, Place]:
+    """Every action and where it stands."""
+    found: dict[Action, Place] = {}
+    for row, cells in enumerate(rows, 1):
+        for column, cell in enumerate(cells, 1):
+            if cell:
+                place = Place(row, column)
+                action = _parse(cell, place)
+                if action in found:
+                    message = f"{cell} stands twice ({found[action]} and {place})"
+                    raise InputError(message)
+                found[action] = place
+    return found
+
+
+def _parse(cell: str, place: Place) -> Action:
+    """The action that a cell names."""
+    match = _CELL.fullmatch(cell)
+    stage, word, microbatch = match.groups() if match else (None, None, None)
+    if word in _OTHERS or cell.endswith(_OVERLAP):
+        message = (
+            f"{place} is {cell!r}, and a schedule orders compute alone ({_EXAMPLES}): "
+            "export the schedule without communication"
+        )
+        raise InputError(message)
+    if word not in _KINDS or stage is None or microbatch is None:
+        message = f"{place} is {cell!r}, which is no action ({_EXAMPLES})"
+        raise InputError(message)
+    return Action(_KINDS[word], int(stage), int(microbatch))
+
+
+def _placement(found: Found, num_rows: int) -> tuple[int, ...]:
+    """The rank of every stage. Stages are 0, 1, ...; every rank has one, each stage one rank."""
+    first: dict[int, tuple[Action, Place]] = {}
+    for action, place in found.items():
+        other, before = first.setdefault(action.stage, (action, place))
+        if before.row != place.row:
+            message = (
+                f"stage {action.stage} is on two ranks ({other.cell} in {before}, "
+                f"{action.cell} in {place}): a stage stays in one row"
+            )
+            raise InputError(message)
+    for j, stage in enumerate(sorted(first)):
+        if j != stage:
+            message = f"stage {j} is missing ({first[stage][0].cell} in {first[stage][1]})"
+            raise InputError(message)
+    for row in sorted(set(range(1, num_rows + 1)) - {place.row for place in found.values()}):
+        message = f"row {row} is empty: rank {row - 1} has no stage"
+        raise InputError(message)
+    return tuple(first[j][1].row - 1 for j in range(len(first)))
+
+
+def _check_complete(found: Found, num_stages: int) -> None:
+    """Raise InputError unless all stages compute the same micro-batches 0, 1, ..., forth and back.
+
+    A backward is whole or in two parts.
+    """
+    seen = {action.microbatch for action in found}
+    for j in range(num_stages):
+        for i in range(len(seen)):
+            missing = _missing(found, j, i)
+            if missing is not None:
+                largest = max(found, key=lambda action: action.microbatch)
+                message = (
+                    f"{missing.cell} is missing: every stage computes every micro-batch, from 0 "
+                    f"to {largest.microbatch} ({largest.cell} in {found[largest]})"
+                )
+                raise InputError(message)
+            if backward(j, i) in found and _parts(j, i) & found.keys():
+                part = min(_parts(j, i) & found.keys(), key=lambda action: found[action])
+                message = (
+                    f"stage {j} has two backwards of micro-batch {i} ({backward(j, i).cell} in "
+                    f"{found[backward(j, i)]}, {part.cell} in {found[part]}): a backward is B, "
+                    "or I and W"
+                )
+                raise InputError(message)
+
+
+def _parts(stage: int, microbatch: int) -> set[Action]:
+    """The two parts of a backward."""
+    return {backward_input(stage, microbatch), backward_weight(stage, microbatch)}
+
+
+def _missing(found: Found, stage: int, microbatch: int) -> Action | None:
+    """An action that a stage lacks for a micro-batch."""
+    if forward(stage, microbatch) not in found:
+        return forward(stage, microbatch)
+    if backward(stage, microbatch) in found:
+        return None
+    parts = sorted(_parts(stage, microbatch) - found.keys())
+    return backward(stage, microbatch) if len(parts) == 2 else parts[0] if parts else None
+
+
+def _check_order(found: Found) -> None:
+    """Raise InputError unless forwards stand before backwards, and I before W."""
+    for action, place in found.items():
+        for earlier in _before(action):
+            if found[earlier] > place:
+                message = (
+                    f"{action.cell} in {place} stands before {earlier.cell} in column "
+                    f"{found[earlier].column}, which it needs: exchange them"
+                )
+                raise InputError(message)
+
+
+def _before(action: Action) -> Iterator[Action]:
+    """What stands before an action on the same rank."""
+    _, j, i = action
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        yield backward_input(j, i)
+    elif action.kind is not Kind.FORWARD:
+        yield forward(j, i)
+
+
+def _orders(found: Found, num_rows: int) -> Orders:
+    """The actions of each row."""
+    orders: list[list[Action]] = [[] for _ in range(num_rows)]
+    for action, place in found.items():
+        orders[place.row - 1].append(action)
+    return tuple(map(tuple, orders))

@@ -1,0 +1,65 @@
+"""ZB-V (2401.10241, section 6): no bubble, with the activations of 1F1B.
+
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
+    rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+3I0 is the input backward, 3W0 the weight backward of stage 3 for micro-batch 0. Rank r does
+[1] 2(p - r) - 1 forwards of its first stage, [2] r times a forward of its second and of its first,
+[3] p - r times forward and backward of its second, [4] forward and backward of its first and of
+its second in turn until there are no forwards left, and then what is ready.
+
+From its first begin to its last end no rank idles when f = b = w and m >= 2p - 1, and all ranks
+have p activations at most. Ranks begin one after the other and end so too: from the first begin to
+the last end each idles for (p - 1)f/2. Fewer micro-batches take the order of 2p - 1 without those
+that do not exist: what is left can still run, for micro-batches do not wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parcompiler.instruction import Kind
+from parcompiler.schedules.action import (
+    Action,
+    Orders,
+    backward_input,
+    backward_weight,
+    forward,
+)
+from parcompiler.schedules.v_shape import finish, v_stages
+
+
+def zb_v(ranks: int, microbatches: int) -> Orders:
+    """The warm-up that lets every rank compute without a pause, then one unit of each in turn."""
+    full = max(microbatches, 2 * ranks - 1)
+    return finish([_head(r, ranks, full, microbatches) for r in range(ranks)], microbatches)
+
+
+def _head(rank: int, ranks: int, full: int, microbatches: int) -> list[Action]:
+    """What a rank does up to its last forward."""
+    order = [a for a in _order(rank, ranks, full) if a.microbatch < microbatches]
+    last = max(k for k, action in enumerate(order) if action.kind is Kind.FORWARD)
+    return order[: last + 1]
+
+
+def _order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """What a rank does until all forwards are done; m >= 2p - 1."""
+    first, second = v_stages(rank, ranks)
+    lead = 2 * (ranks - rank) - 1
+    yield from (forward(first, i) for i in range(lead))  # [1]
+    for i in range(rank):  # [2]
+        yield forward(second, i)
+        yield forward(first, lead + i)
+    for i in range(ranks - rank):  # [3]
+        yield forward(second, rank + i)
+        yield from _backward(second, i)
+    for i in range(microbatches - ranks):  # [4]
+        yield forward(first, lead + rank + i)
+        yield from _backward(first, i)
+        yield forward(second, ranks + i)
+        yield from _backward(second, ranks - rank + i)
+
+
+def _backward(stage: int, microbatch: int) -> tuple[Action, Action]:
+    """A backward in its two parts."""
+    return backward_input(stage, microbatch), backward_weight(stage, microbatch)

@@ -1,0 +1,52 @@
+"""From a model and stages written by hand to the emitted files, past all solvers and costs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.capture import capture
+from parcompiler.capture.blocks import cut
+from parcompiler.capture.simplify import simplify
+from parcompiler.codegen.folder import texts
+from parcompiler.codegen.rank import rank_program
+from parcompiler.graph import Graph
+from parcompiler.lower import Lowered, lower
+from parcompiler.plan import Plan, Shape, StageChoice
+from parcompiler.verifier import verify
+
+
+def graph_of(model: nn.Module, inputs: Any) -> Graph:
+    torch.manual_seed(0)
+    return simplify(capture(model, inputs))
+
+
+def lowered_by(
+    graph: Graph,
+    stages: Sequence[Sequence[str]],
+    *,
+    granularity: int = 1,
+    microbatches: int = 4,
+    sent: Sequence[str] = (),
+) -> Lowered:
+    """The program whose stages hold these blocks, one stage a rank, scheduled by 1F1B."""
+    plan = Plan(
+        model=graph.name,
+        fingerprint=graph.fingerprint,
+        mesh=Shape(pipeline=len(stages)),
+        microbatches=microbatches,
+        schedule="1f1b",
+        granularity=granularity,
+        stages=tuple(StageChoice(tuple(blocks), rank) for rank, blocks in enumerate(stages)),
+    )
+    nodes = [node for node in graph.fx_graph.nodes if node.name in sent]
+    lowered = lower(graph, plan, cut(graph, granularity, nodes))
+    verify(lowered)
+    return lowered
+
+
+def files_of(lowered: Lowered) -> dict[str, str]:
+    """Every file that people read, by its name."""
+    programs = [rank_program(lowered, rank, "cpu") for rank in range(lowered.size)]
+    return texts(lowered, programs, "(the report)", standalone=False)

@@ -1,0 +1,95 @@
+"""Rank 0 of 2: stage 0 of GPT.
+
+Started by `torchrun --nproc-per-node 2 main.py` as the process with RANK=0.
+"""
+
+from pathlib import Path
+
+import torch
+
+from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run, stored
+
+from stage_0 import Stage0
+
+# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+INPUTS = {
+    "tokens": Input("tokens", (2, 12), torch.int64, high=96),
+    "labels": Input("labels", (2, 12), torch.int64, high=96),
+}
+
+# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+VALUES = {
+    "layers_1": Value((2, 12, 16), torch.float32),
+}
+
+# Tensors that several ranks hold: their gradients are summed.
+TIED = {
+    "tied_0": Tied("embedding.weight", (0, 1)),
+}
+
+# Further names of tied tensors.
+ALIASES = {
+    "head.weight": "embedding.weight",
+}
+
+# One training step. A receive is only posted where it stands; its first use waits for it.
+INSTRUCTIONS = """
+FORWARD   stage 0        mb 0
+SEND      layers_1       mb 0  to 1
+FORWARD   stage 0        mb 1
+SEND      layers_1       mb 1  to 1
+RECV      layers_1.grad  mb 0  from 1
+BACKWARD  stage 0        mb 0
+FORWARD   stage 0        mb 2
+SEND      layers_1       mb 2  to 1
+RECV      layers_1.grad  mb 1  from 1
+BACKWARD  stage 0        mb 1
+FORWARD   stage 0        mb 3
+SEND      layers_1       mb 3  to 1
+RECV      layers_1.grad  mb 2  from 1
+BACKWARD  stage 0        mb 2
+RECV      layers_1.grad  mb 3  from 1
+BACKWARD  stage 0        mb 3
+REDUCE_GRADIENTS tied_0 ranks 0,1
+SHARE_LOSS from 1
+"""
+
+# One evaluation: forwards only.
+EVALUATION = """
+FORWARD  stage 0   mb 0
+SEND     layers_1  mb 0  to 1
+FORWARD  stage 0   mb 1
+SEND     layers_1  mb 1  to 1
+FORWARD  stage 0   mb 2
+SEND     layers_1  mb 2  to 1
+FORWARD  stage 0   mb 3
+SEND     layers_1  mb 3  to 1
+SHARE_LOSS from 1
+"""
+
+PROGRAM = RankProgram.parsed(
+    rank=0,
+    size=2,
+    device="cpu",
+    microbatches=4,
+    digest="7679309e3bd348d",
+    loss=torch.float32,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    aliases=ALIASES,
+    channels=((0, 1), (1, 0)),
+    stages=(0,),
+    instructions=INSTRUCTIONS,
+    evaluation=EVALUATION,
+)
+
+
+def worker() -> Worker:
+    """This rank, with the weights beside this file."""
+    weights = stored(Path(__file__).parent / "weights", PROGRAM)
+    return Worker(PROGRAM, {0: Stage0}, weights)
+
+
+if __name__ == "__main__":
+    run(worker())

@@ -1,0 +1,18 @@
+"""Start this rank of ResNet: the script of this process's RANK.
+
+    torchrun --nproc-per-node 2 main.py --steps 10
+
+The rank scripts stand beside this file; README.md says who does what.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+rank = os.environ.get("RANK")
+if rank is None:
+    raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
+script = Path(__file__).parent / f"rank_{rank}.py"
+if not script.exists():
+    raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
+runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,82 @@
+"""Rank 0 of 2: stage 0 of ResNet.
+
+Started by `torchrun --nproc-per-node 2 main.py` as the process with RANK=0.
+"""
+
+from pathlib import Path
+
+import torch
+
+from parcompiler.runtime import Input, RankProgram, Value, Worker, run, stored
+
+from stage_0 import Stage0
+
+# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+INPUTS = {
+    "images": Input("images", (2, 3, 32, 32), torch.float32),
+    "labels": Input("labels", (2,), torch.int64, high=10),
+}
+
+# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+VALUES = {
+    "stages_0": Value((2, 8, 8, 8), torch.float32),
+}
+
+# One training step. A receive is only posted where it stands; its first use waits for it.
+INSTRUCTIONS = """
+FORWARD   stage 0        mb 0
+SEND      stages_0       mb 0  to 1
+FORWARD   stage 0        mb 1
+SEND      stages_0       mb 1  to 1
+RECV      stages_0.grad  mb 0  from 1
+BACKWARD  stage 0        mb 0
+FORWARD   stage 0        mb 2
+SEND      stages_0       mb 2  to 1
+RECV      stages_0.grad  mb 1  from 1
+BACKWARD  stage 0        mb 1
+FORWARD   stage 0        mb 3
+SEND      stages_0       mb 3  to 1
+RECV      stages_0.grad  mb 2  from 1
+BACKWARD  stage 0        mb 2
+RECV      stages_0.grad  mb 3  from 1
+BACKWARD  stage 0        mb 3
+SHARE_LOSS from 1
+"""
+
+# One evaluation: forwards only.
+EVALUATION = """
+FORWARD  stage 0   mb 0
+SEND     stages_0  mb 0  to 1
+FORWARD  stage 0   mb 1
+SEND     stages_0  mb 1  to 1
+FORWARD  stage 0   mb 2
+SEND     stages_0  mb 2  to 1
+FORWARD  stage 0   mb 3
+SEND     stages_0  mb 3  to 1
+SHARE_LOSS from 1
+"""
+
+PROGRAM = RankProgram.parsed(
+    rank=0,
+    size=2,
+    device="cpu",
+    microbatches=4,
+    digest="ec029302ee47852",
+    loss=torch.float32,
+    inputs=INPUTS,
+    values=VALUES,
+    channels=((0, 1), (1, 0)),
+    stages=(0,),
+    instructions=INSTRUCTIONS,
+    evaluation=EVALUATION,
+)
+
+
+def worker() -> Worker:
+    """This rank, with the weights beside this file."""
+    weights = stored(Path(__file__).parent / "weights", PROGRAM)
+    return Worker(PROGRAM, {0: Stage0}, weights)
+
+
+if __name__ == "__main__":
+    run(worker())

@@ -1,0 +1,113 @@
+"""Rank 0 of 4: stage 0 of T5.
+
+Started by `torchrun --nproc-per-node 4 main.py` as the process with RANK=0.
+"""
+
+from pathlib import Path
+
+import torch
+
+from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run, stored
+
+from stage_0 import Stage0
+
+# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+INPUTS = {
+    "tokens": Input("tokens", (2, 12), torch.int64, high=96),
+    "decoder_tokens": Input("decoder_tokens", (2, 12), torch.int64, high=96),
+    "labels": Input("labels", (2, 12), torch.int64, high=96),
+}
+
+# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+VALUES = {
+    "embedding_encoder_bias": Value((1, 2, 12, 12), torch.float32, order=(2, 0, 3, 1)),
+    "encoder_layers_0": Value((2, 12, 16), torch.float32),
+    "encoder_norm": Value((2, 12, 16), torch.float32),
+    "embedding_decoder_bias_embedding": Value((2, 12, 16), torch.float32),
+    "embedding_decoder_bias": Value((1, 2, 12, 12), torch.float32),
+    "decoder_layers_0": Value((2, 12, 16), torch.float32),
+}
+
+# Tensors that several ranks hold: their gradients are summed.
+TIED = {
+    "tied_0": Tied("embedding.weight", (0, 1, 3)),
+}
+
+# Further names of tied tensors.
+ALIASES = {
+    "head.weight": "embedding.weight",
+}
+
+# One training step. A receive is only posted where it stands; its first use waits for it.
+INSTRUCTIONS = """
+FORWARD   stage 0                      mb 0
+SEND      embedding_encoder_bias       mb 0  to 1
+SEND      encoder_layers_0             mb 0  to 1
+FORWARD   stage 0                      mb 1
+SEND      embedding_encoder_bias       mb 1  to 1
+SEND      encoder_layers_0             mb 1  to 1
+FORWARD   stage 0                      mb 2
+SEND      embedding_encoder_bias       mb 2  to 1
+SEND      encoder_layers_0             mb 2  to 1
+FORWARD   stage 0                      mb 3
+SEND      embedding_encoder_bias       mb 3  to 1
+SEND      encoder_layers_0             mb 3  to 1
+RECV      embedding_encoder_bias.grad  mb 0  from 1
+RECV      encoder_layers_0.grad        mb 0  from 1
+BACKWARD  stage 0                      mb 0
+RECV      embedding_encoder_bias.grad  mb 1  from 1
+RECV      encoder_layers_0.grad        mb 1  from 1
+BACKWARD  stage 0                      mb 1
+RECV      embedding_encoder_bias.grad  mb 2  from 1
+RECV      encoder_layers_0.grad        mb 2  from 1
+BACKWARD  stage 0                      mb 2
+RECV      embedding_encoder_bias.grad  mb 3  from 1
+RECV      encoder_layers_0.grad        mb 3  from 1
+BACKWARD  stage 0                      mb 3
+REDUCE_GRADIENTS tied_0 ranks 0,1,3
+SHARE_LOSS from 3
+"""
+
+# One evaluation: forwards only.
+EVALUATION = """
+FORWARD  stage 0                 mb 0
+SEND     embedding_encoder_bias  mb 0  to 1
+SEND     encoder_layers_0        mb 0  to 1
+FORWARD  stage 0                 mb 1
+SEND     embedding_encoder_bias  mb 1  to 1
+SEND     encoder_layers_0        mb 1  to 1
+FORWARD  stage 0                 mb 2
+SEND     embedding_encoder_bias  mb 2  to 1
+SEND     encoder_layers_0        mb 2  to 1
+FORWARD  stage 0                 mb 3
+SEND     embedding_encoder_bias  mb 3  to 1
+SEND     encoder_layers_0        mb 3  to 1
+SHARE_LOSS from 3
+"""
+
+PROGRAM = RankProgram.parsed(
+    rank=0,
+    size=4,
+    device="cpu",
+    microbatches=4,
+    digest="c4adeba0d68aa55",
+    loss=torch.float32,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    aliases=ALIASES,
+    channels=((0, 1), (1, 0), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)),
+    stages=(0,),
+    instructions=INSTRUCTIONS,
+    evaluation=EVALUATION,
+)
+
+
+def worker() -> Worker:
+    """This rank, with the weights beside this file."""
+    weights = stored(Path(__file__).parent / "weights", PROGRAM)
+    return Worker(PROGRAM, {0: Stage0}, weights)
+
+
+if __name__ == "__main__":
+    run(worker())

@@ -1,0 +1,149 @@
+"""Batches: cut into micro-batches, and refused when the model was compiled for others."""
+
+import re
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.runtime import Input, RankProgram
+from parcompiler.runtime.batch import microbatches
+
+COUNT = 3
+IDS = Input("ids", (2, 4), torch.int64)
+SCALE = Input("scale", (), torch.float32)
+
+
+def program(*inputs: Input, positional: bool = False) -> RankProgram:
+    return RankProgram(
+        rank=0,
+        size=1,
+        device="cpu",
+        microbatches=COUNT,
+        digest="0",
+        loss=torch.float32,
+        inputs={item.key.replace(".", "_"): item for item in inputs},
+        values={},
+        tied={},
+        channels=(),
+        stages=(0,),
+        instructions=(),
+        evaluation=(),
+        positional=positional,
+    )
+
+
+def refused(batch: object, message: str, *inputs: Input, positional: bool = False) -> None:
+    with pytest.raises(pc.InputError, match=re.escape(message)):
+        microbatches(program(*inputs, positional=positional), batch)
+
+
+def ids(rows: int = 2 * COUNT) -> torch.Tensor:
+    return torch.arange(rows * 4).reshape(rows, 4)
+
+
+def test_rows_are_dealt_to_microbatches_in_order() -> None:
+    batch = {"ids": ids(), "scale": torch.tensor(2.0)}
+    pieces = microbatches(program(IDS, SCALE), batch)
+    assert len(pieces) == COUNT
+    assert torch.equal(torch.cat([piece["ids"] for piece in pieces]), batch["ids"])
+    assert all(piece["ids"].shape == (2, 4) for piece in pieces)
+    assert all(piece["scale"] is batch["scale"] for piece in pieces)
+
+
+def test_a_missing_tensor_is_named() -> None:
+    message = "the batch lacks 'scale' (it has: ids; needed: ids, scale)"
+    refused({"ids": ids()}, message, IDS, SCALE)
+    refused({}, "the batch lacks 'ids' (it has: nothing; needed: ids)", IDS)
+
+
+def test_a_tensor_that_the_model_was_compiled_without_is_named() -> None:
+    batch = {"ids": ids(), "mask": ids()}
+    refused(batch, "the batch has 'mask', which the model was compiled without (needed: ids)", IDS)
+
+
+def test_constants_may_stand_in_the_batch_or_not() -> None:
+    for batch in ({"ids": ids()}, {"ids": ids(), "use_cache": False, "mask": None}):
+        assert list(microbatches(program(IDS), batch)[0]) == ["ids"]
+
+
+def test_another_dtype_is_refused() -> None:
+    message = "batch['ids'] must have dtype torch.int64 (torch.int32 given)"
+    refused({"ids": ids().int()}, message, IDS)
+
+
+@pytest.mark.parametrize("value", [[[1, 2], [3, 4]], 3, None, "text"])
+def test_what_is_no_tensor_is_refused(value: object) -> None:
+    with pytest.raises(pc.InputError, match=r"must be a tensor|lacks 'ids'"):
+        microbatches(program(IDS), {"ids": value})
+
+
+def test_another_shape_is_refused_with_the_one_that_is_needed() -> None:
+    message = "batch['ids'] must have shape (6, 4): 3 micro-batches of (2, 4) ((6, 5) given)"
+    refused({"ids": torch.zeros(6, 5, dtype=torch.int64)}, message, IDS)
+    refused({"ids": ids(12)}, "((12, 4) given)", IDS)
+    refused({"ids": torch.tensor(3)}, "(() given)", IDS)
+    refused({"scale": torch.ones(3)}, "must have shape ()", SCALE)
+
+
+def test_rows_that_cannot_be_divided_are_counted() -> None:
+    refused({"ids": ids(7)}, "; 7 rows cannot be divided into 3 micro-batches", IDS)
+
+
+def test_one_microbatch_in_the_place_of_a_batch_is_refused() -> None:
+    refused({"ids": ids(2)}, "must have shape (6, 4)", IDS)
+
+
+def test_a_tuple_is_refused_where_keywords_were_compiled() -> None:
+    refused((ids(),), "must be a dict of keyword arguments, as the inputs were (tuple given)", IDS)
+
+
+def test_a_dict_is_refused_where_positions_were_compiled() -> None:
+    first = Input("0", (2, 4), torch.int64)
+    message = "must be a tuple of positional arguments, as the inputs were (dict given)"
+    refused({"ids": ids()}, message, first, positional=True)
+
+
+def test_positions_count_from_zero_and_constants_keep_theirs() -> None:
+    spec = program(Input("1", (2, 4), torch.int64), positional=True)
+    assert torch.equal(microbatches(spec, (None, ids()))[0]["1"], ids()[:2])
+    assert torch.equal(microbatches(spec, [True, ids()])[0]["1"], ids()[:2])
+
+
+def test_a_single_tensor_is_the_first_argument() -> None:
+    spec = program(Input("0", (2, 4), torch.int64), positional=True)
+    assert torch.equal(microbatches(spec, ids())[2]["0"], ids()[4:])
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys"),
+    [
+        ({"images": (ids(), ids())}, ("images.0", "images.1")),
+        ({"images": [ids(), None, ids()]}, ("images.0", "images.2")),
+        ({"both": {"left": ids(), "right": ids()}}, ("both.left", "both.right")),
+        ({"pair": Pair(ids(), ids())}, ("pair.left", "pair.right")),
+        (UserDict({"a": ids(), "b": ids()}), ("a", "b")),
+    ],
+)
+def test_tensors_in_nested_values_are_known_by_their_path(
+    batch: Any, keys: tuple[str, ...]
+) -> None:
+    spec = program(*(Input(key, (2, 4), torch.int64) for key in keys))
+    names = {key.replace(".", "_") for key in keys}
+    assert all(set(piece) == names for piece in microbatches(spec, batch))
+
+
+def test_paths_are_those_of_capture() -> None:
+    from parcompiler.capture.inputs import flat
+    from parcompiler.runtime.batch import _leaves
+
+    inputs = {"a": ids(), "b": (ids(), {"c": [ids()]}), "p": Pair(ids(), ids()), "flag": True}
+    assert [key for key, _ in _leaves(inputs)] == [key for key, _ in flat(inputs)]
+    assert [key for key, _ in _leaves((ids(), None, 2))] == ["0", "1", "2"]

@@ -1,0 +1,470 @@
+"""The front door: what compile refuses and how it says so, and what it leaves alone."""
+
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.device import device
+from parcompiler.passes import SchedulePass
+from parcompiler.plan import StageChoice
+from tests import zoo
+from tests.runtime.workers import batch, compiled, mixed
+
+Edit = Callable[[pc.Plan], pc.Plan]
+
+
+@pytest.fixture(scope="module")
+def program() -> pc.Program:
+    """A GPT of four layers on two stages."""
+    model, inputs = zoo.build("gpt")
+    return pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=4)
+
+
+def small(memory: int) -> pc.Device:
+    """The CPU of the catalogue with so many bytes of memory."""
+    return dataclasses.replace(device("cpu"), name="small", memory=memory)
+
+
+# Options
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.5, "4", None])
+def test_microbatches_must_be_a_positive_integer(count: object) -> None:
+    if count is None:
+        assert compiled(mixed(), microbatches=None).plan.microbatches == 4  # type: ignore[arg-type]
+        return
+    with pytest.raises(pc.InputError, match="microbatches must be a positive integer"):
+        compiled(mixed(), microbatches=count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("schedule", "waltz", "schedule must be one of 'auto', 'naive', 'gpipe', '1f1b'"),
+        ("schedule", None, "schedule must be one of"),
+        ("precision", "bf16", "precision must be one of None, 'fp32', 'fp64' ('bf16' given)"),
+        ("precision", torch.float64, "precision must be one of None, 'fp32', 'fp64'"),
+        ("optimizer", "lion", "optimizer must be one of 'adamw', "),
+        ("optimizer", torch.optim.AdamW, "optimizer must be one of 'adamw', "),
+        ("stages", "odd", "stages must be one of 'auto', 'even' ('odd' given)"),
+        ("stages", (3, 0), "stages must be 'auto', 'even' or the number of blocks of each stage"),
+        ("stages", (), "positive integers (() given)"),
+        ("stages", (2.0, 3), "positive integers ((2.0, 3) given)"),
+        ("stages", (True, 5), "positive integers ((True, 5) given)"),
+        ("stages", 2, "positive integers (2 given)"),
+        ("virtual_stages", 2, "virtual_stages must be one of 1 (2 given)"),
+        ("vocabulary", "vocab-1", "vocabulary must be one of 'auto', 'whole' ('vocab-1' given)"),
+        ("sharding", {"*": "S(0)"}, "sharding must be one of 'auto' ({'*': 'S(0)'} given)"),
+        ("recompute", "full", "recompute must be one of 'auto', 'none' ('full' given)"),
+        ("mesh", pc.Mesh(tensor=2), "divides the pipeline axis only (tensor=2)"),
+        ("mesh", pc.Mesh(data=2), "divides the pipeline axis only (data=2)"),
+        ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
+        ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
+        ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),
+    ],
+)
+def test_an_option_that_is_not_offered_is_refused_with_what_is(
+    option: str, value: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> None:
+        pytest.fail("capture had started")
+
+    monkeypatch.setattr("parcompiler.compiler.capture", started)
+    with pytest.raises(pc.InputError, match=re.escape(message)):
+        compiled(mixed(), **{option: cast(Any, value)})
+
+
+def test_integers_of_numpy_are_integers(program: pc.Program) -> None:
+    counts = np.array([3, 3])
+    again = pc.compile(
+        program,
+        pc.Mesh(pipeline=np.int64(2)),  # type: ignore[arg-type]
+        microbatches=np.int32(4),  # type: ignore[arg-type]
+        virtual_stages=np.int64(1),  # type: ignore[arg-type]
+        stages=counts,  # type: ignore[arg-type]
+    )
+    assert (
+        again.plan == pc.compile(program, pc.Mesh(pipeline=2), microbatches=4, stages=[3, 3]).plan
+    )
+    assert pc.Plan.from_json(again.plan.to_json()) == again.plan
+
+
+def test_microbatches_are_four_for_each_stage_unless_given(program: pc.Program) -> None:
+    assert pc.compile(program, pc.Mesh(pipeline=2)).plan.microbatches == 8
+    assert pc.compile(program, pc.Mesh()).plan.microbatches == 4
+
+
+# The model and its inputs
+
+
+@pytest.mark.parametrize("model", [None, 3, nn.Linear, "gpt", lambda x: x])
+def test_what_is_no_module_is_refused(model: Any) -> None:
+    with pytest.raises(pc.InputError, match=r"compile needs a torch\.nn\.Module"):
+        pc.compile(model, pc.Mesh(), batch(1))
+
+
+def test_inputs_are_needed() -> None:
+    with pytest.raises(pc.InputError, match="compile needs inputs: one micro-batch"):
+        pc.compile(mixed(), pc.Mesh())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"x": batch(1)["x"]}, "missing a required argument: 'labels'"),
+        ({**batch(1), "mask": None}, "got an unexpected keyword argument 'mask'"),
+        ((batch(1)["x"],), "missing a required argument: 'labels'"),
+        ((*batch(1).values(), 1), "too many positional arguments"),
+        ((), "missing a required argument: 'x'"),
+        ({}, "missing a required argument: 'x'"),
+    ],
+)
+def test_inputs_that_do_not_fit_forward_are_refused_with_its_signature(
+    inputs: Any, message: str
+) -> None:
+    pattern = rf"inputs do not fit Mixed\.forward\(x: .*labels: .*\).*: {re.escape(message)}"
+    with pytest.raises(pc.InputError, match=pattern):
+        pc.compile(mixed(), pc.Mesh(), inputs)
+
+
+@pytest.mark.parametrize("inputs", [3, "text", {1, 2}, np.ones(2)])
+def test_inputs_of_no_known_form_are_refused(inputs: Any) -> None:
+    with pytest.raises(pc.InputError, match="dict of keyword arguments or a tuple of positional"):
+        pc.compile(mixed(), pc.Mesh(), inputs)
+
+
+def test_a_program_is_compiled_again_without_its_inputs(program: pc.Program) -> None:
+    again = pc.compile(program, pc.Mesh(pipeline=3), microbatches=2)
+    assert again.model is program.model
+    assert len(again.plan.stages or ()) == 3
+    with pytest.raises(pc.InputError, match="a Program is captured already: give neither inputs"):
+        pc.compile(program, pc.Mesh(), batch(1))
+    with pytest.raises(pc.InputError, match="a Graph is captured already"):
+        pc.compile(program.captured, pc.Mesh(), loss=lambda outputs: outputs)
+
+
+def test_a_program_of_a_graph_has_no_model_to_be_compared_with(program: pc.Program) -> None:
+    again = pc.compile(program.captured, pc.Mesh(pipeline=2))
+    with pytest.raises(pc.InputError, match=r"verify\(\) needs the original model"):
+        again.verify()
+
+
+# Divisions that cannot be
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    with pytest.raises(pc.InfeasibleError, match=r"more stages than blocks \(9 > 2\): use fewer"):
+        pc.compile(model, pc.Mesh(pipeline=9), (batch(1)["x"],), loss=lambda y: y.sum())
+
+
+def test_a_device_with_too_little_memory_is_refused_with_the_least_that_would_do(
+    program: pc.Program,
+) -> None:
+    """And with exactly that it works, and with a byte less it does not."""
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), microbatches=4)
+    text = str(caught.value)
+    assert "no division into 2 stages fits the memory limit (1,000 bytes a stage" in text
+    assert re.search(r"The largest part there is \w.* of .*\([\d,]+ bytes\)", text)
+    least = least_memory(text)
+    assert pc.compile(program, pc.Mesh(pipeline=2, device=small(least)), microbatches=4).plan.stages
+    with pytest.raises(pc.InfeasibleError) as again:
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(least - 1)), microbatches=4)
+    assert least_memory(str(again.value)) == least
+
+
+def least_memory(text: str) -> int:
+    found = re.search(r"the least that would do is ([\d,]+) bytes", text)
+    assert found is not None, text
+    return int(found[1].replace(",", ""))
+
+
+def test_a_model_that_needs_a_gigabyte_does_not_fit_into_a_megabyte() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    inputs = (torch.ones(2, 4096, device="meta"),)
+    mesh = pc.Mesh(pipeline=2, device=small(1_000_000))
+    with pytest.raises(pc.InfeasibleError, match="parameters and optimizer states, most of them"):
+        pc.compile(model, mesh, inputs, loss=lambda y: y.mean())
+
+
+def test_counts_that_do_not_fit_into_the_memory_are_refused(program: pc.Program) -> None:
+    mesh = pc.Mesh(pipeline=2, device=small(1_000))
+    with pytest.raises(
+        pc.InfeasibleError, match=r"stage \d of this division needs [\d,]+ bytes, sm"
+    ):
+        pc.compile(program, mesh, stages=(3, 3))
+
+
+def test_counts_must_add_up_to_the_blocks(program: pc.Program) -> None:
+    message = r"the counts \(4, 4\) add up to 8 blocks, but the model has 6 or \d+.*: embedding"
+    with pytest.raises(pc.InputError, match=message):
+        pc.compile(program, pc.Mesh(pipeline=2), stages=(4, 4))
+    with pytest.raises(pc.InputError, match="stages gives 3 counts for 2 pipeline stages"):
+        pc.compile(program, pc.Mesh(pipeline=2), stages=(2, 2, 2))
+
+
+def test_counts_are_kept(program: pc.Program) -> None:
+    plan = pc.compile(program, pc.Mesh(pipeline=2), stages=(1, 5)).plan
+    assert [len(choice.blocks) for choice in plan.stages or ()] == [1, 5]
+    assert plan.solution is not None
+    assert plan.solution.status == "given"
+
+
+def test_even_deals_out_the_layers(program: pc.Program) -> None:
+    plan = pc.compile(program, pc.Mesh(pipeline=2), stages="even").plan
+    layers = [
+        [name for name in choice.blocks if name.startswith("layers")]
+        for choice in plan.stages or ()
+    ]
+    assert layers == [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
+
+
+def test_passes_that_leave_the_plan_undecided_are_refused(program: pc.Program) -> None:
+    with pytest.raises(pc.PlanError, match="left the plan undecided: schedule and stage are need"):
+        pc.compile(program, pc.Mesh(pipeline=2), passes=[SchedulePass()])
+
+
+# Plans
+
+
+def test_compiling_twice_gives_the_same_bytes() -> None:
+    texts = set()
+    for _ in range(2):
+        model, inputs = zoo.build("t5")
+        texts.add(pc.compile(model, pc.Mesh(pipeline=3), inputs).plan.to_json())
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": "even"}, {"stages": (2, 4)}])
+def test_a_reused_plan_gives_the_same_program(program: pc.Program, options: dict[str, Any]) -> None:
+    mesh = pc.Mesh(pipeline=2)
+    first = pc.compile(program, mesh, schedule="gpipe", microbatches=3, **options)
+    plan = pc.Plan.from_json(first.plan.to_json())
+    for again in (
+        pc.compile(program, mesh, plan=plan),
+        pc.compile(program, mesh, schedule="gpipe", microbatches=3, plan=plan, **options),
+    ):
+        assert again.plan.to_json() == first.plan.to_json()
+        for rank in range(2):
+            assert str(again.instructions(rank)) == str(first.instructions(rank))
+        assert again.simulate() == first.simulate()
+
+
+def test_a_reused_plan_exports_the_same_bytes(program: pc.Program, tmp_path: Path) -> None:
+    again = pc.compile(program, pc.Mesh(pipeline=2), plan=program.plan)
+    folders = [item.export(tmp_path / str(n)) for n, item in enumerate((program, again))]
+    files = [
+        {
+            path.relative_to(folder): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        for folder in folders
+    ]
+    assert files[0] == files[1]
+
+
+def test_a_plan_of_another_model_is_refused(program: pc.Program) -> None:
+    model, inputs = zoo.build("llama")
+    with pytest.raises(pc.PlanError, match=r"of another model \(plan: GPT, here: Llama\)"):
+        pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
+    model, inputs = zoo.own_gpt(layers=3)
+    with pytest.raises(pc.PlanError, match="of another fingerprint"):
+        pc.compile(model, pc.Mesh(pipeline=2), inputs, plan=program.plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mesh", {"mesh": pc.Mesh(pipeline=3)}),
+        ("mesh", {"mesh": pc.Mesh(pipeline=2, device="h100")}),
+        ("microbatches", {"microbatches": 5}),
+        ("precision", {"precision": "fp64"}),
+        ("optimizer", {"optimizer": "sgd"}),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(
+    program: pc.Program, name: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(pc.PlanError, match=f"the plan is of another {name}.*compile without plan="):
+        pc.compile(program, **{"mesh": pc.Mesh(pipeline=2), **options}, plan=program.plan)
+
+
+def test_a_plan_of_another_schedule_than_asked_for_is_refused(program: pc.Program) -> None:
+    with pytest.raises(pc.PlanError, match=r"has schedule '1f1b' \(asked for: 'gpipe'"):
+        pc.compile(program, pc.Mesh(pipeline=2), schedule="gpipe", plan=program.plan)
+
+
+def moved(plan: pc.Plan, stages: list[tuple[list[str], int]]) -> pc.Plan:
+    choices = tuple(StageChoice(tuple(blocks), rank) for blocks, rank in stages)
+    return dataclasses.replace(plan, stages=choices)
+
+
+def blocks_of(plan: pc.Plan) -> list[str]:
+    return [name for choice in plan.stages or () for name in choice.blocks]
+
+
+def without_first(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[1:3], 0), (names[3:], 1)])
+
+
+def with_first_twice(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[:3], 0), ([names[0], *names[3:]], 1)])
+
+
+def with_a_stranger(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[:3], 0), ([*names[3:], "layers.99"], 1)])
+
+
+def on_wrong_ranks(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[:3], 1), (names[3:], 0)])
+
+
+def on_three_stages(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[:2], 0), (names[2:3], 1), (names[3:], 2)])
+
+
+def with_an_empty_stage(plan: pc.Plan) -> pc.Plan:
+    return moved(plan, [(blocks_of(plan), 0), ([], 1)])
+
+
+def backwards(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [(names[3:], 0), (names[:3], 1)])
+
+
+def out_of_order(plan: pc.Plan) -> pc.Plan:
+    names = blocks_of(plan)
+    return moved(plan, [([names[1], names[0], *names[2:3]], 0), (names[3:], 1)])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without_first, r"the plan lacks block 'embedding.*' \(blocks: "),
+        (with_first_twice, r"the plan misplaces block 'embedding.*' \(blocks: "),
+        (with_a_stranger, r"the plan misplaces block 'layers.99'"),
+        (on_wrong_ranks, "the plan needs stages on ranks 0 to 1, one each"),
+        (on_three_stages, "the plan needs stages on ranks 0 to 1, one each"),
+        (with_an_empty_stage, "no stage is empty|stage 1 has no block"),
+        (backwards, "data flows forward|flows backward"),
+        (out_of_order, "embedding"),
+        (lambda plan: dataclasses.replace(plan, stages=None), "leaves 'stages' undecided"),
+        (lambda plan: dataclasses.replace(plan, schedule=None), "leaves 'schedule' undecided"),
+        (lambda plan: dataclasses.replace(plan, granularity=9), "has granularity 9; the model has"),
+        (
+            lambda plan: dataclasses.replace(plan, schedule="waltz"),
+            "has schedule 'waltz'.*known: na",
+        ),
+        (lambda plan: dataclasses.replace(plan, sent=("x",)), r"has sent \('x',\)"),
+    ],
+)
+def test_a_plan_edited_into_nonsense_is_refused(
+    program: pc.Program, edit: Edit, message: str
+) -> None:
+    with pytest.raises(pc.PlanError, match=message):
+        pc.compile(program, pc.Mesh(pipeline=2), plan=edit(program.plan))
+
+
+def test_a_plan_may_be_edited(program: pc.Program) -> None:
+    """Then what the solver said of the old division is not said of the new one."""
+    data = json.loads(program.plan.to_json())
+    data["stages"][1]["blocks"].insert(0, data["stages"][0]["blocks"].pop())
+    edited = pc.Plan.from_json(json.dumps(data))
+    again = pc.compile(program, pc.Mesh(pipeline=2), plan=edited)
+    assert again.plan.stages == edited.stages
+    assert again.plan.solution is not None
+    assert again.plan.solution.status == "given"
+    assert program.plan.solution is not None
+    assert again.plan.solution.objective > program.plan.solution.objective
+
+
+def test_an_edited_plan_must_fit_into_the_memory(program: pc.Program) -> None:
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), microbatches=4)
+    mesh = pc.Mesh(pipeline=2, device=small(least_memory(str(caught.value))))
+    tight = pc.compile(program, mesh, microbatches=4)
+    names = blocks_of(tight.plan)
+    assert pc.compile(program, mesh, plan=tight.plan).plan == tight.plan
+    with pytest.raises(pc.InfeasibleError, match="stage 1 of this division needs"):
+        pc.compile(program, mesh, plan=moved(tight.plan, [(names[:1], 0), (names[1:], 1)]))
+
+
+# What is left alone
+
+
+def surroundings() -> list[Any]:
+    return [
+        torch.get_rng_state().tolist(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.distributed.is_initialized(),
+        torch.backends.mkldnn.is_available(),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpt-dropout", "resnet", "gpt-tied"])
+def test_compile_verify_and_export_leave_everything_as_it_was(name: str, tmp_path: Path) -> None:
+    model, inputs = zoo.build(name)
+    first = next(model.children())
+    first.eval()  # flags need not be alike
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    state = copy.deepcopy(model.state_dict())
+    tensors = {n: id(t) for n, t in model.named_parameters(remove_duplicate=False)}
+    flags = {n: m.training for n, m in model.named_modules()}
+    wanted = {n: p.requires_grad for n, p in model.named_parameters()}
+    given = {k: v.clone() for k, v in inputs.items()}
+    torch.set_num_threads(2)
+    try:
+        before = surroundings()
+        program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
+        assert program.verify().ok
+        program.export(tmp_path / "out")
+        program.report()
+        assert surroundings() == before
+    finally:
+        torch.set_num_threads(1)
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
+    assert tensors == {n: id(t) for n, t in model.named_parameters(remove_duplicate=False)}
+    assert flags == {n: m.training for n, m in model.named_modules()}
+    assert wanted == {n: p.requires_grad for n, p in model.named_parameters()}
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == [
+        next(iter(dict(model.named_parameters())))
+    ]
+    assert all(torch.equal(v, given[k]) for k, v in inputs.items())
+
+
+def test_a_model_in_evaluation_mode_keeps_its_semantics() -> None:
+    """No dropout, and batch norm by its running statistics, which stay."""
+    model = mixed(dropout=0.5).eval()
+    data = batch(2)
+    wanted = [model(**{k: t[2 * i : 2 * i + 2] for k, t in data.items()}) for i in range(2)]
+    program = compiled(model, 2)
+    with program.worker() as worker:
+        loss = worker.step(data)
+        state = worker.gather_state_dict()
+    assert torch.equal(loss, torch.stack(wanted).mean())
+    assert state is not None
+    assert all(torch.equal(state[n], t) for n, t in model.named_buffers())
+    assert not model.training

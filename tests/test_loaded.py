@@ -1,0 +1,91 @@
+"""Exported folders read back: without the plan's device, and without traces in this process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcompiler as pc
+from tests.runtime.workers import batch, compiled, mixed
+
+MICROBATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def program() -> pc.Program:
+    return compiled(mixed(), MICROBATCHES)
+
+
+def test_a_plan_for_another_device_can_be_read_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PARCOMPILER_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program = compiled(mixed(), MICROBATCHES, mesh=pc.Mesh(device="h100"))
+    loaded = pc.load(program.export(tmp_path / "out"))
+    assert loaded.plan == program.plan
+    assert loaded.instructions(0) == program.instructions(0)
+    assert str(loaded.report()) == str(program.report())
+    with pytest.raises(pc.LaunchError, match="for device 'h100' and needs CUDA device 0"):
+        loaded.worker()
+
+
+def test_a_loaded_worker_is_the_worker_of_the_program(program: pc.Program, tmp_path: Path) -> None:
+    folder = program.export(tmp_path / "my out")
+    with program.worker() as worker:
+        wanted = worker.step(batch(MICROBATCHES))
+    with pc.load(folder).worker() as worker:
+        assert torch.equal(worker.step(batch(MICROBATCHES)), wanted)
+
+
+def test_loading_leaves_the_modules_and_paths_of_this_process_alone(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    folder = program.export(tmp_path / "out")
+    mine = type(sys)("stage_0")
+    sys.modules["stage_0"] = mine
+    paths = list(sys.path)
+    try:
+        pc.load(folder).worker().close()
+        assert sys.modules["stage_0"] is mine
+    finally:
+        del sys.modules["stage_0"]
+    assert sys.path == paths
+    assert not list(folder.rglob("__pycache__"))
+
+
+def test_several_folders_are_loaded_in_one_process(program: pc.Program, tmp_path: Path) -> None:
+    doubled = mixed().double()
+    data = {key: t.double() if t.is_floating_point() else t for key, t in batch(1).items()}
+    other = pc.compile(doubled, pc.Mesh(), data, microbatches=1)
+    folders = [item.export(tmp_path / str(n)) for n, item in enumerate((program, other))]
+    for _ in range(2):
+        with pc.load(folders[0]).worker() as worker:
+            assert worker.step(batch(MICROBATCHES)).dtype == torch.float32
+        with pc.load(folders[1]).worker() as worker:
+            assert worker.step(data).dtype == torch.float64
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_rank_that_is_not_there_is_refused(
+    program: pc.Program, tmp_path: Path, rank: int
+) -> None:
+    with pytest.raises(pc.InputError, match=f"has no rank {rank}"):
+        pc.load(program.export(tmp_path / "out")).instructions(rank)
+    with pytest.raises(pc.InputError, match=f"there is no rank {rank} "):
+        program.instructions(rank)
+
+
+def test_a_damaged_plan_is_refused(program: pc.Program, tmp_path: Path) -> None:
+    folder = program.export(tmp_path / "out")
+    (folder / "plan.json").write_text('{"model": 3}')
+    with pytest.raises(pc.InputError, match=r"plan lacks the field|must be a string"):
+        pc.load(folder)
+
+
+def test_a_script_without_instructions_is_refused(program: pc.Program, tmp_path: Path) -> None:
+    folder = program.export(tmp_path / "out")
+    (folder / "rank_0.py").write_text("INSTRUCTIONS = 3\n")
+    with pytest.raises(pc.InputError, match="has no INSTRUCTIONS: export the program again"):
+        pc.load(folder).instructions(0)

@@ -1,0 +1,155 @@
+"""The processes behind verify(): whatever befalls one of them is told, and the next proof works."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler import pool as pools
+from parcompiler.pool import Job, Outcome, Pool
+from tests.runtime.workers import batch, compiled, mixed, one_process
+
+MICROBATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def program() -> pc.Program:
+    return compiled(mixed(), MICROBATCHES, mesh=pc.Mesh(pipeline=2))
+
+
+@pytest.fixture(scope="module")
+def folder(program: pc.Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return program.export(tmp_path_factory.mktemp("a place with spaces") / "my program, v2")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """A pool of two processes that have worked already."""
+    made = Pool()
+    yield made
+    made.close()
+
+
+def run(pool: Pool, folder: Path, patience: float = 120.0) -> Outcome:
+    return pool.run(Job(str(folder), batch(MICROBATCHES), patience=patience), 2)
+
+
+def works(pool: Pool, folder: Path, program: pc.Program) -> None:
+    model = mixed()
+    wanted = one_process(model, batch(MICROBATCHES), MICROBATCHES)
+    found = run(pool, folder)
+    assert torch.allclose(found.loss, wanted, rtol=1e-6)
+    gradients = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert found.gradients.keys() == gradients
+
+
+def spoiled(program: pc.Program, path: Path, line: str) -> Path:
+    """An export whose rank 1 begins with a line of its own."""
+    folder = program.export(path / "out")
+    script = folder / "rank_1.py"
+    script.write_text(f"import os, time\n{line}\n{script.read_text()}")
+    return folder
+
+
+def test_a_folder_may_have_spaces_in_its_path_and_processes_are_kept(
+    pool: Pool, folder: Path, program: pc.Program
+) -> None:
+    works(pool, folder, program)
+    first = [member.pid for member in pool._members]
+    works(pool, folder, program)
+    assert [member.pid for member in pool._members] == first
+
+
+def test_several_programs_run_in_turn(pool: Pool, folder: Path, program: pc.Program) -> None:
+    other = compiled(mixed(), 1)
+    for _ in range(2):
+        works(pool, folder, program)
+        assert other.verify().ok
+        assert program.verify().ok
+
+
+def test_a_process_that_died_between_proofs_is_replaced(
+    pool: Pool, folder: Path, program: pc.Program
+) -> None:
+    works(pool, folder, program)
+    pool._members[1].kill()
+    pool._members[1].wait()
+    works(pool, folder, program)
+
+
+@pytest.mark.parametrize(
+    ("line", "patience", "message"),
+    [
+        ("os._exit(3)", 60.0, r"the process of rank 1 died \(exit code 3\)"),
+        ("1 / 0", 60.0, "ZeroDivisionError: division by zero"),
+        ("time.sleep(100)", 2.0, r"rank 0, 1 did not answer within 2 s"),
+    ],
+)
+def test_a_process_that_fails_is_reported_within_seconds(
+    pool: Pool,
+    folder: Path,
+    program: pc.Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    patience: float,
+    message: str,
+) -> None:
+    monkeypatch.setattr(pools, "GRACE", 1.0)
+    works(pool, folder, program)
+    begin = time.monotonic()
+    with pytest.raises(pc.LaunchError, match=message):
+        run(pool, spoiled(program, tmp_path, line), patience)
+    assert time.monotonic() - begin < 30
+    assert not pool._members  # so that the next one starts afresh
+
+
+def test_an_interruption_passes_through_and_the_next_proof_works(
+    pool: Pool, folder: Path, program: pc.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("parcompiler.pool.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(pool, folder)
+    assert not pool._members
+    works(pool, folder, program)
+
+
+def test_a_proof_works_in_a_process_that_torchrun_started(
+    folder: Path, program: pc.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "PARCOMPILER_DEVICE": "cuda",
+    }.items():
+        monkeypatch.setenv(name, value)
+    pool = Pool()
+    try:
+        works(pool, folder, program)
+    finally:
+        pool.close()
+
+
+def test_a_fork_has_a_pool_of_its_own_and_leaves_that_of_its_parent_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = pools.pool()
+    assert pools.pool() is mine
+    members = list(mine._members)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        assert pools.pool() is not mine
+    assert all(member.poll() is None for member in members)
