@@ -65,7 +65,7 @@ def resnet(*features: str) -> transformers.ResNetConfig:
         hidden_sizes=[8, 8, 8, 8],
         depths=[1, 1, 1, 1],
         layer_type="basic",
-        out_features=list(features),
+        out_features=list(features),  # type: ignore[call-arg]
     )
 
 
@@ -107,7 +107,7 @@ VISION: dict[str, Builder] = {
         "CvtForImageClassification",
         embed_dim=[8, 8, 16],
         num_heads=[1, 2, 2],
-        depth=[1, 1, 2],
+        depth=[1, 2, 3],
         patch_sizes=[3, 3, 3],
         patch_stride=[2, 2, 2],
     ),

@@ -32,7 +32,7 @@ from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import as_if_eager, quiet, unmoved
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
-from parcompiler.capture.locate import explain, placed
+from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.trace import shared, traced
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
@@ -99,7 +99,11 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.export.ExportedProgram:
-    """Export the model with its loss; when that fails, in two other ways (see `_attempts`)."""
+    """Export the model with its loss; when that fails, in two other ways (see `_attempts`).
+
+    What depends on the values of the batch is refused at once: `fx.symbolic_trace` would take the
+    branch that values of its own decide.
+    """
     own = shared(model)
     first: Exception | None = None
     with warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), Known():
@@ -109,14 +113,14 @@ def _export(
                 with attempt as module:
                     whole = WithLoss(module, loss)
                     return torch.export.export(whole, args, kwargs, strict=False)
-            except CaptureError as error:
-                raise placed(error, own) from error
-            except ParcompilerError:
-                raise
             except Exception as error:  # whatever a user's model raises
                 first = first or error
+                if is_data_dependent(error) or isinstance(error, ParcompilerError):
+                    break
     assert first is not None
-    raise explain(first, own) from first
+    if isinstance(first, CaptureError):
+        raise placed(first, own) from first
+    raise first if isinstance(first, ParcompilerError) else explain(first, own) from first
 
 
 def _attempts(

@@ -45,13 +45,17 @@ def placed(error: CaptureError, model: nn.Module) -> CaptureError:
 def explain(error: Exception, model: nn.Module) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    kind = f"{type(error).__name__} {error}".lower()
-    data = any(word in kind for word in _DATA_DEPENDENT)
     place = _place(error, model)
     message = f"cannot capture {type(model).__name__}: {text}"
     if place is not None:
         message += f"\n  {_at(place)}"
-    return CaptureError(f"{message}\n  {_ADVICE_DATA if data else _ADVICE}")
+    return CaptureError(f"{message}\n  {_ADVICE_DATA if is_data_dependent(error) else _ADVICE}")
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether tracing failed because values of tensors decide something."""
+    kind = f"{type(error).__name__} {error}".lower()
+    return any(word in kind for word in _DATA_DEPENDENT)
 
 
 def _at(place: Place) -> str:

@@ -48,7 +48,7 @@ def loss_of(outputs: object) -> torch.Tensor:
         return candidate
     kind = type(outputs).__name__
     if isinstance(outputs, torch.Tensor):
-        kind += f" of shape {tuple(outputs.shape)}"
+        kind = f"a tensor of shape {tuple(outputs.shape)}"
     message = (
         f"the model returns no scalar loss ({kind}); pass labels so that it does, "
         "or loss=callable(outputs) -> scalar"

@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from parcompiler.errors import CaptureError
+
 
 def traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
     """`model` traced, with the arguments that are no tensors as constants; a copy."""
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    return fx.symbolic_trace(shared(model), concrete_args=constants or None)
+    before = torch.get_rng_state()
+    module = fx.symbolic_trace(shared(model), concrete_args=constants or None)
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        message = "the forward draws random numbers, which tracing would keep for ever"
+        raise CaptureError(message)
+    return module
 
 
 def shared(model: nn.Module) -> nn.Module:

@@ -64,8 +64,10 @@ class TwoTowers(nn.Module):
         self.item_tower = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
 
     def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-        wishes: torch.Tensor = self.user_tower(self.users(user))
-        return wishes @ self.item_tower(self.items(item)).T
+        scores: torch.Tensor = (
+            self.user_tower(self.users(user)) @ self.item_tower(self.items(item)).T
+        )
+        return scores
 
 
 class Nested(Stack):
@@ -187,18 +189,29 @@ class InPlace(Stack):
         return F.cross_entropy(self.head(self.layers[3](x) + x), labels)
 
 
-class Strided(nn.Module):
-    """Values cross in another order of memory, in which dropout draws."""
+class Turning(nn.Module):
+    """Takes and returns values in another order of memory, in which dropout draws."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(x, 0.2).transpose(1, 2)
+        return self.linear(x.view(-1, WIDTH)).view(x.shape).transpose(1, 2)
+
+
+class Strided(Stack):
+    """Values of which only the transposed can be viewed cross stages."""
+
+    def __init__(self) -> None:
+        super().__init__(Turning)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(1, 2)
         for layer in self.layers:
-            x = F.dropout(layer(x.transpose(1, 2)), 0.2).transpose(1, 2)
-        return F.cross_entropy(self.head(x.transpose(1, 2).view(ROWS, -1, WIDTH).mean(1)), labels)
+            x = layer(x)
+        return F.cross_entropy(self.head(x.transpose(1, 2).mean(1)), labels)
 
 
 class Complex(Stack):
@@ -344,7 +357,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Loss | None]] = {
     "integers and truth values": (Choices, XY, None),
     "parts of a split": (Parts, XY, None),
     "in place": (InPlace, XY, None),
-    "strided, dropout": (Strided, {"x": rows(WIDTH, 6), "labels": classes()}, None),
+    "strided, dropout": (Strided, {"x": rows(6, WIDTH), "labels": classes()}, None),
     "complex": (Complex, XY, None),
     "random": (lambda: Stack(Random), XY, None),
     "autograd function": (lambda: Stack(Custom), XY, None),

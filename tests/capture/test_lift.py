@@ -1,0 +1,94 @@
+"""A lifted graph and a lifted model compute the same, in the higher precision throughout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from parcompiler.capture import capture
+from parcompiler.capture.lift import lift, lifted_copy, lifting
+from parcompiler.capture.simplify import simplify
+from tests.distributed.models import WIDTH, rows
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(self.linear(x)).mean()
+
+
+def inner_float(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.float(), dim=-1, dtype=torch.float32).to(x.dtype)
+
+
+def integer_division(x: torch.Tensor) -> torch.Tensor:
+    return x * (torch.arange(WIDTH) / 3) + torch.sqrt(torch.arange(WIDTH) + 1)
+
+
+def two_numbers(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.where(torch.arange(WIDTH) > 2, 0.5, 2.0)
+
+
+def constants(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(0.1) + torch.tensor([0.3] * WIDTH, dtype=x.dtype)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    angles = torch.polar(torch.ones(4), torch.arange(4) * 0.1).to(torch.complex64)
+    return torch.view_as_real(torch.view_as_complex(x.float().view(-1, 4, 2)) * angles)
+
+
+def limits(x: torch.Tensor) -> torch.Tensor:
+    tiny = torch.finfo(x.dtype).eps
+    return x.clamp(-1 + tiny, 1 - tiny) + tiny * 1e4
+
+
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.linear(x, x)
+
+
+@pytest.mark.parametrize(
+    "step", [inner_float, integer_division, two_numbers, constants, turned, limits, autocast]
+)
+def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
+    model, x = Wrapped(step), rows(WIDTH)
+    graph = simplify(lift(capture(model, {"x": x}), torch.float64))
+    for node in graph.fx_graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op == "placeholder":
+            assert value.dtype == torch.float64
+    twin = lifted_copy(model, torch.float64)
+    if step is autocast:
+        twin.step = lambda x: F.linear(x, x)  # lifting leaves autocast out
+    with lifting(torch.float64):
+        wanted = twin(x.double())
+    by_name = {p.node: graph.tensors[p.name].double() for p in graph.parameters}
+    values = [
+        by_name.get(node.name, x.double())
+        for node in graph.fx_graph.nodes
+        if node.op == "placeholder"
+    ]
+    (found,) = fx.Interpreter(fx.GraphModule({}, graph.fx_graph)).run(*values)
+    assert found.dtype == graph.loss.meta["val"].dtype == torch.float64
+    assert torch.equal(found, wanted)
+
+
+def test_recorded_values_are_what_runs() -> None:
+    graph = lift(capture(Wrapped(turned), {"x": rows(WIDTH)}), torch.float64)
+    kinds = {str(n.meta["val"].dtype) for n in graph.fx_graph.nodes if n.op == "call_function"}
+    assert kinds == {"torch.float64", "torch.complex128", "torch.int64"}
+
+
+def test_complex_tensors_are_lifted_as_such() -> None:
+    model = nn.Module()
+    model.register_buffer("turns", torch.tensor([1j, 2.0]))
+    assert lifted_copy(model, torch.float64).turns.dtype == torch.complex128
