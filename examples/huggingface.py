@@ -53,7 +53,7 @@ def real_text() -> Iterator[dict[str, torch.Tensor]]:
 
 def main() -> None:
     """Compile and start the ranks; or, as one of them, train."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the rank scripts")
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     options = parser.parse_args()

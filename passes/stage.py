@@ -1,6 +1,6 @@
 """Which block runs on which pipeline stage.
 
-The programme is in `divide.py`. Here the blocks become its data, at the coarsest granularity that
+The programme is in `divide/`. Here the blocks become its data, at the coarsest granularity that
 is good enough: layers first; pieces of layers only when whole layers leave the step more than
 `slack` above what a perfectly even division would take, and pieces really shorten it.
 """

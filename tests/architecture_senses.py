@@ -260,7 +260,7 @@ VISION: dict[str, Builder] = {
     ),
 }
 
-_SPEECH: dict[str, Any] = {
+SOUND: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "num_hidden_layers": 3,
@@ -289,7 +289,7 @@ _LIKE_WAV2VEC2 = "Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat SEW SEWD Data2Vec
 SPEECH: dict[str, Builder] = {
     **{
         f"{n.lower()}-ctc": model(
-            f"{n}ForCTC", lambda: {"input_values": normal(400)}, scores, **_SPEECH
+            f"{n}ForCTC", lambda: {"input_values": normal(400)}, scores, **SOUND
         )
         for n in [*_LIKE_WAV2VEC2, "Wav2Vec2Conformer"]
     },
@@ -333,14 +333,14 @@ SPEECH: dict[str, Builder] = {
         "SpeechT5ForSpeechToText",
         lambda: {"input_values": normal(400), "labels": tokens(), "use_cache": False},
         **{k: v for k, v in SEQ2SEQ.items() if k not in ("d_model", "max_position_embeddings")},
-        **{k: v for k, v in _SPEECH.items() if k.startswith(("conv_", "num_", "mask_"))},
+        **{k: v for k, v in SOUND.items() if k.startswith(("conv_", "num_", "mask_"))},
         hidden_size=16,
         apply_spec_augment=False,
     ),
     "wav2vec2": model(
         "Wav2Vec2ForSequenceClassification",
         lambda: {"input_values": normal(400), "labels": pair()},
-        **_SPEECH,
+        **SOUND,
         classifier_proj_size=8,
     ),
     "wav2vec2-bert": model(
@@ -604,13 +604,13 @@ def trajectory() -> dict[str, Any]:
     }
 
 
-_SERIES: dict[str, Any] = {
+SERIES: dict[str, Any] = {
     **{k: v for k, v in SEQ2SEQ.items() if not k.endswith("_id") and "position" not in k},
     "prediction_length": 4,
     "context_length": 8,
     "num_time_features": 2,
 }
-del _SERIES["vocab_size"]
+del SERIES["vocab_size"]
 _PATCHES: dict[str, Any] = {
     "num_input_channels": 2,
     "context_length": 32,
@@ -621,9 +621,6 @@ _PATCHES: dict[str, Any] = {
 }
 
 OTHERS: dict[str, Builder] = {
-    "autoformer": model(
-        "AutoformerForPrediction", series, **_SERIES, label_length=4, moving_average=5
-    ),
     "decision-transformer": model(
         "DecisionTransformerModel",
         trajectory,
@@ -637,7 +634,7 @@ OTHERS: dict[str, Builder] = {
         n_positions=32,
         vocab_size=2,
     ),
-    "informer": model("InformerForPrediction", series, **_SERIES),
+    "informer": model("InformerForPrediction", series, **SERIES),
     "patchtsmixer": model(
         "PatchTSMixerForPrediction",
         lambda: {"past_values": normal(32, 2), "future_values": normal(4, 2)},
@@ -652,5 +649,5 @@ OTHERS: dict[str, Builder] = {
         num_attention_heads=2,
         ffn_dim=32,
     ),
-    "time-series": model("TimeSeriesTransformerForPrediction", series, **_SERIES),
+    "time-series": model("TimeSeriesTransformerForPrediction", series, **SERIES),
 }

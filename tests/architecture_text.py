@@ -32,12 +32,14 @@ _NAMED: dict[str, Any] = {
 # Those that the usual sizes suffice for, by the start of their class.
 _CAUSAL = (
     "Apertus Arcee Biogpt Bloom Cohere Cohere2 CTRL Doge Emu3 Exaone4 Falcon Fuyu GPTBigCode "
-    "GPTNeoX GPTNeoXJapanese Granite Helium Jais2 Lfm2 MegatronBert MiniMax Mllama Mpt NanoChat "
+    "GPTNeoX GPTNeoXJapanese Granite Jais2 Lfm2 MegatronBert MiniMax Mllama Mpt NanoChat "
     "Nemotron Olmo Olmo2 Olmo3 Persimmon Phi Phi3 Qwen2 RemBert Rwkv SmolLM3 StableLm Starcoder2 "
     "BitNet DiffLlama Ernie4_5 Cwm FalconMamba FlexOlmo GraniteMoe GraniteMoeShared Mistral "
     "ModernBertDecoder OlmoHybrid Phimoe RecurrentGemma AriaText Zaya"
 ).split()
-_HEADS = "Gemma Gemma2 Gemma3 Glm Glm4 Qwen3 SeedOss VaultGemma Llama4 HunYuanDenseV1".split()
+_HEADS = (
+    "Gemma Gemma2 Gemma3 Glm Glm4 Qwen3 SeedOss VaultGemma Llama4 HunYuanDenseV1 Helium".split()
+)
 _MASKED = (
     "BigBird Camembert ConvBert Data2VecText Deberta DebertaV2 Electra Ernie Esm EuroBert FNet "
     "Gte IBert JinaEmbeddingsV3 MPNet MegatronBert ModernBert Mra NomicBert Nystromformer RemBert "

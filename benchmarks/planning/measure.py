@@ -61,7 +61,7 @@ def large(name: str) -> str:
 
 def main() -> None:
     """Print the table; or, with --once, one measurement as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--once", nargs=2, metavar=("MODEL", "WHAT"))
     options = parser.parse_args()

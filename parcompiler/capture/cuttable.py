@@ -26,8 +26,9 @@ def _keep_items_together(graph: fx.Graph) -> None:
     last: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            maker = node.args[0]
-            last.get(maker, maker).append(node)
+            maker: fx.Node = node.args[0]
+            place = last.get(maker, maker)
+            place.append(node)
             last[maker] = node
             kept = {k: v for k, v in maker.meta.items() if k in ("nn_module_stack", "contexts")}
             node.meta.update(kept)

@@ -26,11 +26,11 @@ def quiet() -> Iterator[None]:
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
-    vars(_trace)["print"] = lambda *_, **__: None
+    setattr(_trace, "print", lambda *_, **__: None)  # noqa: B010  (it has none of its own)
     try:
         yield
     finally:
-        del vars(_trace)["print"]
+        delattr(_trace, "print")
         for logger, value in zip(loggers, before, strict=True):
             logger.disabled = value
 

@@ -98,8 +98,7 @@ def test_an_update_in_place_and_its_target_stay_together() -> None:
     adds = [node for node in home if str(node.target) == "aten.add_.Tensor"]
     assert adds
     for node in adds:
-        target = node.args[0]
-        assert home[target] == home[node]
+        assert home[node.all_input_nodes[0]] == home[node]
 
 
 def test_statistics_that_several_layers_update_have_one_home() -> None:
@@ -116,7 +115,7 @@ def test_no_block_returns_a_list() -> None:
     items = [n for n in home if n.name.startswith("getitem")]
     assert items
     for node in items:
-        assert home[node] == home[node.args[0]]
+        assert home[node] == home[node.all_input_nodes[0]]
 
 
 def test_a_number_that_the_batch_decides_is_not_sent() -> None:

@@ -42,7 +42,8 @@ def test_a_shape_that_values_decide_is_named() -> None:
             kept = self.layers[0](x)[labels > 1]
             if kept.shape[0] > 1:
                 kept = kept[:1]
-            return kept.sum()
+            total: torch.Tensor = kept.sum()
+            return total
 
     with pytest.raises(CaptureError, match=r"(?s)the model itself.*values of tensors"):
         capture(Selecting(), XY)
@@ -84,7 +85,7 @@ def test_a_forward_that_exchanges_modules_leaves_the_model_alone() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             if not isinstance(self.head, nn.Sequential):
                 unused = nn.Linear(WIDTH, WIDTH)
-                self.head = nn.Sequential(self.head, nn.Tanh())
+                self.head = nn.Sequential(self.head, nn.Tanh())  # type: ignore[assignment]
                 del unused
             return F.cross_entropy(self.head(self.layers[0](x)), labels)
 

@@ -28,7 +28,7 @@ def test_another_constant_shape_or_frozen_weight_is_another_template() -> None:
     wide = Stack()
     wide.layers[1] = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))
     slow = Stack(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ELU(0.5)))
-    slow.layers[2][1].alpha = 0.25  # type: ignore[index, union-attr]
+    slow.layers[2][1].alpha = 0.25  # type: ignore[index]
     frozen = Stack()
     frozen.layers[3].requires_grad_(False)
     for model in (wide, slow, frozen):

@@ -198,7 +198,8 @@ class Turning(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(x, 0.2).transpose(1, 2)
-        return self.linear(x.view(-1, WIDTH)).view(x.shape).transpose(1, 2)
+        y: torch.Tensor = self.linear(x.view(-1, WIDTH))
+        return y.view(x.shape).transpose(1, 2)
 
 
 class Strided(Stack):

@@ -1,0 +1,121 @@
+"""The best division into runs of consecutive blocks: a dynamic programme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.data import Task
+
+
+class Run(NamedTuple):
+    """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled."""
+
+    seconds: int
+    fixed: int
+    scaled: int
+
+
+class _Label(NamedTuple):
+    """The weights of the stages so far: their sum, the largest, and the sum of squares."""
+
+    total: float
+    largest: float
+    squares: float
+
+
+def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
+    """A good division into runs, as even as its slowest stage allows; its objective in units."""
+
+    def objective(label: _Label) -> float:
+        return label.total + (task.microbatches - 1) * label.largest
+
+    runs = all_runs(task)
+    average = sum(task.compute) // task.stages
+    for cap in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
+        found = best_runs(task, runs, _seconds(task, cap), lambda label: (objective(label),))
+        if found is not None:
+            weigh = _seconds(task, found[1].largest)
+            even = best_runs(task, runs, weigh, lambda label: (label.total, label.squares))
+            assert even is not None
+            return even[0], objective(even[1])
+    return None, math.inf
+
+
+def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
+    """Units of time of a run on a stage, where they and its bytes are within the limits."""
+
+    def weigh(j: int, run: Run) -> float | None:
+        fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[j]
+        return run.seconds if fits and run.seconds <= cap else None
+
+    return weigh
+
+
+def all_runs(task: Task) -> list[list[Run]]:
+    """`runs[a][n]` are the blocks a … a + n. Each number grows with n."""
+    return [list(_runs_from(task, a)) for a in range(len(task.loads))]
+
+
+def _runs_from(task: Task, a: int) -> Iterator[Run]:
+    seconds = fixed = scaled = 0
+    received: set[int] = set()
+    held: set[tuple[str, int]] = set()
+    for i in range(a, len(task.loads)):
+        load = task.loads[i]
+        new = {f for f in task.arriving[i] if task.flows[f].producer < a} - received
+        seconds += task.compute[i] + sum(task.move[f] for f in new)
+        fixed += load.resident + sum(size for _, size in set(load.shared) - held)
+        scaled += load.saved + sum(task.flows[f].saved for f in new)
+        received |= new
+        held.update(load.shared)
+        yield Run(seconds, fixed, scaled)
+
+
+def best_runs(
+    task: Task,
+    runs: Sequence[Sequence[Run]],
+    weigh: Callable[[int, Run], float | None],
+    rank: Callable[[_Label], tuple[float, ...]],
+) -> tuple[tuple[int, ...], _Label] | None:
+    """The division into runs whose label has the least rank: a dynamic programme.
+
+    `weigh` says what a run weighs on a stage; None when it does not fit, as then no longer one
+    does. Only the best label for the same blocks on the same stages is kept.
+    """
+    best = {0: _Label(0, 0, 0)}  # by the number of blocks on the stages so far
+    cuts: list[dict[int, int]] = []
+    for j in range(task.stages):
+        end = len(runs) - (task.stages - 1 - j)
+        reached: dict[int, _Label] = {}
+        cut: dict[int, int] = {}
+        for a, label in best.items():
+            for b in range(a + 1, end + 1):
+                weight = weigh(j, runs[a][b - a - 1])
+                if weight is None:
+                    break
+                longer = _Label(
+                    label.total + weight, max(label.largest, weight), label.squares + weight**2
+                )
+                if b not in reached or rank(longer) < rank(reached[b]):
+                    reached[b], cut[b] = longer, a
+        best = reached
+        cuts.append(cut)
+    if len(runs) not in best:
+        return None
+    stage_of: list[int] = []
+    b = len(runs)
+    for j in reversed(range(task.stages)):
+        stage_of += [j] * (b - cuts[j][b])
+        b = cuts[j][b]
+    return tuple(reversed(stage_of)), best[len(runs)]
+
+
+def nothing_better(runs: tuple[int, ...] | None) -> tuple[int, ...]:
+    """There is nothing better than `runs`; and without those, nothing at all."""
+    if runs is None:
+        message = "no division satisfies the limits"
+        raise InfeasibleError(message)
+    return runs

@@ -1,0 +1,45 @@
+"""Architectures that nothing was written for compute over pipeline ranks what they compute alone.
+
+The ordinary suite takes a few that stress different things; the sweep takes all.
+"""
+
+import re
+
+import pytest
+
+import parcompiler as pc
+from tests.architectures import ALL, CHOSEN, REFUSED, SINGLE, build
+
+
+def check(name: str, *pipelines: int) -> None:
+    model, inputs, loss = build(name)
+    captured = pc.compile(model, pc.Mesh(), inputs, loss=loss, microbatches=1)
+    for pipeline in pipelines:
+        mesh = pc.Mesh(pipeline=pipeline)
+        found = pc.compile(captured, mesh, schedule="1f1b", microbatches=3).verify()
+        assert found.ok, f"{pipeline} stages: {found}"
+        assert found.native.limit <= 1e-5
+        if name in SINGLE:
+            assert "float64" in found.note
+        else:
+            assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_chosen_architecture_equals_one_process(name: str) -> None:
+    check(name, 2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ALL)
+def test_every_architecture_equals_one_process(name: str) -> None:
+    check(name, 2, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused_with_its_place(name: str) -> None:
+    make, place = REFUSED[name]
+    model, inputs, loss = make()
+    with pytest.raises(pc.CaptureError) as error:
+        pc.compile(model.train(), pc.Mesh(pipeline=2), inputs, loss=loss)
+    assert re.search(f"(?s){place}", str(error.value)), str(error.value)
