@@ -42,7 +42,7 @@ _HEADS = (
 )
 _MASKED = (
     "BigBird Camembert ConvBert Data2VecText Deberta DebertaV2 Electra Ernie Esm EuroBert FNet "
-    "Gte IBert JinaEmbeddingsV3 MPNet MegatronBert ModernBert Mra NomicBert Nystromformer RemBert "
+    "Gte JinaEmbeddingsV3 MPNet MegatronBert ModernBert Mra NomicBert Nystromformer RemBert "
     "RoFormer Roberta RobertaPreLayerNorm Tapas XLMRoberta XLMRobertaXL Yoso"
 ).split()
 _NAMES: dict[str, Any] = {

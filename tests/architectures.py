@@ -83,6 +83,10 @@ REFUSED: dict[str, tuple[Builder, str]] = {
         ),
         r"'model'.*_prepare_fsmt_decoder_inputs",
     ),
+    "ibert: a range of values that begins with the first batch": (
+        text("IBertForMaskedLM", **SIZES),
+        r"'ibert.embeddings.embeddings_act1'.*if self.x_min.min\(\) >",
+    ),
     "nllb-moe: a loop over the experts that were chosen": (
         text(
             "NllbMoeForConditionalGeneration",

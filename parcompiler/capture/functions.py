@@ -155,7 +155,9 @@ def _check(kind: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> N
 
 
 def _is_plain(item: object) -> bool:
-    """Whether an argument is a sequence of constants."""
+    """Whether an argument is a sequence of constants, or a dict of them."""
+    if isinstance(item, dict):
+        return all(isinstance(key, str) and _is_plain([part]) for key, part in item.items())
     return isinstance(item, list | tuple) and all(isinstance(part, _CONSTANT) for part in item)
 
 

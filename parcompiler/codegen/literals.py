@@ -30,6 +30,9 @@ def literal(value: object, operand: Operand | None = None) -> str:
         return operand(value)
     if isinstance(value, list | tuple):
         return _sequence(value, operand)
+    if isinstance(value, dict):
+        items = (f"{literal(k, operand)}: {literal(v, operand)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, torch.device):
         return "DEVICE"
     if isinstance(value, str):

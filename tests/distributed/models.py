@@ -73,10 +73,10 @@ class TwoTowers(nn.Module):
 class Nested(Stack):
     """Inputs in a tuple of dicts; the loss in a dict."""
 
-    def forward(self, pair: Any, labels: torch.Tensor) -> Any:
-        first, more = pair
-        x = first["x"] + more[0]["y"]
-        return {"loss": super().forward(x, labels), "x": x}
+    def forward(self, x: Any, labels: torch.Tensor) -> Any:
+        first, more = x
+        total = first["x"] + more[0]["y"]
+        return {"loss": super().forward(total, labels), "x": total}
 
 
 @dataclass
@@ -345,7 +345,7 @@ def squared(outputs: torch.Tensor) -> torch.Tensor:
 XY = {"x": rows(WIDTH), "labels": classes()}
 IMAGES = {"image": rows(3, 8, 8), "target": rows(3, 8, 8, seed=3)}
 TOKENS = {"tokens": classes(16, 6), "labels": classes(16)}
-NESTED = {"pair": ({"x": rows(WIDTH)}, [{"y": rows(WIDTH, seed=4)}]), "labels": classes()}
+NESTED = {"x": ({"x": rows(WIDTH)}, [{"y": rows(WIDTH, seed=4)}]), "labels": classes()}
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Loss | None]] = {
     "U-Net": (UNet, IMAGES, None),
