@@ -48,7 +48,7 @@ CHOSEN = {
 # Experts multiplied in groups have no float64 kernel: these are compared in float32 alone.
 SINGLE = {
     "ariatext", "deepseek-v2", "deepseek-v3", "dots1", "flexolmo", "glm4-moe", "gpt-oss",
-    "granite-hybrid", "granitemoe", "granitemoeshared", "jamba", "jetmoe", "lfm2-moe", "minimax",
+    "granite-hybrid", "granitemoe", "granitemoeshared", "jamba", "lfm2-moe", "minimax",
     "olmoe", "phimoe", "qwen2-moe", "qwen3-moe", "qwen3-next", "zaya",
 }  # fmt: skip
 
