@@ -68,7 +68,8 @@ def _place(error: Exception, model: nn.Module) -> Place | None:
     names = {id(module): name for name, module in model.named_modules()}
     found: Place | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
+        first = frame.f_code.co_varnames[:1]  # usually called self
+        owner = frame.f_locals.get(first[0]) if first else None
         if id(owner) in names and not _is_plumbing(frame):
             file = frame.f_code.co_filename
             source = linecache.getline(file, number).strip()

@@ -94,3 +94,15 @@ def test_a_forward_that_exchanges_modules_leaves_the_model_alone() -> None:
     assert isinstance(model.head, nn.Linear)
     assert not graph.random  # the weights of what it made and dropped are not drawn
     assert {"head.weight", "head.bias"} <= set(graph.tensors)
+
+
+class Unusual(nn.Module):
+    """Calls itself something other than self."""
+
+    def forward(me, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportSelfClsParameterName]
+        return x.sum() if x.sum() > 0 else -x.sum()
+
+
+def test_the_place_is_found_whatever_a_module_calls_itself() -> None:
+    with pytest.raises(CaptureError, match=r"the model itself.*if x.sum\(\) > 0"):
+        capture(Unusual(), (torch.zeros(2),))
