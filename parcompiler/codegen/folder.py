@@ -36,7 +36,11 @@ def export(
 ) -> Path:
     """Write the folder; an older export at the same place is replaced."""
     _clear(path)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot write to {path} ({error.strerror}): give another path"
+        raise InputError(message) from error
     _write(path / MARK, plan.to_json())
     _write(path / "report.json", report.to_json())
     for name, text in texts(lowered, programs, str(report), standalone=standalone).items():
