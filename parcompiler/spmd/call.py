@@ -1,0 +1,191 @@
+"""A call of an operator as the rules read it: its arguments by name, and its tensors' shapes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor among the arguments: in `argument`, and where it stands when that is a list."""
+
+    argument: str
+    index: int | None
+    node: fx.Node
+    value: torch.Tensor
+    differentiable: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape; sizes that are not known before the step are -1."""
+        return shape_of(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node of a graph. Two operands may be the same node.
+
+    `results` are the tensors that it yields, in order, and `carries` says of each whether a
+    gradient comes to it. `arguments` has the defaults of those that are not given.
+    """
+
+    node: fx.Node
+    name: str
+    overload: str
+    arguments: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    results: tuple[torch.Tensor, ...]
+    carries: tuple[bool, ...]
+
+    @property
+    def base(self) -> str:
+        """The operator's name without its library, and without the mark of one in place."""
+        name = self.name.rpartition("::")[2]
+        return name if name.startswith("__") else name.rstrip("_")
+
+    @property
+    def is_item(self) -> bool:
+        """Whether this is one of several results of another node."""
+        return self.node.target is operator.getitem
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those of the operands."""
+        return tuple(operand.shape for operand in self.operands)
+
+    @property
+    def result_shapes(self) -> tuple[Shape, ...]:
+        """Those of the results."""
+        return tuple(map(shape_of, self.results))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every size is known, and every operand and result is a tensor of its own."""
+        known = all(-1 not in shape for shape in (*self.shapes, *self.result_shapes))
+        return known and bool(self.results)
+
+    @property
+    def gradients(self) -> tuple[bool, ...]:
+        """Which operands a gradient goes to."""
+        reached = any(self.carries)
+        return tuple(reached and operand.differentiable for operand in self.operands)
+
+    def operand(self, argument: str) -> Operand | None:
+        """The operand that is `argument`; None where that is no tensor."""
+        return next((item for item in self.operands if item.argument == argument), None)
+
+    def dims(self, argument: str, rank: int) -> tuple[int, ...]:
+        """The dimensions that an argument names, counted from the front; all for None or []."""
+        given = self.arguments.get(argument)
+        if given is None or given == []:
+            return tuple(range(rank))
+        listed = [given] if isinstance(given, int) else list(given)
+        return tuple(dim % rank for dim in listed) if rank else ()
+
+
+def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
+    """The call that `node` is.
+
+    `differentiable` are the names of the nodes that carry gradients; without it, those are the
+    floating ones, and results with such an operand.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name, overload = target._schema.name, target._schema.overload_name
+        arguments = bound(target, node.args, node.kwargs)
+    else:
+        name, overload = str(target), ""
+        arguments = {str(index): value for index, value in enumerate(node.args)} | node.kwargs
+    carries = differentiable is None or node.name in differentiable
+    if target is operator.getitem and isinstance(node.args[0], fx.Node):
+        operands = tuple(_item(node, node.args[0], carries=carries))
+    else:
+        operands = tuple(_operands(arguments, differentiable))
+    results = tuple(_tensors(node.meta.get("val")))
+    reached = carries and any(operand.differentiable for operand in operands)
+    reaches = tuple(reached and is_floating(result) for result in results)
+    return Call(node, name, overload, arguments, operands, results, reaches)
+
+
+def _item(node: fx.Node, of: fx.Node, *, carries: bool) -> Iterator[Operand]:
+    """The one operand of an item of several results: that result."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield Operand("0", None, of, value, carries and is_floating(value))
+
+
+def bound(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of an operator by name, with its defaults."""
+    schema = target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    given |= kwargs
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    values = defaults | given
+    return {argument.name: values[argument.name] for argument in schema if argument.name in values}
+
+
+def shape_of(value: torch.Tensor) -> Shape:
+    """The shape of a tensor; sizes that are not known before the step are -1."""
+    return tuple(size if isinstance(size, int) else -1 for size in value.shape)
+
+
+def is_floating(value: torch.Tensor) -> bool:
+    """Whether autograd knows gradients of it."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def is_random(call: Call) -> bool:
+    """Whether a call draws random numbers (dropout in training mode with p > 0, say)."""
+    target = call.node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return bool(getattr(target, "random", False))
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if "dropout_p" in call.arguments:
+        return bool(call.arguments["dropout_p"] != 0.0)
+    if "dropout" in call.name:
+        trains = call.arguments.get("train", call.arguments.get("training", True))
+        return bool(trains) and call.arguments.get("p") != 0.0
+    return True
+
+
+def written(call: Call) -> tuple[int, ...]:
+    """The operands that a call updates in place, by their place among the operands."""
+    target = call.node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    names = {
+        argument.name
+        for argument in target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return tuple(i for i, operand in enumerate(call.operands) if operand.argument in names)
+
+
+def _operands(
+    arguments: Mapping[str, Any], differentiable: Container[str] | None
+) -> Iterator[Operand]:
+    for argument, value in arguments.items():
+        listed = isinstance(value, list | tuple)
+        for index, item in enumerate(value if listed else (value,)):
+            if not isinstance(item, fx.Node):
+                continue
+            for tensor in _tensors(item.meta.get("val")):
+                carries = differentiable is None or item.name in differentiable
+                place = index if listed else None
+                yield Operand(argument, place, item, tensor, carries and is_floating(tensor))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,201 @@
+"""Rules found by execution, for operators that none is written for.
+
+The operator runs on small random tensors, whole and on n simulated ranks, with its operands split
+along every combination of dimensions. Where the pieces of a result make up the whole, or add up to
+it, and the gradients do too, there is a strategy.
+
+>>> from parcompiler.spmd.simulate import example
+>>> call = example(torch.ops.aten.cdist.default, torch.ones(4, 1, 3), torch.ones(4, 1, 3))
+>>> print(*discovered(call, n=2), sep="; ")
+S(0) S(0) -> S(0)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.spmd.call import Call, Shape, is_floating, is_random, written
+from parcompiler.spmd.placement import P, Placement, R, S
+from parcompiler.spmd.simulate import agrees, attempt, example, faults
+from parcompiler.spmd.strategy import Strategy
+
+LARGEST = 1 << 12  # elements of an operand that is tried as it is
+MOST = 1 << 10  # combinations of splits that are tried
+
+_found: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
+
+
+def discovered(call: Call, n: int) -> tuple[Strategy, ...]:
+    """The strategies that split a call, by trying; none for one that cannot be tried.
+
+    Operators with integers are not tried, for these may say where in memory to look, nor are
+    torch's private ones: neither check what they are given. What was found is kept, by operator,
+    other arguments, and shapes.
+    """
+    if not call.is_plain or is_random(call) or written(call) or is_unchecked(call):
+        return ()
+    known = call.shapes, _dtypes(call), call.gradients
+    key = (n, str(call.node.target), str(_constants(call)), *known)
+    if key not in _found:
+        trial = _trial(call, n)
+        _found[key] = tuple(_strategies(trial, n)) if trial else ()
+    return tuple(s for s in _found[key] if _divides(s, call, n))
+
+
+def is_unchecked(call: Call) -> bool:
+    """Whether a kernel may read or write anywhere when its arguments do not fit together."""
+    private = call.name.startswith("aten::_") or call.base == "as_strided"
+    return private or any(
+        not is_floating(o.value) and o.value.dtype != torch.bool for o in call.operands
+    )
+
+
+def _constants(call: Call) -> list[Any]:
+    """The arguments that are no tensors."""
+    return [None if _has_nodes(value) else value for value in call.arguments.values()]
+
+
+def _has_nodes(value: Any) -> bool:
+    return any(isinstance(item, fx.Node) for item in _listed(value))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
+    return tuple(operand.value.dtype for operand in call.operands)
+
+
+def _trial(call: Call, n: int) -> Call | None:
+    """The call on small random values; None where it does not run, or yields something else."""
+    for shapes, sizes in _shrunk(call, n):
+        try:
+            trial = on_random(call, shapes)
+        except Exception:  # whatever an operator raises that knows no such tensors
+            continue
+        expected = tuple(
+            tuple(sizes.get(size, size) for size in shape) for shape in call.result_shapes
+        )
+        if trial.result_shapes == expected and not _is_constant(trial):
+            return trial
+    return None
+
+
+def on_random(call: Call, shapes: Sequence[Shape]) -> Call:
+    """The call on random values of these shapes."""
+    generator = torch.Generator().manual_seed(0)
+    values = iter(
+        [
+            _random(shape, dtype, generator).requires_grad_(carries)
+            for shape, dtype, carries in zip(shapes, _dtypes(call), call.gradients, strict=True)
+        ]
+    )
+    arguments: Any = (call.node.args, call.node.kwargs)
+    args, kwargs = fx.map_arg(arguments, lambda _: next(values))
+    assert callable(call.node.target), "a function"
+    return example(call.node.target, *args, **kwargs)
+
+
+def _is_constant(call: Call) -> bool:
+    """Whether a result says nothing about what is computed: not a number, or empty."""
+    return any(
+        result.numel() == 0 or (is_floating(result) and not bool(result.isfinite().any()))
+        for result in call.results
+    )
+
+
+def _shrunk(call: Call, n: int) -> Iterator[tuple[tuple[Shape, ...], dict[int, int]]]:
+    """Shapes to try: smaller ones when they are large, the same sizes everywhere in the call."""
+    if all(prod(shape) <= LARGEST for shape in call.shapes):
+        yield call.shapes, {}
+        return
+    distinct = sorted({size for shape in call.shapes for size in shape if size > 1})
+    sizes = {size: n * (place + 1) if size % n == 0 else n * (place + 1) + 1
+             for place, size in enumerate(distinct)}  # fmt: skip
+    shapes = tuple(tuple(sizes.get(size, size) for size in shape) for shape in call.shapes)
+    if all(prod(shape) <= LARGEST for shape in shapes):
+        yield shapes, sizes
+
+
+def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    if dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _strategies(call: Call, n: int) -> Iterator[Strategy]:
+    """All splits of the operands with results that can be put together, values and gradients."""
+    choices = [_choices(operand.value, n) for operand in call.operands]
+    if prod(map(len, choices)) > MOST:
+        return
+    for inputs in itertools.product(*choices):
+        if all(placement == R for placement in inputs):
+            continue
+        outputs = _outputs(call, inputs, n)
+        if outputs is None:
+            continue
+        strategy = Strategy(inputs, outputs)
+        if not _checked(faults, call, strategy, n):
+            yield strategy
+
+
+def _choices(value: torch.Tensor, n: int) -> list[Placement]:
+    """Whole, split along each dimension, and summands."""
+    splits = [S(dim) for dim, size in enumerate(value.shape) if size and size % n == 0]
+    return [R, *splits, *([P] if value.dtype.is_floating_point else [])]
+
+
+def _outputs(call: Call, inputs: tuple[Placement, ...], n: int) -> tuple[Placement, ...] | None:
+    """The types of the results that ranks get, when each has one."""
+    found = _checked(attempt, call, inputs, n)
+    if not found:
+        return None
+    outputs = []
+    for place, whole in enumerate(call.results):
+        parts = [results[place] for results in found]
+        candidates = (R, *(S(dim) for dim in range(whole.dim())), P)
+        fitting = (c for c in candidates if _fits(parts, c, whole))
+        placement = next(fitting, None)
+        if placement is None:
+            return None
+        outputs.append(placement)
+    return tuple(outputs)
+
+
+def _fits(parts: Sequence[torch.Tensor], placement: Placement, whole: torch.Tensor) -> bool:
+    """Whether the parts, as `placement`, are the whole."""
+    if placement.kind == "S":
+        rest = [
+            [size for dim, size in enumerate(part.shape) if dim != placement.dim]
+            for part in (*parts, whole)
+        ]
+        if any(part.dim() != whole.dim() for part in parts) or rest.count(rest[0]) < len(rest):
+            return False
+    elif any(part.shape != whole.shape for part in parts):
+        return False
+    return agrees(parts, placement, whole)
+
+
+def _checked(function: Callable[..., Any], *args: Any) -> Any:
+    """What a trial says; something wrong for one that does not run."""
+    try:
+        return function(*args)
+    except Exception:  # whatever an operator raises that knows no such pieces
+        return ["it does not run"] if function is faults else None
+
+
+def _divides(strategy: Strategy, call: Call, n: int) -> bool:
+    """Whether a strategy found on small tensors holds for the sizes of the call."""
+    sides = zip(
+        (*strategy.inputs, *strategy.outputs), (*call.shapes, *call.result_shapes), strict=True
+    )
+    return all(p.kind != "S" or shape[p.dim] % n == 0 for p, shape in sides)

@@ -1,0 +1,147 @@
+"""Rules of operators that read or write where indices say: gather, index, scatter, index_add."""
+
+from __future__ import annotations
+
+from parcompiler.spmd.along import spelled, words
+from parcompiler.spmd.call import Call, Shape
+from parcompiler.spmd.rule import Rule
+
+
+def picked(call: Call) -> Rule:
+    """index_select: rows by their number; the rows that are picked may be split."""
+    rank = len(call.shapes[0])
+    if rank == 0:
+        return Rule(", !i -> ")
+    dim = int(call.arguments["dim"]) % rank
+    before = words(rank, (dim,))
+    after = [*before[:dim], "i", *before[dim + 1 :]]
+    return Rule(f"{' '.join(before)}, !{'i' if call.shapes[1] else ''} -> {' '.join(after)}")
+
+
+def gathered(call: Call) -> Rule:
+    """gather and take_along_dim: dimensions in which table and indices agree, and the indices."""
+    rank = len(call.shapes[0])
+    table, index = call.shapes
+    dim = call.dims("dim", rank)
+    here, there = words(rank, dim), words(rank)
+    for place in range(rank):
+        if place not in dim and table[place] != index[place]:
+            here[place] = there[place] = "1"
+    return Rule(f"{' '.join(here)}, !{' '.join(there)} -> {' '.join(there)}")
+
+
+def scattered(call: Call) -> Rule:
+    """scatter: dimensions in which all agree; what is written replaces what stood there."""
+    rank = len(call.shapes[0])
+    listed = words(rank, call.dims("dim", rank))
+    for place in range(rank):
+        if len({shape[place] for shape in call.shapes}) > 1:
+            listed[place] = "1"
+    line = " ".join(listed)
+    linear = "scatter_reduce" not in call.name and call.arguments.get("reduce") is None
+    mark = "" if linear else "!"
+    if len(call.operands) == 2:  # a number is written
+        return Rule(f"{mark}{line}, !{line} -> {line}", affine=call.arguments.get("value") != 0)
+    return Rule(f"{mark}{line}, !{line} + {mark}{line} -> {line}")
+
+
+def accumulated(call: Call) -> Rule:
+    """index_add: what is added may be split by rows, for the rest counts once."""
+    rank = len(call.shapes[0])
+    listed = words(rank, call.dims("dim", rank))
+    dim = int(call.arguments["dim"]) % rank
+    added = [*listed[:dim], "i", *listed[dim + 1 :]]
+    line, source = " ".join(listed), " ".join(added)
+    return Rule(f"{line} + !i, {source} -> {line}")
+
+
+def indexed(call: Call) -> Rule | None:
+    """x[..., indices, ...] with integers: what is not indexed, and the indices themselves."""
+    spots = _spots(call)
+    if spots is None:
+        return None
+    places, indices, width = spots
+    rank = len(call.shapes[0])
+    before = words(rank, places)
+    kept = [word for dim, word in enumerate(before) if dim not in places]
+    inside = [f"i{count}" for count in range(width, 0, -1)]
+    first = places[0] if _adjacent(places) else 0
+    after = [*kept[:first], *inside, *kept[first:]]
+    listed = ", ".join("!" + " ".join(inside[width - len(shape) :]) for shape in indices)
+    return Rule(f"{' '.join(before)}, {listed} -> {' '.join(after)}")
+
+
+def written(call: Call) -> Rule | None:
+    """index_put: what is not indexed; when values are added up, by rows of them as well."""
+    spots = _spots(call)
+    value = call.operand("values")
+    if spots is None or value is None:
+        return None
+    places, indices, width = spots
+    rank = len(call.shapes[0])
+    if len(value.shape) != width + rank - len(places) or not _adjacent(places):
+        return None
+    before = words(rank, places)
+    kept = [word for dim, word in enumerate(before) if dim not in places]
+    inside = [f"i{count}" for count in range(width, 0, -1)]
+    if not call.arguments.get("accumulate"):
+        inside = ["1"] * width
+    values = " ".join([*kept[: places[0]], *inside, *kept[places[0] :]])
+    listed = ", ".join("!" + " ".join(inside[width - len(shape) :]) for shape in indices)
+    line = " ".join(before)
+    # Indices choose both what stays and what is written, so that they are of the second summand.
+    return Rule(f"{line} + {listed}, {values} -> {line}")
+
+
+def _spots(call: Call) -> tuple[list[int], list[Shape], int] | None:
+    """The indexed dimensions, the shapes of the indices, and the dimensions that these make.
+
+    None for masks: how many elements they take is not known before.
+    """
+    given = call.arguments["indices"]
+    indices = [operand for operand in call.operands if operand.argument == "indices"]
+    if any(operand.value.dtype.itemsize == 1 for operand in indices):
+        return None
+    places = [dim for dim, index in enumerate(given) if index is not None]
+    if not places or len(places) != len(indices):
+        return None
+    shapes = [operand.shape for operand in indices]
+    return places, shapes, max(map(len, shapes))
+
+
+def _adjacent(places: list[int]) -> bool:
+    return places == list(range(places[0], places[0] + len(places)))
+
+
+def one_hot(call: Call) -> Rule | None:
+    """one_hot with the number of classes: the indices."""
+    if int(call.arguments.get("num_classes", -1)) < 0:
+        return None
+    listed = words(len(call.shapes[0]))
+    return Rule(spelled([["!", *listed]], [[*listed, "1"]]))
+
+
+def searched(call: Call) -> Rule | None:
+    """bucketize and searchsorted in one list of borders: the values."""
+    names = {operand.argument: operand for operand in call.operands}
+    borders = names.get("boundaries") or names.get("sorted_sequence")
+    if len(names) != 2 or borders is None or len(borders.shape) != 1:
+        return None
+    lines = ["!(k)" if item is borders else "!*b" for item in names.values()]
+    return Rule(f"{', '.join(lines)} -> *b")
+
+
+FAMILIES = {
+    "index_select": picked,
+    "gather": gathered,
+    "take_along_dim": gathered,
+    "scatter": scattered,
+    "scatter_add": scattered,
+    "scatter_reduce": scattered,
+    "index_add": accumulated,
+    "index": indexed,
+    "index_put": written,
+    "one_hot": one_hot,
+    "bucketize": searched,
+    "searchsorted": searched,
+}

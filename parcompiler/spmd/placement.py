@@ -1,0 +1,127 @@
+"""How one value stands on the ranks of one mesh axis: `R`, `I`, `S(d)` or `P`.
+
+| type   | each rank holds              | the gradient that a rank holds                 |
+|--------|------------------------------|------------------------------------------------|
+| `R`    | the whole value              | a summand: the gradient is the sum over ranks  |
+| `I`    | the whole value              | the whole gradient, the same on every rank     |
+| `S(d)` | its piece along dimension d  | that piece of the gradient                     |
+| `P`    | a summand of the value       | the whole gradient, the same on every rank     |
+
+A value without a gradient that every rank holds whole is `R`.
+
+Pieces are those of `parcompiler.pieces`.
+
+A dimension may consist of *segments*, each of which is split by itself: the fused projection of
+queries, keys and values is one matrix whose rows are three segments.
+
+>>> placement = S(0, (8, 4, 4))
+>>> print(placement, local_shape((16, 32), placement, 2, 0))
+S(0: 8 4 4) (8, 32)
+>>> [(span.start, span.size) for span in spans(16, placement, 2, 1)]
+[(4, 4), (10, 2), (14, 2)]
+>>> parse(str(placement)) == placement
+True
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.pieces import Shard, Span
+
+Kind = Literal["R", "I", "S", "P"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The type of a value on one axis; `dim`, not negative, and `segments` are those of `S`."""
+
+    kind: Kind
+    dim: int = -1
+    segments: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self.kind != "S":
+            return self.kind
+        segments = f": {' '.join(map(str, self.segments))}" if self.segments else ""
+        return f"S({self.dim}{segments})"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return self.kind in ("R", "I")
+
+
+R = Placement("R")
+I = Placement("I")  # noqa: E741  (the letter of the literature)
+P = Placement("P")
+
+
+def S(dim: int, segments: Sequence[int] = ()) -> Placement:
+    """Split along `dim` (counted from the front), within each of the `segments` if there are."""
+    assert dim >= 0, f"a placement counts dimensions from the front (got {dim})"
+    return Placement("S", dim, tuple(segments))
+
+
+_TEXT = re.compile(r"(?P<kind>[RIP])|S\((?P<dim>\d+)(?::(?P<segments>( \d+)+))?\)")
+
+
+def parse(text: str) -> Placement:
+    """The placement that `text` names.
+
+    >>> [parse(word) for word in ("I", "S(2)")] == [I, S(2)]
+    True
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        message = f"{text!r} is no placement: write 'R', 'I', 'P' or 'S(0)' with a dimension"
+        raise InputError(message)
+    for whole in (R, I, P):
+        if match["kind"] == whole.kind:
+            return whole
+    return S(int(match["dim"]), tuple(map(int, (match["segments"] or "").split())))
+
+
+def shard_of(placement: Placement, size: int) -> Shard:
+    """How a dimension of `size` is split by an `S`."""
+    assert placement.kind == "S", f"{placement} has no pieces"
+    segments = placement.segments or (size,)
+    assert sum(segments) == size, f"segments {segments} of a dimension of {size}"
+    return Shard(placement.dim, segments)
+
+
+def spans(size: int, placement: Placement, n: int, rank: int) -> tuple[Span, ...]:
+    """What `rank` holds of the split dimension of `size`: one piece, or one of each segment."""
+    return shard_of(placement, size).spans(n, rank)
+
+
+def local_shape(
+    shape: Sequence[int], placement: Placement, n: int, rank: int = 0
+) -> tuple[int, ...]:
+    """The shape of what `rank` holds of a value of `shape`; rank 0 holds a largest piece.
+
+    >>> local_shape((50257, 8), S(0), 4, rank=3)
+    (12564, 8)
+    """
+    local = list(shape)
+    if placement.kind == "S":
+        local[placement.dim] = shard_of(placement, shape[placement.dim]).length(n, rank)
+    return tuple(local)
+
+
+def take(value: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
+    """The piece of a whole `value` that `rank` holds."""
+    return shard_of(placement, value.shape[placement.dim]).take(value, n, rank)
+
+
+def join(pieces: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
+    """The whole value from the pieces of all ranks, in order."""
+    size = sum(own.shape[placement.dim] for own in pieces)
+    return shard_of(placement, size).join(pieces)

@@ -1,0 +1,246 @@
+"""A strategy carried out on simulated ranks, and compared with the operator on the whole.
+
+Every rank computes with what the types say that it holds, and gets what the types say of gradients;
+put together by type, values and gradients must be those of the whole.
+
+>>> from parcompiler.spmd.placement import P, R, S
+>>> call = example(torch.ops.aten.mm.default, torch.ones(2, 4).double(), torch.ones(4, 3).double())
+>>> faults(call, Strategy((S(1), S(0)), (P,)), n=2)
+()
+>>> faults(call, Strategy((S(1), S(0)), (R,)), n=2)[0]
+'result 0 of S(1) S(0) -> R differs from the whole'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from parcompiler.spmd.call import Call, is_floating, read
+from parcompiler.spmd.placement import I, P, Placement, R, join, take
+from parcompiler.spmd.special import LOCAL
+from parcompiler.spmd.strategy import Strategy, localized
+
+Values = Sequence[torch.Tensor]
+TOLERANCE = 1e-9
+
+
+def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """A call of an operator on real tensors, as the node of a graph would be read.
+
+    Gradients go to the tensors that require them; to all floating ones when none does.
+    """
+    graph = fx.Graph()
+    carrying: set[str] = set()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = value.detach()
+        if value.requires_grad:
+            carrying.add(node.name)
+        return node
+
+    nodes = pytree.tree_map(placeholder, (args, kwargs))
+    node = graph.call_function(target, *nodes)
+    with torch.no_grad():
+        node.meta["val"] = _run(read(node), [x.clone() for x in _values(read(node))])
+    return read(node, {*carrying, node.name} if carrying else None)
+
+
+def faults(call: Call, strategy: Strategy, n: int, seed: int = 0) -> tuple[str, ...]:
+    """What goes wrong with a strategy on the values of `call`: nothing when it is right.
+
+    Strategies that exchange something inside, or draw other numbers on each rank, have none.
+    """
+    if strategy.draws == "own" or (strategy.special and strategy.special not in LOCAL):
+        return ()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return tuple(_faults(call, strategy, n))
+
+
+def _faults(call: Call, strategy: Strategy, n: int) -> Iterator[str]:
+    """Values first, then gradients."""
+    seed = int(torch.randint(1 << 30, ()))
+    leaves = _leaves(call, _values(call))
+    whole = _results(_seeded(call, leaves, seed))
+    held = [dealt(v, t, n) for v, t in zip(_values(call), strategy.inputs, strict=True)]
+    ranks = [_leaves(call, [pieces[rank] for pieces in held]) for rank in range(n)]
+    found = [
+        _results(_seeded(call, local, seed, strategy, (n, rank)))
+        for rank, local in enumerate(ranks)
+    ]
+    tolerance = _tolerance(call)
+    wrong = f"of {strategy} differs from the whole"
+    for place, placement in enumerate(strategy.outputs):
+        parts = [results[place] for results in found]
+        if not agrees(parts, placement, whole[place], tolerance):
+            yield f"result {place} {wrong}"
+            return
+    incoming = [torch.randn_like(result) if result.requires_grad else None for result in whole]
+    gradients = _gradients(whole, leaves, incoming)
+    given = [
+        [None] * n if gradient is None else dealt(gradient, _dual(placement), n)
+        for gradient, placement in zip(incoming, strategy.outputs, strict=True)
+    ]
+    locally = [
+        _gradients(found[rank], ranks[rank], [parts[rank] for parts in given]) for rank in range(n)
+    ]
+    for place, (gradient, placement) in enumerate(zip(gradients, strategy.inputs, strict=True)):
+        parts = _present([local[place] for local in locally])
+        if gradient is not None and not agrees(parts, _dual(placement), gradient, tolerance):
+            yield f"gradient of operand {place} {wrong}"
+
+
+def _tolerance(call: Call) -> float:
+    """More where a call computes in less than double precision."""
+    values = [*_values(call), *call.results]
+    steps = [torch.finfo(value.dtype).eps for value in values if is_floating(value)]
+    return max([TOLERANCE, *(1e3 * step for step in steps)])
+
+
+def _present(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [part for part in parts if part is not None]
+
+
+def attempt(call: Call, inputs: Sequence[Placement], n: int) -> list[list[torch.Tensor]]:
+    """The results on every rank of the plain operator on operands of these types."""
+    strategy = Strategy(tuple(inputs), ())
+    held = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
+    with torch.no_grad():
+        return [
+            _results(_run(call, [pieces[rank] for pieces in held], strategy, (n, rank)))
+            for rank in range(n)
+        ]
+
+
+def dealt(value: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
+    """What each rank holds of a value: the whole, its piece, or a random summand."""
+    if placement.kind == "S":
+        return [take(value, placement, n, rank).clone() for rank in range(n)]
+    if placement.kind == "P":
+        summands = [torch.randn_like(value) for _ in range(n - 1)]
+        return [*summands, value - torch.stack(summands).sum(0)]
+    return [value.clone() for _ in range(n)]
+
+
+def agrees(
+    parts: Values, placement: Placement, whole: torch.Tensor, tolerance: float = TOLERANCE
+) -> bool:
+    """Whether what ranks hold is the whole when it is put together by type."""
+    if placement.kind == "S":
+        return _same(join(parts, placement), whole, tolerance)
+    if placement.kind == "P":
+        return _same(torch.stack(list(parts)).sum(0), whole, tolerance)
+    return all(_same(part, whole, tolerance) for part in parts)
+
+
+def _dual(placement: Placement) -> Placement:
+    """How the gradient of a value stands: in summands for R, whole for P."""
+    return {R: P, P: I, I: I}.get(placement, placement)
+
+
+def _same(found: torch.Tensor, whole: torch.Tensor, tolerance: float) -> bool:
+    if found.shape != whole.shape:
+        return False
+    if not is_floating(whole):
+        return torch.equal(found.to(whole.dtype), whole)
+    return torch.allclose(found, whole, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _values(call: Call) -> list[torch.Tensor]:
+    return [operand.value for operand in call.operands]
+
+
+def _leaves(call: Call, values: Values) -> list[torch.Tensor]:
+    return [
+        value.detach().clone().requires_grad_(carries)
+        for value, carries in zip(values, call.gradients, strict=True)
+    ]
+
+
+def _gradients(
+    results: Values, leaves: Values, incoming: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients of the leaves that have one, from those that come to the results."""
+    pairs = zip(results, incoming, strict=True)
+    coming = [(result, gradient) for result, gradient in pairs if gradient is not None]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not coming or not wanted:
+        return [None] * len(leaves)
+    roots, given = zip(*coming, strict=True)
+    found = iter(torch.autograd.grad(roots, wanted, given, materialize_grads=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _results(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _seeded(
+    call: Call,
+    leaves: Values,
+    seed: int,
+    strategy: Strategy | None = None,
+    spot: tuple[int, int] = (1, 0),
+) -> Any:
+    """The call with copies of the leaves (it may update them in place), drawing by `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _run(call, [leaf.clone() for leaf in leaves], strategy, spot)
+
+
+def _run(
+    call: Call, values: Values, strategy: Strategy | None = None, spot: tuple[int, int] = (1, 0)
+) -> Any:
+    """The call on whole values; with a strategy, on what one rank (`n`, `rank`) holds."""
+    arguments = _filled(call, values)
+    if strategy is None:
+        return _invoke(call.node.target, arguments)
+    n, rank = spot
+    arguments = localized(arguments, strategy.sizes, n, rank)
+    if strategy.special:
+        local = LOCAL[strategy.special]
+        return local(_function(call), arguments, call.shapes, n, rank)
+    result = _invoke(call.node.target, arguments)
+    return result if strategy.factor == 1.0 else _scaled(result, strategy.factor)
+
+
+def _function(call: Call) -> Callable[..., Any]:
+    assert callable(call.node.target), f"{call.name} is no function"
+    return call.node.target
+
+
+def _scaled(result: Any, factor: float) -> Any:
+    return pytree.tree_map(lambda leaf: leaf * factor, result)
+
+
+def _filled(call: Call, values: Values) -> dict[str, Any]:
+    """The arguments with values for operands."""
+    by_place = {
+        (operand.argument, operand.index): value
+        for operand, value in zip(call.operands, values, strict=True)
+    }
+    filled: dict[str, Any] = {}
+    for name, given in call.arguments.items():
+        if isinstance(given, list | tuple):
+            filled[name] = [by_place.get((name, i), item) for i, item in enumerate(given)]
+        else:
+            filled[name] = by_place.get((name, None), given)
+    return filled
+
+
+def _invoke(target: Any, arguments: Mapping[str, Any]) -> Any:
+    """Call an operator with arguments by name, or a function with those by number."""
+    if not isinstance(target, torch._ops.OpOverload):
+        placed = [value for name, value in arguments.items() if name.isdigit()]
+        return target(*placed, **{k: v for k, v in arguments.items() if not k.isdigit()})
+    named = {argument.name for argument in target._schema.arguments if argument.kwarg_only}
+    placed = [value for name, value in arguments.items() if name not in named]
+    return target(*placed, **{name: arguments[name] for name in named if name in arguments})

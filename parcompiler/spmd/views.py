@@ -1,0 +1,151 @@
+"""Rules of operators that regroup dimensions: view, flatten, squeeze, expand, repeat, permute.
+
+A group of dimensions that becomes another splits at the outermost dimension of both, where pieces
+of one are pieces of the other: [batch, sequence, heads · size] -> [batch, sequence, heads, size]
+splits the last dimension in pieces of whole heads.
+
+>>> grouped((2, 12, 48), (2, 12, 4, 12))
+(['g0', 'g1', 'g2'], ['g0', 'g1', 'g2', '1'])
+>>> grouped((4, 1, 6), (24, 1))
+(['g0', '1', '1'], ['g0', '1'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from parcompiler.spmd.along import spelled, words
+from parcompiler.spmd.call import Call
+from parcompiler.spmd.rule import Rule
+from parcompiler.spmd.strategy import Size
+
+# The argument of each view that says its sizes.
+SIZE_ARGUMENTS = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "unflatten": "sizes"}
+
+
+def grouped(before: Sequence[int], after: Sequence[int]) -> tuple[list[str], list[str]]:
+    """The words of two shapes with the same elements in the same order."""
+    left, right = ["1"] * len(before), ["1"] * len(after)
+    for number, (first, second) in enumerate(_heads(before, after)):
+        left[first] = right[second] = f"g{number}"
+    return left, right
+
+
+def _heads(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The outermost dimensions of each pair of groups of the same number of elements."""
+    if 0 in before:
+        return
+    left = [dim for dim, size in enumerate(before) if size > 1]
+    right = [dim for dim, size in enumerate(after) if size > 1]
+    while left:
+        yield left[0], right[0]
+        here, there = [left.pop(0)], [right.pop(0)]
+        while (a := prod(before[dim] for dim in here)) != (b := prod(after[dim] for dim in there)):
+            if a < b:
+                here.append(left.pop(0))
+            else:
+                there.append(right.pop(0))
+
+
+def viewed(call: Call) -> Rule | None:
+    """A view by sizes, and all that amounts to one (flatten, squeeze, unsqueeze)."""
+    if len(call.operands) != 1 or call.overload == "dtype":
+        return None
+    (before,), (after,) = call.shapes, call.result_shapes
+    left, right = grouped(before, after)
+    sizes: tuple[tuple[str, Size], ...] = ()
+    argument = SIZE_ARGUMENTS.get(call.base)
+    if argument:
+        offset = call.arguments["dim"] % len(before) if argument == "sizes" else 0
+        sizes = tuple(_sizes(argument, call.arguments[argument], right[offset:], after[offset:]))
+    # A piece of one element would be squeezed away.
+    return Rule(spelled([left], [right]), sizes, least=2 if call.base == "squeeze" else 1)
+
+
+def _sizes(
+    argument: str, given: Sequence[object], names: Sequence[str], shape: Sequence[int]
+) -> Iterator[tuple[str, Size]]:
+    """The places of a list of sizes that are split with a word; -1 finds itself."""
+    for place, (size, word, whole) in enumerate(zip(given, names, shape, strict=False)):
+        if size != -1 and word != "1":
+            yield word, Size(argument, place, whole)
+
+
+def expanded(call: Call) -> Rule | None:
+    """expand: a dimension that is stretched may be split where the operand is whole."""
+    if len(call.operands) != 1:
+        return None
+    (before,), (after,) = call.shapes, call.result_shapes
+    right = words(len(after))
+    left = right[len(after) - len(before) :]
+    sizes = tuple(_sizes("size", call.arguments["size"], right, after))
+    return Rule(spelled([left], [right]), sizes)
+
+
+def repeated(call: Call) -> Rule | None:
+    """repeat: a dimension that is not repeated splits with its operand, one that is, by copies."""
+    (before,), (after,) = call.shapes, call.result_shapes
+    repeats = call.arguments["repeats"]
+    if not all(isinstance(number, int) for number in repeats):
+        return None
+    offset = len(after) - len(before)
+    right, left, sizes = words(len(after)), ["1"] * len(before), []
+    for dim, number in enumerate(repeats):
+        if number == 1 and dim >= offset:
+            left[dim - offset] = right[dim]
+        elif dim >= offset and before[dim - offset] > 1:
+            right[dim] = "1"
+        else:
+            sizes.append((right[dim], Size("repeats", dim, number)))
+    return Rule(spelled([left], [right]), tuple(sizes))
+
+
+def interleaved(call: Call) -> Rule | None:
+    """repeat_interleave by a number: copies stay with their element."""
+    if call.overload != "self_int" or len(call.shapes[0]) != len(call.result_shapes[0]):
+        return None
+    rank, dim = len(call.shapes[0]), call.arguments.get("dim")
+    listed, sizes = words(rank), []
+    if isinstance(dim, int):
+        word, whole = listed[dim % rank], call.result_shapes[0][dim % rank]
+        if call.arguments.get("output_size") is not None:
+            sizes.append((word, Size("output_size", None, whole)))
+        if call.shapes[0][dim % rank] == 1:  # nothing but copies
+            sizes.append((word, Size("repeats", None, whole)))
+    return Rule(spelled([listed], [listed]), tuple(sizes))
+
+
+def permuted(call: Call) -> Rule | None:
+    """Dimensions in another order."""
+    rank = len(call.shapes[0])
+    order = list(range(rank))
+    name = call.base
+    if name == "permute":
+        order = [dim % rank for dim in call.arguments["dims"]]
+    elif name in ("t", "numpy_T"):
+        order.reverse()
+    elif rank:
+        first, second = _exchanged(call, name, rank)
+        order[first], order[second] = order[second], order[first]
+    listed = words(rank)
+    return Rule(spelled([listed], [[listed[dim] for dim in order]]))
+
+
+def _exchanged(call: Call, name: str, rank: int) -> tuple[int, int]:
+    """The two dimensions that change places."""
+    if name in ("mT", "adjoint", "mH"):
+        return rank - 2, rank - 1
+    first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
+    return call.arguments[first] % rank, call.arguments[second] % rank
+
+
+FAMILIES = {
+    **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), viewed),
+    **dict.fromkeys(
+        ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permuted
+    ),
+    "expand": expanded,
+    "repeat": repeated,
+    "repeat_interleave": interleaved,
+}

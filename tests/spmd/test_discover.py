@@ -1,0 +1,59 @@
+"""Rules found by execution are those that one would write."""
+
+import pytest
+import torch
+
+from parcompiler.spmd import P, R, S, Strategy
+from parcompiler.spmd.call import Call
+from parcompiler.spmd.discover import discovered
+from parcompiler.spmd.rules import source, strategies
+from parcompiler.spmd.simulate import example
+from tests.spmd.cases import aten, below, real
+
+
+def splits(call: Call) -> set[Strategy]:
+    return {s for s in strategies(call.node, 2) if not s.is_replicated}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        example(aten.mm.default, real(2, 4), real(4, 6)),
+        example(aten.mul.Tensor, real(2, 4), real(4)),
+        example(aten.exp.default, real(2, 4)),
+        example(aten.softmax.int, real(2, 4), -1),
+        example(aten.transpose.int, real(2, 4), 0, 1),
+        example(aten.sum.dim_IntList, real(2, 4), [1]),
+    ],
+    ids=lambda call: call.base,
+)
+def test_what_is_written_is_discovered(call: Call) -> None:
+    assert splits(call) <= set(discovered(call, 2))
+
+
+def test_an_operator_without_a_rule_gets_one() -> None:
+    call = example(aten.cosine_similarity.default, real(4, 6), real(4, 6))
+    assert source(call.node, 2) == "discovered"
+    assert splits(call) == {Strategy((S(0), S(0)), (S(0),))}
+
+
+def test_large_operands_are_tried_on_small_ones() -> None:
+    call = example(aten.cosine_similarity.default, real(128, 6, 64), real(128, 6, 64), -1)
+    found = splits(call)
+    assert Strategy((S(0), S(0)), (S(0),)) in found
+    assert Strategy((S(1), S(1)), (S(1),)) in found
+    assert Strategy((S(2), S(2)), (S(2),)) not in found
+    assert not [s for s in strategies(call.node, 4) if s.outputs == (S(1),)]
+
+
+def test_what_draws_or_reads_memory_by_numbers_is_not_tried() -> None:
+    drawn = example(aten.rrelu_with_noise_functional.default, real(4), real(4))
+    assert discovered(drawn, 2) == ()
+    counted = example(aten.bincount.default, below(4, 8))
+    assert source(counted.node, 2) == "replicated"
+
+
+def test_what_fails_on_pieces_is_replicated() -> None:
+    call = example(aten.linalg_inv.default, torch.eye(4).double())
+    assert [s.inputs for s in strategies(call.node, 2)][1:] == [(R,)]
+    assert P not in {p for s in strategies(call.node, 2) for p in s.outputs}
