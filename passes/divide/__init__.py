@@ -4,33 +4,47 @@ Given       c[i]        seconds of block i, forward and backward of one micro-ba
                         listed in topological order
             m[i], s[i]  its resident bytes; its bytes saved for the backward, per micro-batch
             f           values that cross blocks: producer p, consumers q, seconds d[f] to receive
-                        one and to return its gradient, bytes s[f] of the received copy
+                        one and to return its gradient, bytes s[f] of a received copy
             g           tensors that several blocks use, of b[g] bytes
-            M, k[j], L[j]   micro-batches; those in flight on stage j; its memory limit in bytes
+            J(r)        stages of rank r, v of them on each
+            M, L[r]     micro-batches; memory limit of rank r in bytes
+            K(r)        vectors k of micro-batches in flight at once on the stages of rank r
 Decide      y[i,j]      1 iff block i is on stage j or a later one
             x[i,j]      1 iff block i is on stage j: y[i,j] - y[i,j+1]             `_place`
-            r[f,j]      1 iff value f is received on stage j
-            u[g,j]      1 iff tensor g is held on stage j
-            T           seconds of the slowest stage
-Minimize    sum over j of t[j] + (M - 1) T                                         `minimize_time`
+            r[f,j]      1 iff value f is received on stage j: the first of its rank to consume it
+            u[g,r]      1 iff tensor g is held on rank r
+            T           seconds of the slowest rank
+Minimize    (sum over j of t[j]) / v + (M - 1) T                                   `minimize_time`
             with t[j] = sum(c[i] x[i,j]) + sum(d[f] r[f,j])
 Subject to  data flows forward         y[p,j] <= y[q,j]                            `_flow_forward`
             no stage is empty          sum(x[i,j]) >= 1                            `_fill_stages`
-            values are received        x[q,j] - x[p,j] <= r[f,j] <= sum(x[q,j])    `_receive_values`
-            shared tensors are held    u[g,j] >= x[i,j] for each user i            `_hold_shared`
-            no stage is slower than T  t[j] <= T                                   `minimize_time`
-            memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,j])         `limit_memory`
-                                       + k[j] (sum(s[i] x[i,j]) + sum(s[f] r[f,j])) <= L[j]
+            values are received        x[q,j] - sum(x[p,e] + r[f,e] for other      `_receive_values`
+                                       e in J(r), of the r[f,e] those before j)
+                                       - x[p,j] <= r[f,j] <= sum(x[q,j])
+            shared tensors are held    u[g,r] >= x[i,j] for each user i            `_hold_shared`
+            no rank is slower than T   sum(t[j] for j in J(r)) <= T                `minimize_time`
+            memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,r])         `limit_memory`
+                                       + sum(k[j] s[i] x[i,j])
+                                       + sum((k[j] + 1) s[f] r[f,j]) <= L[r]
+                                       for each k in K(r), the sums over j in J(r)
 
-Little of the proof needs search. A dynamic programme finds a good division into runs of consecutive
-blocks. Every better division has each block on one of a few stages, its window; often the windows
-contradict each other, and the runs are optimal. Else the programme is solved inside the windows.
+The sum over r[f,e] makes a value received once per rank. Its copies are those of the micro-batches
+in flight on the first stage that consumes it, which has it longest, and one more, because a receive
+is posted before its use. Between stages of one rank it takes neither seconds nor a copy.
+
+Little of the proof needs search. With one stage per rank, a dynamic programme finds a good division
+into runs of consecutive blocks; with several, runs become good by moving cuts (`improve`, `pairs`).
+Every better division has each block on one of a few stages, its window; often the windows
+contradict each other, or the blocks do not fit into the ranks however they are put (`bounds`), and
+the runs are optimal. Else the programme is solved inside the windows; but not a large one with
+several stages per rank, for which the search does nothing in a few seconds: there the gap is told.
 
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
-Ties: the runs found win when nothing is strictly better. Of runs with that slowest stage, they have
-the least total, then the least sum of squared seconds (the most even), then the earliest cuts.
-Where runs are not optimal, the solver's fixed seed decides.
+Ties: the runs found win when nothing is strictly better. With one stage per rank, of runs with that
+slowest stage they have the least total, then the least sum of squared seconds (the most even), then
+the earliest cuts. With several, no move of neighbouring cuts by one block lowers the sum of squares
+at the same step. Where runs are not optimal, the solver's fixed seed decides.
 """
 
 from __future__ import annotations
@@ -38,20 +52,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.bounds import least_slowest
 from parcompiler.passes.divide.data import (
     Division,
     Evaluation,
     Flow,
     Load,
     Part,
-    Task,
-    check_task,
     evaluate,
     memory_parts,
 )
+from parcompiler.passes.divide.improve import balanced_runs
 from parcompiler.passes.divide.programme import lay_out, limit_memory, minimize_time
 from parcompiler.passes.divide.refusal import too_little_memory
 from parcompiler.passes.divide.runs import fastest_runs, nothing_better
+from parcompiler.passes.divide.task import Task, check_task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import EFFORT, UndecidedError, relative_gap, solve
 
@@ -61,25 +76,28 @@ __all__ = ["Division", "Evaluation", "Flow", "Load", "Part", "divide", "evaluate
 def divide(
     loads: Sequence[Load],
     flows: Sequence[Flow],
-    stages: int,
+    placement: Sequence[int],
     microbatches: int,
-    in_flight: Sequence[int],
+    held: Sequence[Sequence[tuple[int, ...]]],
     limits: Sequence[float],
     *,
     names: Sequence[str] = (),
     effort: float = EFFORT,
+    explain: bool = True,
 ) -> Division:
     """The division of blocks into stages whose step takes the fewest seconds.
 
     Args:
         loads: one per block, in topological order.
         flows: the values between blocks; producers come before consumers.
-        stages: how many there are; none stays empty.
+        placement: the rank of each stage; no stage stays empty, each rank has equally many.
         microbatches: those of a step.
-        in_flight: per stage, the micro-batches whose saved values it holds at once.
-        limits: bytes of memory of each stage; may be infinite.
+        held: per rank, how many micro-batches' saved values its stages hold at once: one vector
+            for each moment that may be the fullest, one count for each of its stages.
+        limits: bytes of memory of each rank; may be infinite.
         names: of the blocks, for messages.
         effort: limit of the search, in the solver's deterministic units.
+        explain: whether to search for what would do when memory does not (that may take longer).
 
     Raises:
         InfeasibleError: more stages than blocks, or too little memory. Says the least limit that
@@ -87,28 +105,35 @@ def divide(
         UndecidedError: the search ended with no division and no proof that there is none.
         InputError: the data are no such problem.
     """
-    task = Task(loads, flows, stages, microbatches, in_flight, limits)
+    task = Task(loads, flows, placement, microbatches, held, limits)
     check_task(task)
     try:
         stage_of, bound = _fastest(task, effort)
     except InfeasibleError:
+        if not explain:
+            raise
         raise too_little_memory(task, names, effort) from None
-    objective = evaluate(loads, flows, stage_of, microbatches, in_flight).objective
+    objective = task.evaluate(stage_of).objective
     if bound is None:
         return Division(stage_of, "optimal", objective, objective, 0.0)
-    least = min(objective, bound * task.unit)
+    least = min(objective, bound * task.unit / task.each)
     return Division(stage_of, "feasible", objective, least, relative_gap(objective, least))
 
 
 def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
     """The best division; and a lower bound of the objective in units, None when it is optimal."""
-    runs, best = fastest_runs(task)
+    least = least_slowest(task) if task.each > 1 else 0
+    runs, best = balanced_runs(task, least) if task.each > 1 else fastest_runs(task)
     windows = find_windows(task, best)
-    if windows is None:
+    if windows is None or windows.slowest < least:
         return nothing_better(runs), None
     layout = lay_out(task, windows)
     limit_memory(layout)
-    minimize_time(layout)
+    minimize_time(layout, least)
+    if runs is not None and task.each > 1:
+        layout.hint(runs)
+        if layout.is_large:
+            return runs, sum(task.compute) + sum(windows.received) + task.further * least
     try:
         solution = solve(layout.model, effort=effort)
     except InfeasibleError:

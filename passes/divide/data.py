@@ -1,16 +1,11 @@
-"""The data of a division, what a division costs, and the task in whole numbers."""
+"""The data of a division, and what a division costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
-
-from parcompiler.errors import InfeasibleError, InputError
-
-RESOLUTION = 2**56  # sums of whole seconds stay below it, and well inside 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +14,7 @@ class Load:
 
     `seconds` of forward and backward of one micro-batch; `resident` bytes whatever the schedule
     (parameters, gradients, optimizer states); `saved` bytes kept for the backward, per micro-batch
-    in flight; `shared` tensors (name, bytes) are counted once per stage however many of its blocks
+    in flight; `shared` tensors (name, bytes) are counted once per rank however many of its blocks
     use them.
     """
 
@@ -33,8 +28,10 @@ class Load:
 class Flow:
     """A value that crosses blocks.
 
-    Each stage with a consumer, other than the producer's, receives it once: `seconds` to move it
-    and its gradient back, `saved` bytes for the received copy, per micro-batch in flight.
+    Each rank with a consumer, other than the producer's, receives it once, on the first of its
+    stages that has a consumer: `seconds` to move it and its gradient back, `saved` bytes for a
+    received copy. There is one copy per micro-batch in flight on that stage, which has the value
+    longest, and one more, because a receive is posted before its use.
     """
 
     producer: int
@@ -60,9 +57,10 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a division costs: seconds of a micro-batch, and bytes, on each stage.
+    """What a division costs: seconds of a micro-batch on each stage, and bytes on each rank.
 
-    `objective` is the seconds of a step: sum of the stages + (microbatches - 1) * the slowest.
+    `objective` is the seconds of a step: those of all stages, divided by the stages per rank, and
+    those of the slowest rank for each further micro-batch.
     """
 
     seconds: tuple[float, ...]
@@ -71,7 +69,7 @@ class Evaluation:
 
 
 class Part(NamedTuple):
-    """A share of a stage's memory, in bytes and in words."""
+    """A share of a rank's memory, in bytes and in words."""
 
     size: int
     what: str
@@ -81,54 +79,88 @@ def evaluate(
     loads: Sequence[Load],
     flows: Sequence[Flow],
     stage_of: Sequence[int],
+    placement: Sequence[int],
     microbatches: int,
-    in_flight: Sequence[int],
+    held: Sequence[Sequence[tuple[int, ...]]],
 ) -> Evaluation:
-    """What a division costs, straight from the definitions; one stage per item of `in_flight`.
+    """What a division costs, straight from the definitions; stage j is on rank `placement[j]`.
 
     >>> loads = [Load(1.0, 10, 1), Load(2.0, 20, 2)]
-    >>> evaluate(loads, [Flow(0, (1,), 0.5, saved=3)], (0, 1), microbatches=4, in_flight=(2, 1))
-    Evaluation(seconds=(1.0, 2.5), memory=(12, 25), objective=11.0)
+    >>> evaluate(loads, [Flow(0, (1,), 0.5, saved=3)], (0, 1), (0, 1), 4, held=[[(2,)], [(1,)]])
+    Evaluation(seconds=(1.0, 2.5), memory=(12, 28), objective=11.0)
     """
-    seconds, memory = [], []
-    for j, k in enumerate(in_flight):
-        here = [load for load, at in zip(loads, stage_of, strict=True) if at == j]
-        received = [flow for flow in flows if _is_received(flow, stage_of, j)]
-        shared = {item for load in here for item in load.shared}
-        seconds.append(
-            math.fsum([load.seconds for load in here] + [flow.seconds for flow in received])
-        )
-        memory.append(
-            sum(load.resident + k * load.saved for load in here)
-            + sum(size for _, size in shared)
-            + sum(k * flow.saved for flow in received)
-        )
-    objective = math.fsum(seconds) + (microbatches - 1) * max(seconds)
-    return Evaluation(tuple(seconds), tuple(memory), objective)
+    received = _received(flows, stage_of, placement)
+    work = [[flow.seconds for flow in arriving] for arriving in received]
+    for load, j in zip(loads, stage_of, strict=True):
+        work[j].append(load.seconds)
+    seconds = tuple(math.fsum(stage) for stage in work)
+    on = stages_on(placement)
+    memory = tuple(
+        sum(part.size for part in memory_parts(loads, flows, stage_of, placement, held, rank))
+        for rank in range(len(on))
+    )
+    slowest = max(math.fsum(seconds[j] for j in stages) for stages in on)
+    objective = math.fsum(seconds) / len(on[0]) + (microbatches - 1) * slowest
+    return Evaluation(seconds, memory, objective)
 
 
 def memory_parts(
     loads: Sequence[Load],
     flows: Sequence[Flow],
     stage_of: Sequence[int],
-    in_flight: Sequence[int],
-    stage: int,
+    placement: Sequence[int],
+    held: Sequence[Sequence[tuple[int, ...]]],
+    rank: int,
     names: Sequence[str] = (),
 ) -> tuple[Part, ...]:
-    """What the memory of one stage consists of; the sizes add up to that of `evaluate`."""
+    """What the memory of one rank consists of, when it is fullest; the sizes add up to that."""
     names = names or [f"block {i}" for i in range(len(loads))]
-    k = in_flight[stage]
-    here = [i for i, at in enumerate(stage_of) if at == stage]
-    received = [flow for flow in flows if _is_received(flow, stage_of, stage)]
-    states = [Part(loads[i].resident, names[i]) for i in here]
-    shared = [Part(size, name) for name, size in sorted({s for i in here for s in loads[i].shared})]
-    saved = [Part(k * loads[i].saved, names[i]) for i in here]
-    copies = [Part(k * flow.saved, names[flow.producer]) for flow in received]
+    stages = stages_on(placement)[rank]
+    received = _received(flows, stage_of, placement)
+    here = [[i for i, at in enumerate(stage_of) if at == j] for j in stages]
+
+    def growing(counts: Sequence[int]) -> int:
+        return sum(
+            k * (sum(loads[i].saved for i in blocks) + sum(flow.saved for flow in received[j]))
+            for k, j, blocks in zip(counts, stages, here, strict=True)
+        )
+
+    counts = max(held[rank], key=growing)
+    blocks = [i for group in here for i in group]
+    states = [Part(loads[i].resident, names[i]) for i in blocks]
+    tensors = sorted({item for i in blocks for item in loads[i].shared})
+    shared = [Part(size, name) for name, size in tensors]
+    saved = [
+        Part(k * loads[i].saved, names[i])
+        for k, group in zip(counts, here, strict=True)
+        for i in group
+    ]
+    copies = [
+        Part((k + 1) * flow.saved, names[flow.producer])
+        for k, j in zip(counts, stages, strict=True)
+        for flow in received[j]
+    ]
+    flying = " + ".join(map(str, counts))
     return (
         _total("parameters and optimizer states, most of them of", states),
         _total("shared parameters and their optimizer states, most of them of", shared),
-        _total(f"activations of {k} micro-batches in flight, most of them saved by", saved),
-        _total(f"values received for {k} micro-batches in flight, most of them from", copies),
+        _total(f"activations of {flying} micro-batches in flight, most of them saved by", saved),
+        _total(
+            f"values received for {flying} micro-batches in flight and one more, most of them from",
+            copies,
+        ),
+    )
+
+
+def stages_on(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank.
+
+    >>> stages_on((0, 1, 1, 0))
+    ((0, 3), (1, 2))
+    """
+    return tuple(
+        tuple(j for j, at in enumerate(placement) if at == rank)
+        for rank in range(1 + max(placement))
     )
 
 
@@ -137,84 +169,15 @@ def _total(what: str, parts: Sequence[Part]) -> Part:
     return Part(sum(part.size for part in parts), f"{what} {largest.what}")
 
 
-def _is_received(flow: Flow, stage_of: Sequence[int], stage: int) -> bool:
-    return stage_of[flow.producer] != stage and stage in [stage_of[q] for q in flow.consumers]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes."""
-
-    loads: Sequence[Load]
-    flows: Sequence[Flow]
-    stages: int
-    microbatches: int
-    in_flight: Sequence[int]
-    limits: Sequence[float]
-
-    @cached_property
-    def unit(self) -> float:
-        """Seconds; all sums of the programme stay below RESOLUTION of them."""
-        total = math.fsum(load.seconds for load in self.loads)
-        total += math.fsum(flow.seconds * len(flow.consumers) for flow in self.flows)
-        return total * (self.stages + self.microbatches) / RESOLUTION or 1.0
-
-    @cached_property
-    def compute(self) -> list[int]:
-        """Units of each block."""
-        return [round(load.seconds / self.unit) for load in self.loads]
-
-    @cached_property
-    def move(self) -> list[int]:
-        """Units of each flow."""
-        return [round(flow.seconds / self.unit) for flow in self.flows]
-
-    @cached_property
-    def most(self) -> int:
-        """Bytes that no stage can exceed."""
-        fixed = sum(load.resident + sum(size for _, size in load.shared) for load in self.loads)
-        saved = sum(load.saved for load in self.loads) + sum(flow.saved for flow in self.flows)
-        return max(1, fixed + max(self.in_flight) * saved)
-
-    @cached_property
-    def room(self) -> list[int]:
-        """Bytes of each stage; more than `most` make no difference."""
-        return [math.floor(min(limit, self.most)) for limit in self.limits]
-
-    @cached_property
-    def arriving(self) -> list[set[int]]:
-        """The flows that each block consumes."""
-        arriving: list[set[int]] = [set() for _ in self.loads]
-        for f, flow in enumerate(self.flows):
-            for q in flow.consumers:
-                arriving[q].add(f)
-        return arriving
-
-
-def check_task(task: Task) -> None:
-    """Refuse data that are no division problem, and more stages than blocks."""
-    stages, blocks = task.stages, len(task.loads)
-    counts = (len(task.in_flight), len(task.limits))
-    seconds = [load.seconds for load in task.loads] + [flow.seconds for flow in task.flows]
-    backward = [f for f in task.flows if any(not 0 <= f.producer < q < blocks for q in f.consumers)]
-    if stages < 1 or task.microbatches < 1:
-        message = f"stages and microbatches must be positive ({stages}, {task.microbatches} given)"
-        raise InputError(message)
-    if counts != (stages, stages):
-        message = f"in_flight and limits need one item per stage ({counts} for {stages} stages)"
-        raise InputError(message)
-    if not all(limit >= 1 for limit in task.limits):
-        message = f"a memory limit must be at least 1 byte ({min(task.limits):g} given)"
-        raise InputError(message)
-    if not all(0 <= value < math.inf for value in seconds):
-        message = (
-            f"seconds must be finite and not negative ({min(seconds)} to {max(seconds)} given)"
-        )
-        raise InputError(message)
-    if backward:
-        path = f"block {backward[0].producer} to {backward[0].consumers} of {blocks}"
-        message = f"a flow does not go forward ({path}): list the blocks in topological order"
-        raise InputError(message)
-    if stages > blocks:
-        message = f"more stages than blocks ({stages} > {blocks}): use fewer stages or finer blocks"
-        raise InfeasibleError(message)
+def _received(
+    flows: Sequence[Flow], stage_of: Sequence[int], placement: Sequence[int]
+) -> list[list[Flow]]:
+    """The values that each stage receives for its rank."""
+    received: list[list[Flow]] = [[] for _ in placement]
+    for flow in flows:
+        reached = {placement[stage_of[flow.producer]]}
+        for j in sorted({stage_of[q] for q in flow.consumers}):
+            if placement[j] not in reached:
+                reached.add(placement[j])
+                received[j].append(flow)
+    return received

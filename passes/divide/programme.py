@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parcompiler.passes.divide.data import Task
+from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.windows import Windows
 from parcompiler.solver import Model, Term, Variable
+
+LARGE = 1500  # variables
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,37 @@ class Layout:
         """Whether block i is on stage j or a later one."""
         return self.always if j <= self.windows.first[i] else self.free.get((i, j), self.never)
 
-    def seconds(self, j: int) -> list[Term]:
-        """The units of time of stage j."""
-        compute, move = enumerate(self.task.compute), enumerate(self.task.move)
-        return [*_sum(self.x, compute, j), *_sum(self.r, move, j)]
+    def seconds(self, rank: int) -> list[Term]:
+        """The units of time of all stages of a rank."""
+        compute, move = list(enumerate(self.task.compute)), list(enumerate(self.task.move))
+        return [
+            term
+            for j in self.task.on[rank]
+            for term in (*_sum(self.x, compute, j), *_sum(self.r, move, j))
+        ]
 
-    def memory(self, j: int) -> list[Term]:
-        """The bytes on stage j."""
-        k = self.task.in_flight[j]
-        blocks = [load.resident + k * load.saved for load in self.task.loads]
-        copies = [k * flow.saved for flow in self.task.flows]
-        held = [(size, variable) for ((_, size), at), variable in self.u.items() if at == j]
-        return [*_sum(self.x, enumerate(blocks), j), *_sum(self.r, enumerate(copies), j), *held]
+    def memory(self, rank: int, counts: Sequence[int]) -> list[Term]:
+        """The bytes on a rank with so many micro-batches in flight on its stages."""
+        terms: list[Term] = []
+        for k, j in zip(counts, self.task.on[rank], strict=True):
+            blocks = [load.resident + k * load.saved for load in self.task.loads]
+            copies = [(k + 1) * flow.saved for flow in self.task.flows]
+            terms += _sum(self.x, enumerate(blocks), j)
+            terms += _sum(self.r, enumerate(copies), j)
+        held = [(size, here) for ((_, size), at), here in self.u.items() if at == rank]
+        return [*terms, *held]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a few seconds of search would do nothing: with several stages per rank only."""
+        return self.task.each > 1 and len(self.model.variables) > LARGE
+
+    def hint(self, stage_of: Sequence[int]) -> None:
+        """Say where to look first: near this division."""
+        for (i, j), here in self.x.items():
+            self.model.hint(here, stage_of[i] == j)
+        for (i, j), later in self.free.items():
+            self.model.hint(later, stage_of[i] >= j)
 
     def read(self, values: Sequence[float]) -> tuple[int, ...]:
         """The stage of each block."""
@@ -61,6 +82,7 @@ def lay_out(task: Task, windows: Windows) -> Layout:
     _flow_forward(layout)
     _fill_stages(layout)
     _receive_values(layout)
+    _receive_something(layout)
     _hold_shared(layout)
     return layout
 
@@ -79,9 +101,12 @@ def _place(task: Task, windows: Windows) -> Layout:
         if j > windows.first[flow.producer]
     }
     users = {
-        (item, j) for i, span in enumerate(spans) for item in task.loads[i].shared for j in span
+        (item, task.placement[j])
+        for i, span in enumerate(spans)
+        for item in task.loads[i].shared
+        for j in span
     }
-    u = {(item, j): model.binary(f"u[{item[0]},{j}]") for item, j in sorted(users)}
+    u = {(item, rank): model.binary(f"u[{item[0]},{rank}]") for item, rank in sorted(users)}
     layout = Layout(task, windows, model, free, always, never, x, r, u)
     # A block is on stage j iff it is on j or later, but not on j + 1 or later.
     for (i, j), variable in x.items():
@@ -105,48 +130,67 @@ def _fill_stages(layout: Layout) -> None:
 
 
 def _receive_values(layout: Layout) -> None:
-    """A value is received where a consumer is and the producer is not, and nowhere else."""
+    """A value is received where a consumer is, unless the rank has it already; nowhere else."""
     task, model = layout.task, layout.model
     for (f, j), received in layout.r.items():
-        produced = _sum(layout.x, [(task.flows[f].producer, 1)], j)
-        consumed = [_sum(layout.x, [(q, -1)], j) for q in task.flows[f].consumers]
+        flow, stages = task.flows[f], task.on[task.placement[j]]
+        earlier = [term for e in stages if e < j for term in _sum(layout.r, [(f, 1)], e)]
+        produced = [term for e in stages for term in _sum(layout.x, [(flow.producer, 1)], e)]
+        consumed = [_sum(layout.x, [(q, -1)], j) for q in flow.consumers]
         for term in consumed:
-            model.constrain([(1, received), *produced, *term], low=0)
+            model.constrain([(1, received), *earlier, *produced, *term], low=0)
         model.constrain([(1, received), *itertools.chain(*consumed)], high=0)
-    # The first block of a stage receives something, or consumes nothing (implied; the bound of
-    # the objective needs it).
+
+
+def _receive_something(layout: Layout) -> None:
+    """The first block of a stage receives something, or consumes nothing.
+
+    This is implied; the bound of the objective needs it. With several stages per rank, the rank
+    may have it all; but not what comes from the block before, when that is on another rank.
+    """
+    task = layout.task
     sources = [(i, 1) for i, arriving in enumerate(task.arriving) if not arriving]
+    flows: Sequence[int] = range(len(task.flows))
+    if task.each > 1:
+        flows = sorted(set().union(*task.links or []))
     for j in range(task.stages):
-        values = _sum(layout.r, ((f, 1) for f in range(len(task.flows))), j)
-        model.constrain([*values, *_sum(layout.x, sources, j)], low=1)
+        if task.each == 1 or (task.links and j and task.placement[j] != task.placement[j - 1]):
+            values = _sum(layout.r, ((f, 1) for f in flows), j)
+            layout.model.constrain([*values, *_sum(layout.x, sources, j)], low=1)
 
 
 def _hold_shared(layout: Layout) -> None:
-    """A shared tensor is on every stage with a block that uses it."""
+    """A shared tensor is on every rank with a block that uses it."""
     for (i, j), here in layout.x.items():
         for item in layout.task.loads[i].shared:
-            layout.model.constrain([(1, layout.u[item, j]), (-1, here)], low=0)
+            held = layout.u[item, layout.task.placement[j]]
+            layout.model.constrain([(1, held), (-1, here)], low=0)
 
 
 def limit_memory(layout: Layout) -> None:
-    """A stage takes no more bytes than it has."""
-    for j, limit in enumerate(layout.task.room):
-        terms = layout.memory(j)
-        if sum(a for a, _ in terms) > limit:
-            layout.model.constrain(terms, high=limit)
+    """A rank takes no more bytes than it has, whatever is in flight on its stages."""
+    for rank, limit in enumerate(layout.task.room):
+        for counts in layout.task.held[rank]:
+            terms = layout.memory(rank, counts)
+            if sum(a for a, _ in terms) > limit:
+                layout.model.constrain(terms, high=limit)
 
 
-def minimize_time(layout: Layout) -> None:
-    """The step time: all stages once, and the slowest for every further micro-batch."""
+def minimize_time(layout: Layout, least: int) -> None:
+    """The step time: all stages once, and the slowest rank for every further micro-batch.
+
+    `least` are units that the slowest rank takes at least.
+    """
     task, model = layout.task, layout.model
-    slowest = model.integer("T", 0, layout.windows.slowest)
-    # No stage takes longer than the slowest.
-    for j in range(task.stages):
-        model.constrain([*layout.seconds(j), (-1, slowest)], high=0)
+    slowest = model.integer("T", least, layout.windows.slowest)
+    # No rank takes longer than the slowest.
+    for rank in range(task.ranks):
+        model.constrain([*layout.seconds(rank), (-1, slowest)], high=0)
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).
     for j in range(1, task.stages):
         later = [(c, layout.y(i, j)) for i, c in enumerate(task.compute)]
-        model.constrain([*later, (j - task.stages, slowest)], high=0)
-        model.constrain([*later, (j, slowest)], low=sum(task.compute))
+        behind, before = len(set(task.placement[j:])), len(set(task.placement[:j]))
+        model.constrain([*later, (-behind, slowest)], high=0)
+        model.constrain([*later, (before, slowest)], low=sum(task.compute))
     received = [(task.move[f], variable) for (f, _), variable in layout.r.items()]
-    model.minimize([*received, (task.microbatches - 1, slowest)], sum(task.compute))
+    model.minimize([*received, (task.further, slowest)], sum(task.compute))

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.divide.data import Task, evaluate, memory_parts
+from parcompiler.passes.divide.data import memory_parts
+from parcompiler.passes.divide.improve import lean_runs, slimmed
 from parcompiler.passes.divide.programme import Layout, lay_out, limit_memory
-from parcompiler.passes.divide.runs import Run, all_runs, best_runs, nothing_better
+from parcompiler.passes.divide.runs import nothing_better
+from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import UndecidedError, solve
 
@@ -19,21 +21,24 @@ def too_little_memory(task: Task, names: Sequence[str], effort: float) -> Infeas
     """The least limit that would do, and what takes most of it."""
     stage_of, proven = _leanest(task, effort)
     names = names or [f"block {i}" for i in range(len(task.loads))]
-    memory = evaluate(task.loads, task.flows, stage_of, 1, task.in_flight).memory
-    j = max(range(task.stages), key=lambda j: Fraction(memory[j], task.room[j]))
+    memory = task.evaluate(stage_of).memory
+    worst = max(range(task.ranks), key=lambda rank: Fraction(memory[rank], task.room[rank]))
     alike = len(set(task.room)) == 1
-    parts = memory_parts(task.loads, task.flows, stage_of, task.in_flight, j, names)
+    place = "stage" if tuple(task.placement) == tuple(range(task.stages)) else "rank"
+    parts = memory_parts(task.loads, task.flows, stage_of, task.placement, task.held, worst, names)
     largest = max(parts, key=lambda part: part.size)
-    given = f"{task.room[j]:,} bytes {'a stage' if alike else f'on stage {j}'}"
-    least = f"the least {'that would' if proven else 'found to'} do is {memory[j]:,} bytes"
+    given = f"{task.room[worst]:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
+    least = f"the least {'that would' if proven else 'found to'} do is {memory[worst]:,} bytes"
+    more = "add stages" if task.each == 1 else "add ranks"
     error = InfeasibleError(
         f"no division into {task.stages} stages fits the memory limit ({given}; {least}"
-        f"{'' if alike else ', when all limits grow alike'}): raise the limit, add stages, or "
+        f"{'' if alike else ', when all limits grow alike'}): raise the limit, {more}, or "
         f"recompute activations. The largest part there is {largest.what} ({largest.size:,} bytes)"
     )
-    for k, size in enumerate(memory):
-        here = [name for name, at in zip(names, stage_of, strict=True) if at == k]
-        error.add_note(f"with that limit, stage {k} takes {size:,} bytes: {', '.join(here)}")
+    for rank, size in enumerate(memory):
+        here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
+        error.add_note(f"with that limit, {place} {rank} takes {size:,} bytes: {', '.join(here)}")
+    error.add_note("messages on their way come on top")
     return error
 
 
@@ -42,15 +47,11 @@ def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
 
     Each round asks for a division strictly below the last, until there is none.
     """
-
-    def share(j: int, run: Run) -> float:
-        return (run.fixed + task.in_flight[j] * run.scaled) / task.room[j]
-
-    found = best_runs(task, all_runs(task), share, lambda label: (label.largest,))
-    assert found is not None  # there are enough blocks, and every run fits
-    stage_of, finished = found[0], True
+    stage_of, finished = lean_runs(task), True
+    if task.each > 1:
+        stage_of = slimmed(task, stage_of)
     while finished:
-        memory = evaluate(task.loads, task.flows, stage_of, 1, task.in_flight).memory
+        memory = task.evaluate(stage_of).memory
         scale = max(map(Fraction, memory, task.room))
         below = [math.ceil(scale * limit) - 1 for limit in task.room]
         try:
@@ -66,6 +67,8 @@ def _leaner(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
     if windows is None:
         return nothing_better(None), True
     layout = lay_out(task, windows)
+    if layout.is_large:
+        raise UndecidedError(effort, 0)
     limit_memory(layout)
     _minimize_memory(layout)
     solution = solve(layout.model, effort=effort)
@@ -79,7 +82,8 @@ def _minimize_memory(layout: Layout) -> None:
     weights = [min(16 * max(limits) // limit, 2**60 // task.most) for limit in limits]
     common = math.gcd(*weights)
     largest = layout.model.integer("L", 0, task.most * max(weights) // common)
-    for j, weight in enumerate(weights):
-        terms = [(weight // common * a, variable) for a, variable in layout.memory(j)]
-        layout.model.constrain([*terms, (-1, largest)], high=0)
+    for rank, weight in enumerate(weights):
+        for counts in task.held[rank]:
+            terms = [(weight // common * a, here) for a, here in layout.memory(rank, counts)]
+            layout.model.constrain([*terms, (-1, largest)], high=0)
     layout.model.minimize([(1, largest)])

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.divide.data import Task
+from parcompiler.passes.divide.task import Task
 
 
 class Run(NamedTuple):
-    """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled."""
+    """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled.
+
+    All that comes from outside counts as received.
+    """
 
     seconds: int
     fixed: int
@@ -35,10 +38,10 @@ def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
     runs = all_runs(task)
     average = sum(task.compute) // task.stages
     for cap in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
-        found = best_runs(task, runs, _seconds(task, cap), lambda label: (objective(label),))
+        found = best_runs(task.stages, runs, _seconds(task, cap), lambda label: (objective(label),))
         if found is not None:
             weigh = _seconds(task, found[1].largest)
-            even = best_runs(task, runs, weigh, lambda label: (label.total, label.squares))
+            even = best_runs(task.stages, runs, weigh, lambda label: (label.total, label.squares))
             assert even is not None
             return even[0], objective(even[1])
     return None, math.inf
@@ -48,7 +51,7 @@ def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
     """Units of time of a run on a stage, where they and its bytes are within the limits."""
 
     def weigh(j: int, run: Run) -> float | None:
-        fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[j]
+        fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[task.placement[j]]
         return run.seconds if fits and run.seconds <= cap else None
 
     return weigh
@@ -67,28 +70,29 @@ def _runs_from(task: Task, a: int) -> Iterator[Run]:
         load = task.loads[i]
         new = {f for f in task.arriving[i] if task.flows[f].producer < a} - received
         seconds += task.compute[i] + sum(task.move[f] for f in new)
-        fixed += load.resident + sum(size for _, size in set(load.shared) - held)
-        scaled += load.saved + sum(task.flows[f].saved for f in new)
+        copies = sum(task.flows[f].saved for f in new)
+        fixed += load.resident + sum(size for _, size in set(load.shared) - held) + copies
+        scaled += load.saved + copies
         received |= new
         held.update(load.shared)
         yield Run(seconds, fixed, scaled)
 
 
 def best_runs(
-    task: Task,
+    stages: int,
     runs: Sequence[Sequence[Run]],
     weigh: Callable[[int, Run], float | None],
     rank: Callable[[_Label], tuple[float, ...]],
 ) -> tuple[tuple[int, ...], _Label] | None:
-    """The division into runs whose label has the least rank: a dynamic programme.
+    """The division into so many runs whose label has the least rank: a dynamic programme.
 
     `weigh` says what a run weighs on a stage; None when it does not fit, as then no longer one
     does. Only the best label for the same blocks on the same stages is kept.
     """
     best = {0: _Label(0, 0, 0)}  # by the number of blocks on the stages so far
     cuts: list[dict[int, int]] = []
-    for j in range(task.stages):
-        end = len(runs) - (task.stages - 1 - j)
+    for j in range(stages):
+        end = len(runs) - (stages - 1 - j)
         reached: dict[int, _Label] = {}
         cut: dict[int, int] = {}
         for a, label in best.items():
@@ -107,7 +111,7 @@ def best_runs(
         return None
     stage_of: list[int] = []
     b = len(runs)
-    for j in reversed(range(task.stages)):
+    for j in reversed(range(stages)):
         stage_of += [j] * (b - cuts[j][b])
         b = cuts[j][b]
     return tuple(reversed(stage_of)), best[len(runs)]

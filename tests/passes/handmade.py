@@ -29,6 +29,11 @@ def small(memory: int = 10**12, latency: float = 0.0) -> Device:
     return dataclasses.replace(device("cpu"), name="small", memory=memory, link=link)
 
 
+def plain(microbatches: int) -> Options:
+    """1F1B without recomputation."""
+    return Options(microbatches=microbatches, schedule="1f1b", recompute="none")
+
+
 def chain(
     seconds: Sequence[float],
     *,
@@ -90,7 +95,7 @@ def chain(
     problem = Problem(
         graph,
         pc.Mesh(pipeline=stages, device=on or small()),
-        options or Options(microbatches=4),
+        options or plain(4),
         {1: whole, 2: cut_finely},
     )
     problem.__dict__["levels"] = range(1, 3)
@@ -138,5 +143,6 @@ def _priced(
         costs=costs,
         forward=tuple(s / 3 for s in seconds),
         backward=tuple(s * 2 / 3 for s in seconds),
+        weight=tuple(s / 3 for s in seconds),
         sent=(),
     )

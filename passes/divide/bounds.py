@@ -1,0 +1,81 @@
+"""What no division can be below: units received by every stage, and units of the slowest rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from parcompiler.passes.divide.task import Task
+
+SIZES = 16  # distinct sizes of blocks that `overfull` counts in
+
+
+def reach(task: Task) -> tuple[list[int], list[int]]:
+    """The first and the last stage of each block by the order alone, as no stage is empty.
+
+    Stages beside a block's take blocks that are not above, or not below it.
+    """
+    blocks, final = len(task.loads), task.stages - 1
+    below = Counter(q for group in task.above for q in group)
+    first = [max(0, final - blocks + len(group)) for group in task.above]
+    last = [min(final, blocks - below[i]) for i in range(blocks)]
+    return first, last
+
+
+def least_received(task: Task, first: Sequence[int], last: Sequence[int]) -> list[int]:
+    """Units that each stage receives at least: what its first block is sure to receive.
+
+    With one stage per rank that is all that the block consumes. With several, its rank may have
+    that already, except what comes from the block before when that is of the stage before.
+    """
+    windows = list(zip(_sure(task), first, last, strict=True))
+    return [
+        0
+        if task.each > 1 and j and task.placement[j] == task.placement[j - 1]
+        else min((units for units, low, high in windows if low <= j <= high), default=0)
+        for j in range(task.stages)
+    ]
+
+
+def _sure(task: Task) -> list[int]:
+    """Units that each block receives, whatever the division, when it is the first of its stage."""
+    if task.each == 1:
+        return [sum(task.move[f] for f in flows) for flows in task.arriving]
+    return [sum(task.move[f] for f in flows) for flows in task.links or [set()] * len(task.loads)]
+
+
+def overfull(task: Task, capacity: Sequence[int]) -> bool:
+    """Whether the blocks cannot fit into ranks of these units, wherever they are put.
+
+    A block of c units is c // size pieces of that size, and a rank has room for its units // size
+    of them. Of 9 blocks of 10 units, 4 ranks of 29 units take 8: total and largest block say less.
+
+    >>> from parcompiler.passes.divide.data import Load
+    >>> task = Task([Load(1.0, 0, 0)] * 9, [], range(4), 1, [[(1,)]] * 4, [1] * 4)
+    >>> [overfull(task, [units * task.compute[0] // 10] * 4) for units in (29, 30)]
+    [True, False]
+    """
+    room = max(capacity)
+    least = sorted(task.compute)
+    # The rank of the largest block has a block on each of its other stages as well.
+    if min(capacity) < sum(least[: task.each]) or room < least[-1] + sum(least[: task.each - 1]):
+        return True
+    sizes = Counter(task.compute).most_common(SIZES)
+    return any(
+        sum(units // size for units in task.compute) > sum(units // size for units in capacity)
+        for size in [1, *(size for size, _ in sizes if size)]
+    )
+
+
+def least_slowest(task: Task) -> int:
+    """Units that the slowest rank has at least, by what `overfull` sees."""
+    received = least_received(task, *reach(task))
+    fixed = [sum(received[j] for j in stages) for stages in task.on]
+    low, high = 0, sum(task.compute) + max(fixed)  # `high` is surely enough for one rank
+    while low < high:
+        middle = (low + high) // 2
+        if overfull(task, [middle - units for units in fixed]):
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,130 @@
+"""Several stages per rank: good runs, found by moving the cuts between them.
+
+The loads of a rank's stages add up, so the dynamic programme, which sees one stage after another,
+only gives a start. Then one or several neighbouring cuts move by one block each:
+
+    before   | a b c | d e f | g h i |      the block d goes to the first stage and g to the
+    after    | a b c d | e f g | h i |      second: the third is relieved by the first
+
+as long as this lowers a measure, first of what is above the limits, then of the objective. At last
+a dynamic programme places the cuts of two laps anew (`pairs`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+
+from parcompiler.passes.divide.ledger import Ledger
+from parcompiler.passes.divide.pairs import tighten
+from parcompiler.passes.divide.runs import Run, all_runs, best_runs
+from parcompiler.passes.divide.task import Task
+
+Measure = Callable[[Ledger], tuple[float, ...]]
+SWEEPS = 60  # over all cuts; a dozen is usual
+
+
+def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float]:
+    """A good division into runs, and its objective in units; none when none found fits.
+
+    `least` are units that the slowest rank takes at least.
+    """
+    runs = all_runs(task)
+    for start in (even_runs(task), lean_runs(task)):
+        book = Ledger(task, start)
+        descend(book, lambda book: _overload(book, least))
+        descend(book, _step)
+        if max(book.busy) > least and tighten(book, runs, least):
+            descend(book, _step)
+        if not book.excess():
+            return tuple(book.at), book.objective()
+    return None, math.inf
+
+
+def slimmed(task: Task, stage_of: tuple[int, ...]) -> tuple[int, ...]:
+    """The runs after moves that lower the largest share of a memory limit."""
+    room = [max(1, limit) for limit in task.room]
+
+    def share(book: Ledger) -> tuple[float, ...]:
+        return tuple(
+            sorted((book.memory(rank) / size for rank, size in enumerate(room)), reverse=True)
+        )
+
+    book = Ledger(task, stage_of)
+    descend(book, share)
+    return tuple(book.at)
+
+
+def _overload(book: Ledger, least: int) -> tuple[float, ...]:
+    """Memory above the limits, then squared seconds above `least`, then unevenness."""
+    above = sum((units - least) ** 2 for units in book.busy if units > least)
+    return book.excess(), above, book.squares()
+
+
+def _step(book: Ledger) -> tuple[float, ...]:
+    """Memory above the limits, then the step, then unevenness."""
+    return book.excess(), book.objective(), book.squares()
+
+
+def even_runs(task: Task) -> tuple[int, ...]:
+    """The runs whose seconds are most even, whatever their memory."""
+    runs = all_runs(task)
+    average = sum(task.compute) // task.stages
+    for most in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
+
+        def weigh(_: int, run: Run, most: float = most) -> float | None:
+            return run.seconds if run.seconds <= most else None
+
+        found = best_runs(task.stages, runs, weigh, lambda label: (label.squares,))
+        if found is not None:
+            return found[0]
+    raise AssertionError  # there are enough blocks
+
+
+def lean_runs(task: Task) -> tuple[int, ...]:
+    """The runs whose largest share of a limit is smallest; the start for little memory."""
+
+    def share(j: int, run: Run) -> float:
+        return (run.fixed + task.in_flight[j] * run.scaled) / max(1, task.room[task.placement[j]])
+
+    found = best_runs(task.stages, all_runs(task), share, lambda label: (label.largest,))
+    assert found is not None  # there are enough blocks, and every run fits
+    return found[0]
+
+
+def descend(book: Ledger, measure: Measure) -> None:
+    """Move cuts until the measure falls no further."""
+    best = measure(book)
+    for _ in range(SWEEPS):
+        before = best
+        for j in range(1, book.task.stages):
+            best = _shift(book, range(j, book.task.stages), 0, best, measure)
+            best = _shift(book, range(j, 0, -1), 1, best, measure)
+        if best == before:
+            return
+
+
+def _shift(
+    book: Ledger, cuts: Sequence[int], side: int, best: tuple[float, ...], measure: Measure
+) -> tuple[float, ...]:
+    """Move the first few of these cuts, as many as is best, by a block; the measure then.
+
+    With side 0 the block behind cut j goes to the stage before it, j - 1; with side 1 the block
+    before it goes to the stage behind it, j.
+    """
+    moved: list[tuple[int, int]] = []  # blocks and their stages before
+    kept = 0
+    for j in cuts:
+        i = bisect.bisect_left(book.at, j) - side
+        moved.append((i, book.at[i]))
+        book.move(i, j - 1 + side)
+        emptied = moved[-1][1]
+        neighbour = i + 1 if side == 0 else i - 1
+        if 0 <= neighbour < len(book.at) and book.at[neighbour] == emptied:
+            found = measure(book)
+            if found < best:
+                best, kept = found, len(moved)
+    while len(moved) > kept:
+        book.move(*moved.pop())
+    return best

@@ -1,0 +1,103 @@
+"""What a division costs, kept up to date while blocks move from stage to stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from parcompiler.passes.divide.task import Task
+
+
+class Ledger:
+    """A division and its costs, in the whole numbers of the task.
+
+    `seconds` and `saved` (bytes per micro-batch in flight) are by stage; `busy` (seconds) and
+    `fixed` (bytes whatever is in flight) by rank.
+    """
+
+    def __init__(self, task: Task, stage_of: Sequence[int]) -> None:
+        self.task = task
+        self.at = list(stage_of)
+        self.seconds, self.saved = [0] * task.stages, [0] * task.stages
+        self.busy, self.fixed = [0] * task.ranks, [0] * task.ranks
+        self._users: Counter[tuple[tuple[str, int], int]] = Counter()
+        self._consumers = [[0] * task.stages for _ in task.flows]
+        self._touching = [
+            tuple(arriving) + tuple(f for f, flow in enumerate(task.flows) if flow.producer == i)
+            for i, arriving in enumerate(task.arriving)
+        ]
+        for i, j in enumerate(stage_of):
+            self._compute(i, j, 1)
+        for f, flow in enumerate(task.flows):
+            for q in flow.consumers:
+                self._consumers[f][stage_of[q]] += 1
+            for rank in range(task.ranks):
+                self._receive(f, rank, 1)
+
+    def move(self, i: int, j: int) -> None:
+        """Put block i on stage j."""
+        task, old = self.task, self.at[i]
+        ranks = {task.placement[old], task.placement[j]}
+        self._receives(i, ranks, -1)
+        self._compute(i, old, -1)
+        self._compute(i, j, 1)
+        for f in task.arriving[i]:
+            self._consumers[f][old] -= 1
+            self._consumers[f][j] += 1
+        self.at[i] = j
+        self._receives(i, ranks, 1)
+
+    def memory(self, rank: int) -> int:
+        """Bytes on a rank when it is fullest."""
+        saved = [self.saved[j] for j in self.task.on[rank]]
+        return self.fixed[rank] + max(
+            sum(k * size for k, size in zip(counts, saved, strict=True))
+            for counts in self.task.held[rank]
+        )
+
+    def excess(self) -> int:
+        """Bytes that the ranks take above their limits."""
+        room = self.task.room
+        if self.task.most <= min(room):
+            return 0
+        return sum(max(0, self.memory(rank) - room[rank]) for rank in range(self.task.ranks))
+
+    def objective(self) -> int:
+        """Units of a step, times the stages per rank."""
+        return sum(self.busy) + self.task.further * max(self.busy)
+
+    def squares(self) -> int:
+        """How uneven the stages are."""
+        return sum(units * units for units in self.seconds)
+
+    def _compute(self, i: int, j: int, sign: int) -> None:
+        """Add block i to stage j, or take it away: all but what it receives."""
+        load, rank = self.task.loads[i], self.task.placement[j]
+        self.seconds[j] += sign * self.task.compute[i]
+        self.busy[rank] += sign * self.task.compute[i]
+        self.saved[j] += sign * load.saved
+        self.fixed[rank] += sign * load.resident
+        for item in set(load.shared):
+            before = self._users[item, rank]
+            self._users[item, rank] = before + sign
+            if not before or not before + sign:
+                self.fixed[rank] += sign * item[1]
+
+    def _receives(self, i: int, ranks: set[int], sign: int) -> None:
+        """Add what ranks receive of the values that block i consumes or produces, or take it."""
+        for f in self._touching[i]:
+            for rank in ranks:
+                self._receive(f, rank, sign)
+
+    def _receive(self, f: int, rank: int, sign: int) -> None:
+        """Add value f to the first stage of a rank that consumes it, unless it is made there."""
+        task, consumers = self.task, self._consumers[f]
+        if task.placement[self.at[task.flows[f].producer]] == rank:
+            return
+        for j in task.on[rank]:
+            if consumers[j]:
+                self.seconds[j] += sign * task.move[f]
+                self.busy[rank] += sign * task.move[f]
+                self.saved[j] += sign * task.flows[f].saved
+                self.fixed[rank] += sign * task.flows[f].saved
+                return

@@ -1,0 +1,170 @@
+"""The task of a division: its data in whole numbers, and what they say of every division."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parcompiler.errors import InfeasibleError, InputError
+from parcompiler.passes.divide.data import Evaluation, Flow, Load, evaluate, stages_on
+
+RESOLUTION = 2**56  # sums of whole seconds stay below it, and well inside 64 bits
+
+
+@dataclass(frozen=True)
+class Task:
+    """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes."""
+
+    loads: Sequence[Load]
+    flows: Sequence[Flow]
+    placement: Sequence[int]
+    microbatches: int
+    held: Sequence[Sequence[tuple[int, ...]]]
+    limits: Sequence[float]
+
+    @cached_property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.placement)
+
+    @cached_property
+    def on(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        return stages_on(self.placement)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.on)
+
+    @cached_property
+    def each(self) -> int:
+        """Stages per rank."""
+        return self.stages // self.ranks
+
+    @cached_property
+    def further(self) -> int:
+        """What the slowest rank weighs, in an objective that is `each` times the step."""
+        return self.each * (self.microbatches - 1)
+
+    @cached_property
+    def unit(self) -> float:
+        """Seconds; all sums of the programme stay below RESOLUTION of them."""
+        total = math.fsum(load.seconds for load in self.loads)
+        total += math.fsum(flow.seconds * len(flow.consumers) for flow in self.flows)
+        return total * (self.stages + self.each * self.microbatches) / RESOLUTION or 1.0
+
+    @cached_property
+    def compute(self) -> list[int]:
+        """Units of each block."""
+        return [round(load.seconds / self.unit) for load in self.loads]
+
+    @cached_property
+    def move(self) -> list[int]:
+        """Units of each flow."""
+        return [round(flow.seconds / self.unit) for flow in self.flows]
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """The most micro-batches in flight on each stage, whatever the others have."""
+        return [
+            max(counts[self.on[rank].index(j)] for counts in self.held[rank])
+            for j, rank in enumerate(self.placement)
+        ]
+
+    @cached_property
+    def most(self) -> int:
+        """Bytes that no rank can exceed."""
+        fixed = sum(load.resident + sum(size for _, size in load.shared) for load in self.loads)
+        copies = sum(flow.saved for flow in self.flows)
+        saved = sum(load.saved for load in self.loads) + copies
+        return max(1, fixed + copies + max(self.in_flight) * saved)
+
+    @cached_property
+    def room(self) -> list[int]:
+        """Bytes of each rank; more than `most` make no difference."""
+        return [math.floor(min(limit, self.most)) for limit in self.limits]
+
+    @cached_property
+    def arriving(self) -> list[set[int]]:
+        """The flows that each block consumes."""
+        arriving: list[set[int]] = [set() for _ in self.loads]
+        for f, flow in enumerate(self.flows):
+            for q in flow.consumers:
+                arriving[q].add(f)
+        return arriving
+
+    @cached_property
+    def above(self) -> list[set[int]]:
+        """The blocks that each block depends on, itself included."""
+        above: list[set[int]] = []
+        for i, flows in enumerate(self.arriving):
+            above.append({i}.union(*(above[self.flows[f].producer] for f in flows)))
+        return above
+
+    @cached_property
+    def links(self) -> list[set[int]] | None:
+        """The flows from each block to the next when no two lack one: all divisions are runs."""
+        links = [
+            {f for f in self.arriving[i] if self.flows[f].producer == i - 1}
+            for i in range(len(self.loads))
+        ]
+        return links if all(links[1:]) else None
+
+    def evaluate(self, stage_of: Sequence[int]) -> Evaluation:
+        """What a division costs."""
+        return evaluate(
+            self.loads, self.flows, stage_of, self.placement, self.microbatches, self.held
+        )
+
+
+def check_task(task: Task) -> None:
+    """Refuse data that are no division problem, and more stages than blocks."""
+    fault = next(_faults(task), None)
+    if fault is not None:
+        raise InputError(fault)
+    stages, blocks = task.stages, len(task.loads)
+    if stages > blocks and task.each == 1:
+        message = f"more stages than blocks ({stages} > {blocks}): use fewer stages or finer blocks"
+        raise InfeasibleError(message)
+    if stages > blocks:
+        message = (
+            f"more stages than blocks ({stages} > {blocks}; {task.ranks} ranks with {task.each} "
+            "stages each): use fewer ranks, fewer stages per rank or finer blocks"
+        )
+        raise InfeasibleError(message)
+
+
+def _faults(task: Task) -> Iterator[str]:
+    """What is wrong; what follows a fault may rely on its absence."""
+    placement, blocks = task.placement, len(task.loads)
+    if not placement or task.microbatches < 1:
+        yield (
+            f"stages and microbatches must be positive ({len(placement)}, {task.microbatches} "
+            "given)"
+        )
+    if min(placement) < 0 or len({len(stages) for stages in task.on}) > 1:
+        yield f"each rank needs equally many stages ({tuple(placement)} given)"
+    counts = len(task.held), len(task.limits)
+    if counts != (task.ranks, task.ranks):
+        yield f"held and limits need one item per rank ({counts} for {task.ranks} ranks)"
+    for rank, vectors in enumerate(task.held):
+        lengths = {len(vector) for vector in vectors}
+        if lengths != {task.each} or any(k < 0 for vector in vectors for k in vector):
+            yield (
+                f"the micro-batches held on a rank need one count per stage ({tuple(vectors)} for "
+                f"the {task.each} of rank {rank})"
+            )
+    if not all(limit >= 1 for limit in task.limits):
+        yield f"a memory limit must be at least 1 byte ({min(task.limits):g} given)"
+    seconds = [load.seconds for load in task.loads] + [flow.seconds for flow in task.flows]
+    if not all(0 <= value < math.inf for value in seconds):
+        yield f"seconds must be finite and not negative ({min(seconds)} to {max(seconds)} given)"
+    for flow in task.flows:
+        if any(not 0 <= flow.producer < q < blocks for q in flow.consumers):
+            yield (
+                f"a flow does not go forward (block {flow.producer} to {flow.consumers} of "
+                f"{blocks}): list the blocks in topological order"
+            )
