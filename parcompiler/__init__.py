@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parcompiler.program import Program
     from parcompiler.report import Report
     from parcompiler.runtime import Worker
+    from parcompiler.schedules import Schedule
     from parcompiler.simulator import Timeline
     from parcompiler.verification import Verification
 
@@ -48,6 +49,7 @@ _HOME = {
     "Plan": "plan",
     "Program": "program",
     "Report": "report",
+    "Schedule": "schedules",
     "Worker": "runtime",
     "Timeline": "simulator",
     "Verification": "verification",
@@ -67,6 +69,7 @@ __all__ = [
     "PlanError",
     "Program",
     "Report",
+    "Schedule",
     "Timeline",
     "Verification",
     "Worker",

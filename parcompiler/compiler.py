@@ -16,16 +16,19 @@ from parcompiler.cost import OPTIMIZERS
 from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
-from parcompiler.mesh import Mesh, whole
+from parcompiler.mesh import Mesh
 from parcompiler.options import Options, offered
 from parcompiler.passes import DEFAULT, Pass
+from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan, Shape
+from parcompiler.prices import stage_costs
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
-from parcompiler.schedules import SCHEDULES
-from parcompiler.verifier import verify
+from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
+from parcompiler.schedules.planned import planned
+from parcompiler.verifier import Memory, verify
 
 
 def compile(
@@ -34,7 +37,7 @@ def compile(
     inputs: Batch | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     microbatches: int | None = None,
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     virtual_stages: int = 1,
     vocabulary: str = "auto",
     stages: str | Sequence[int] = "auto",
@@ -51,7 +54,12 @@ def compile(
     `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
     positional ones; the model's parameters may be real or meta, and the model is not modified.
     `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
-    `.loss` or `["loss"]`). `microbatches` per step defaults to 4 · pipeline, or the plan's. A
+    `.loss` or `["loss"]`). `microbatches` per step defaults to 4 · pipeline, or the plan's.
+    `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
+    or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
+    that use several (1 stands for their least number, 2). `recompute` says which blocks run again
+    in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
+    memory forces), or {pattern of block names: bool}, of which the last that matches decides. A
     `Program` in the place of the model compiles its model again without capturing it; `plan`
     reuses a plan, perhaps an edited one.
 
@@ -64,11 +72,15 @@ def compile(
     options = Options(
         microbatches=microbatches,
         schedule=schedule,
+        virtual_stages=virtual_stages,
         stages=stages,
+        recompute=recompute,
         precision=precision,
         optimizer=optimizer,
     )
-    _check_offer(mesh, virtual_stages, vocabulary, sharding, recompute, optimizer)
+    _check_order(mesh, options)
+    _check_replicas(mesh, model, plan)
+    _check_offer(mesh, vocabulary, sharding, optimizer)
     with Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss)
@@ -87,7 +99,8 @@ def compile(
         with steps("lower"):
             lowered = lower(problem.graph, plan, problem.priced(_granularity(plan)).cut)
         with steps("verify"):
-            verify(lowered)
+            limits = [problem.device.memory] * lowered.size
+            verify(lowered, Memory(stage_costs(problem, plan, lowered), limits))
     if isinstance(model, Program):
         source, loss = model.model, model.loss
     else:
@@ -125,23 +138,64 @@ def _check_kinds(mesh: object, plan: object) -> None:
         raise InputError(message)
 
 
+def _check_order(mesh: Mesh, options: Options) -> None:
+    """Refuse a schedule that cannot have these ranks, micro-batches or stages on a rank."""
+    wanted, ranks = options.schedule, mesh.pipeline
+    if isinstance(wanted, Schedule):
+        found = wanted.ranks, wanted.microbatches
+        if found != (ranks, options.microbatches):
+            message = (
+                f"the schedule {wanted.name!r} has {found[0]} ranks and {found[1]} micro-batches "
+                f"(given: pipeline={ranks}, microbatches={options.microbatches})"
+            )
+            raise InputError(message)
+        schedule = wanted
+    elif wanted in SCHEDULES:
+        virtual_stages = stages_per_rank(wanted, options.virtual_stages)
+        schedule = build(wanted, ranks, options.microbatches, virtual_stages)
+    else:
+        return
+    _check_updates(mesh, schedule)
+
+
+def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
+    """Refuse what several data ranks cannot have: updates inside the step, statistics of all."""
+    if mesh.data == 1:
+        return
+    found = model.model if isinstance(model, Program) else model
+    for path, module in found.named_modules() if isinstance(found, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            message = (
+                f"{path!r} is a SyncBatchNorm, which is captured as the BatchNorm of one data rank "
+                f"alone (data={mesh.data}): use BatchNorm, or data=1 with more micro-batches"
+            )
+            raise InputError(message)
+    if plan is not None and plan.schedule is not None:
+        _check_updates(mesh, planned(plan))
+
+
+def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
+    """Refuse an asynchronous schedule on several data ranks."""
+    if schedule.asynchronous and mesh.data > 1:
+        message = (
+            f"{schedule.name!r} updates parameters inside the step, which data ranks cannot do "
+            f"together (data={mesh.data}): take data=1 or a synchronous schedule"
+        )
+        raise InputError(message)
+
+
 def _check_offer(
     mesh: Mesh,
-    virtual_stages: int,
     vocabulary: str,
     sharding: object,
-    recompute: object,
     optimizer: str,
 ) -> None:
     """Refuse, before anything starts, what this release does not do yet."""
-    for axis in ("tensor", "data"):
-        if getattr(mesh, axis) != 1:
-            message = f"this release divides the pipeline axis only ({axis}={getattr(mesh, axis)})"
-            raise InputError(message)
-    offered("virtual_stages", whole(virtual_stages) or virtual_stages, (1,))
+    if mesh.tensor != 1:
+        message = f"this release has no tensor axis (tensor={mesh.tensor})"
+        raise InputError(message)
     offered("vocabulary", vocabulary, ("auto", "whole"))
     offered("sharding", sharding, ("auto",))
-    offered("recompute", recompute, ("auto", "none"))
     offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
 
 
@@ -169,18 +223,32 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
                 "plan= to make a new one"
             )
             raise PlanError(message)
-    missing = [n for n in ("schedule", "granularity", "stages") if getattr(plan, n) is None]
+    decisions = ("schedule", "granularity", "stages", "recompute")
+    missing = [n for n in decisions if getattr(plan, n) is None]
     if missing:
         message = f"the plan leaves {missing[0]!r} undecided"
         raise PlanError(message)
-    wishes = (plan.schedule, "auto")
-    if plan.schedule not in SCHEDULES or problem.options.schedule not in wishes:
+    _check_schedule(problem.options, plan)
+    _check_blocks(problem, plan)
+    _check_recompute(problem, plan)
+
+
+def _check_schedule(options: Options, plan: Plan) -> None:
+    """Refuse a plan with another schedule than was asked for."""
+    schedule, wanted = planned(plan), options.schedule
+    if isinstance(wanted, Schedule):
+        if schedule != wanted:
+            message = f"the plan has another schedule ({plan.schedule!r}) than {wanted.name!r}"
+            raise PlanError(message)
+    elif wanted not in ("auto", plan.schedule):
+        message = f"the plan has schedule {plan.schedule!r} (asked for: {wanted!r})"
+        raise PlanError(message)
+    elif options.virtual_stages not in (1, plan.virtual_stages):
         message = (
-            f"the plan has schedule {plan.schedule!r} (asked for: {problem.options.schedule!r}, "
-            f"known: {', '.join(SCHEDULES)})"
+            f"the plan has {plan.virtual_stages} stages on each rank (asked for: "
+            f"{options.virtual_stages})"
         )
         raise PlanError(message)
-    _check_blocks(problem, plan)
 
 
 def _check_blocks(problem: Problem, plan: Plan) -> None:
@@ -200,9 +268,33 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
         verb = "lacks" if name in wanted and name not in found else "misplaces"
         message = f"the plan {verb} block {name!r} (blocks: {', '.join(wanted)})"
         raise PlanError(message)
-    if [choice.rank for choice in plan.stages] != list(range(plan.mesh.pipeline)):
-        message = f"the plan needs stages on ranks 0 to {plan.mesh.pipeline - 1}, one each"
+    ranks = tuple(choice.rank for choice in plan.stages)
+    if ranks != planned(plan).placement:
+        message = (
+            f"the plan has stages on ranks {ranks}; its schedule {plan.schedule!r} has them on "
+            f"{planned(plan).placement}"
+        )
         raise PlanError(message)
+
+
+def _check_recompute(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan that recomputes what it cannot, or other blocks than was asked for."""
+    priced, names = problem.priced(_granularity(plan)), plan.recompute or ()
+    known = [block.name for block in priced.cut.blocks]
+    for name in names:
+        if name not in priced.repeatable:
+            why = "updates buffers, which must happen once" if name in known else "is no block"
+            message = f"the plan recomputes {name!r}, which {why} (blocks: {', '.join(known)})"
+            raise PlanError(message)
+    wanted = problem.options.recompute
+    if not isinstance(wanted, str):
+        check_patterns(problem, wanted)
+    if wanted != "auto":
+        asked = chosen(problem, _granularity(plan), wanted)
+        for name in sorted(set(asked) ^ set(names)):
+            verb = "keeps" if name in asked else "recomputes"
+            message = f"the plan {verb} the activations of {name!r} (asked for: {wanted!r})"
+            raise PlanError(message)
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

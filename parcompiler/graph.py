@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from parcompiler.pieces import Shard
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter or buffer of the model, under its name there.
 
     `aliases` are further names of the same tensor (tied weights); `mutated` says that the forward
-    updates it in place (running statistics). Constants met while tracing are buffers too.
+    updates it in place (running statistics). Constants met while tracing are buffers too. Where
+    tensor ranks hold pieces of it, `shape` is that of a largest piece and `shard` says which.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Parameter:
     buffer: bool = False
     mutated: bool = False
     aliases: tuple[str, ...] = ()
+    shard: Shard | None = None
 
     @property
     def numel(self) -> int:

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     BACKWARD = "BACKWARD"  # stage, mb: gradients of its inputs and its parameters
     BACKWARD_INPUT = "BACKWARD_INPUT"  # stage, mb: gradients of its inputs; weights come later
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # stage, mb: what BACKWARD_INPUT left for later
+    UPDATE = "UPDATE"  # stage, mb: an optimizer step by the gradients of this micro-batch alone
     SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
     RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
     REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
@@ -38,7 +39,7 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradie
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
 _FIELDS = {
-    **{kind: {"stage", "microbatch"} for kind in COMPUTE},
+    **{kind: {"stage", "microbatch"} for kind in (*COMPUTE, Kind.UPDATE)},
     **{kind: {"value", "gradient", "microbatch", "peer"} for kind in MESSAGES},
     Kind.REDUCE_GRADIENTS: {"value", "ranks"},
     Kind.SHARE_LOSS: {"peer"},

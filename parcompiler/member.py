@@ -44,34 +44,54 @@ def main() -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
-    """One step of one rank, and one of gradient descent; rank 0 writes what came out."""
+    """The steps of one rank; rank 0 writes what came out."""
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(job["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    batch = load_file(job["batch"])
     with load(job["program"]).worker() as worker:
         if job["draws"] is not None:
-            worker.use_chance(_chance(job))
-        loss = worker.step(_in_form(worker, batch))
-        gradients = worker.gather_gradients()
-        worker.set_optimizer(torch.optim.SGD, lr=job["learning_rate"])
-        worker.optimizer_step()
+            worker.use_chance(_chance(job, worker))
+        worker.set_optimizer(getattr(torch.optim, job["optimizer"]), **job["options"])
+        first, *others = (_in_form(worker, _own(worker, path)) for path in job["batches"])
+        loss, gradients = _first_step(worker, first)
+        losses = torch.stack([loss, *map(worker.train_step, others)])
         state = worker.gather_state_dict()
         if rank == 0:
-            assert gradients is not None
             assert state is not None
-            save_file({"loss": loss.reshape(1)}, Path(job["out"]) / "loss.safetensors")
-            save_file(_contiguous(gradients), Path(job["out"]) / "gradients.safetensors")
+            save_file({"losses": losses}, Path(job["out"]) / "losses.safetensors")
+            save_file(_contiguous(gradients or {}), Path(job["out"]) / "gradients.safetensors")
             save_file(_contiguous(state), Path(job["out"]) / "state.safetensors")
 
 
-def _chance(job: dict[str, Any]) -> Any:
+def _first_step(
+    worker: Worker, batch: object
+) -> tuple[torch.Tensor, dict[str, torch.Tensor] | None]:
+    """A step that shows its gradients before they are used, where the program keeps them."""
+    if worker.program.asynchronous:
+        return worker.train_step(batch), None
+    loss = worker.step(batch)
+    gradients = worker.gather_gradients()
+    worker.optimizer_step()
+    return loss, gradients
+
+
+def _chance(job: dict[str, Any], worker: Worker) -> Any:
     """The draws of each stage and micro-batch."""
 
-    def around(stage: int, microbatch: int) -> AbstractContextManager[Any]:
-        return Chance(job["seed"], microbatch, job["draws"][str(stage)])
+    def around(stage: int, i: int) -> AbstractContextManager[Any]:
+        return Chance(job["seed"], worker.program.microbatch(i), job["draws"][str(stage)])
 
     return around
+
+
+def _own(worker: Worker, path: str) -> dict[str, torch.Tensor]:
+    """The batch of this rank's data coordinate, from the file that has those of all."""
+    batch, program = load_file(path), worker.program
+    for item in program.inputs.values():
+        if item.shape:
+            rows = item.shape[0] * program.microbatches
+            batch[item.key] = batch[item.key].narrow(0, program.coordinate.data * rows, rows)
+    return batch
 
 
 def _in_form(worker: Worker, batch: dict[str, torch.Tensor]) -> object:

@@ -15,15 +15,9 @@ from typing import SupportsIndex
 
 from parcompiler.device import Device, device
 from parcompiler.errors import InputError
+from parcompiler.grid import Coordinate, Grid
 
-
-@dataclass(frozen=True, slots=True)
-class Coordinate:
-    """Where one rank sits in the mesh."""
-
-    pipeline: int
-    data: int
-    tensor: int
+__all__ = ["Coordinate", "Mesh", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +49,14 @@ class Mesh:
         _ = self.hardware
 
     @property
+    def grid(self) -> Grid:
+        """The number of ranks along each axis."""
+        return Grid(self.pipeline, self.data, self.tensor)
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.pipeline * self.tensor * self.data
+        return self.grid.size
 
     @property
     def hardware(self) -> Device:
@@ -69,9 +68,7 @@ class Mesh:
         if not 0 <= rank < self.size:
             message = f"rank {rank} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
             raise InputError(message)
-        outer, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(outer, self.data)
-        return Coordinate(pipeline, data, tensor)
+        return self.grid.coordinate(rank)
 
     def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
         """The rank at a coordinate. Raises InputError when the mesh has no such place."""
@@ -81,7 +78,7 @@ class Mesh:
                 degree = getattr(self, axis)
                 message = f"no {axis} coordinate {index} in the mesh ({axis}={degree})"
                 raise InputError(message)
-        return (pipeline * self.data + data) * self.tensor + tensor
+        return self.grid.rank(pipeline, data, tensor)
 
 
 def whole(value: object) -> int | None:

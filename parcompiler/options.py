@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parcompiler.errors import InputError
 from parcompiler.mesh import whole
-from parcompiler.schedules import SCHEDULES
+from parcompiler.schedules import SCHEDULES, Schedule
+from parcompiler.spmd.placement import parse
 
 PRECISIONS = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -22,26 +23,38 @@ class Options:
     """
 
     microbatches: int
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
+    virtual_stages: int = 1
     stages: str | Sequence[int] = "auto"
+    recompute: str | Mapping[str, bool] = "auto"
+    sharding: str | Mapping[str, str] = "auto"
     precision: str | None = None
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         """Refuse what this release cannot do, before anything is captured."""
-        count = whole(self.microbatches)
-        if count is None or count < 1:
-            message = f"microbatches must be a positive integer ({self.microbatches!r} given)"
-            raise InputError(message)
-        object.__setattr__(self, "microbatches", count)
-        offered("schedule", self.schedule, ("auto", *SCHEDULES))
+        for name in ("microbatches", "virtual_stages"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+        if not isinstance(self.schedule, Schedule):
+            offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("precision", self.precision, tuple(PRECISIONS))
         object.__setattr__(self, "stages", _stages(self.stages))
+        object.__setattr__(self, "recompute", _recompute(self.recompute))
+        object.__setattr__(self, "sharding", _sharding(self.sharding))
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the program computes in; None: the model's own."""
         return PRECISIONS[self.precision]
+
+
+def _positive(name: str, given: object) -> int:
+    """A count that the user gave."""
+    count = whole(given)
+    if count is None or count < 1:
+        message = f"{name} must be a positive integer ({given!r} given)"
+        raise InputError(message)
+    return count
 
 
 def _stages(given: object) -> str | tuple[int, ...]:
@@ -58,6 +71,37 @@ def _stages(given: object) -> str | tuple[int, ...]:
         )
         raise InputError(message)
     return positive
+
+
+def _recompute(given: object) -> str | dict[str, bool]:
+    """The option `recompute`: a word, or for patterns of block names whether to recompute."""
+    if isinstance(given, Mapping):
+        if all(isinstance(k, str) and isinstance(v, bool) for k, v in given.items()):
+            return dict(given)
+    elif isinstance(given, str):
+        offered("recompute", given, ("auto", "none", "full"))
+        return given
+    message = (
+        "recompute must be 'auto', 'none', 'full' or a dict such as {'layers.*': True} "
+        f"({given!r} given)"
+    )
+    raise InputError(message)
+
+
+def _sharding(given: object) -> str | dict[str, str]:
+    """The option `sharding`: "auto", or placements for patterns of parameter names."""
+    if isinstance(given, Mapping):
+        if all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
+            for pattern, text in given.items():
+                if parse(text).kind == "P":
+                    message = f"sharding cannot hold {pattern!r} as summands ('P'): 'R' or 'S(0)'"
+                    raise InputError(message)
+            return dict(given)
+    elif isinstance(given, str):
+        offered("sharding", given, ("auto",))
+        return given
+    message = f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({given!r} given)"
+    raise InputError(message)
 
 
 def offered(name: str, value: object, values: Sequence[object]) -> None:

@@ -51,8 +51,55 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """An alternative: the seconds of its step, or the reason why it cannot be."""
+
+    schedule: str
+    virtual_stages: int
+    seconds: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How the blocks of one template are computed on the ranks of the tensor axis.
+
+    `nodes` has a line for each node of its first block: the types of what it reads and yields, as
+    in "linear: R S(0) S(0) -> S(2)". `tensors` says how parameters and buffers are held, which
+    follows from that. `blocks` are named where only some of the template's are meant. `whole` are
+    the nodes that no rule splits, and why.
+    """
+
+    template: str
+    nodes: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What the ranks of the tensor axis hold, for each template at a granularity.
+
+    What belongs to no block (the prologue) is whole on every rank. `solution` has the seconds of
+    one micro-batch in all blocks, and `memory` the predicted bytes of a rank, the mean over stages.
+    """
+
+    level: int
+    templates: tuple[Shards, ...]
+    solution: Solution | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Every decision; see the passes for what each field means."""
+    """Every decision; see the passes for what each field means.
+
+    `orders` says what each rank computes, in the cells of torch.distributed.pipelining, where the
+    name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
+    `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
+    activations for their backward (named at the coarsest granularity until that is decided).
+    """
 
     model: str
     fingerprint: str
@@ -61,15 +108,24 @@ class Plan:
     precision: str | None = None
     optimizer: str = "adamw"
     schedule: str | None = None
+    virtual_stages: int = 1
+    orders: tuple[str, ...] | None = None
     granularity: int | None = None
     sent: tuple[str, ...] | None = None
     stages: tuple[StageChoice, ...] | None = None
+    recompute: tuple[str, ...] | None = None
     solution: Solution | None = None
+    search: Solution | None = None
+    weighed: tuple[Weighed, ...] | None = None
+    sharding: Sharding | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
         """Sorted, indented JSON; `from_json` reads it back to an equal plan."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        data = dataclasses.asdict(self)
+        if self.sharding is None:  # there is no such decision without a tensor axis
+            del data["sharding"]
+        return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -36,27 +36,37 @@ _TORCHRUN = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """One step of an exported program on a batch (tensors by key), then one of gradient descent.
+    """Steps of an exported program, each on a batch (tensors by key) and with an optimizer's step.
 
-    `draws` are, for each stage, the numbers of its random operators' draws; None leaves
-    chance alone. `patience` are the seconds that it may take.
+    `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
+    the numbers of its random operators' draws; None leaves chance alone. `patience` are the seconds
+    that it may take.
     """
 
     program: str
-    batch: Mapping[str, torch.Tensor]
+    batches: Sequence[Mapping[str, torch.Tensor]]
     seed: int = 0
-    learning_rate: float = 0.01
+    optimizer: str = "SGD"
+    options: Mapping[str, float] = field(default_factory=lambda: {"lr": 0.01})
     draws: Mapping[int, Mapping[str, Sequence[int]]] | None = None
     patience: float = PATIENCE
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: mean loss, gradients by name, parameters and buffers afterwards by name."""
+    """What came out: the mean loss of each step, parameters and buffers afterwards by name.
 
-    loss: torch.Tensor
+    `gradients` are those of the first step by name; an asynchronous program leaves none.
+    """
+
+    losses: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean loss of the first step."""
+        return self.losses[0]
 
 
 class Pool:
@@ -74,8 +84,9 @@ class Pool:
         while len(self._members) < size:
             self._members.append(_start())
         with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
-            batch = {name: tensor.contiguous().clone() for name, tensor in job.batch.items()}
-            save_file(batch, Path(folder) / "batch.safetensors")
+            for number, tensors in enumerate(job.batches):
+                batch = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+                save_file(batch, Path(folder) / f"batch_{number}.safetensors")
             try:
                 for rank in range(size):
                     self._send(rank, _message(job, rank, size, folder))
@@ -86,7 +97,7 @@ class Pool:
                 self.close()
                 raise
             return Outcome(
-                load_file(Path(folder) / "loss.safetensors")["loss"].reshape(()),
+                load_file(Path(folder) / "losses.safetensors")["losses"],
                 load_file(Path(folder) / "gradients.safetensors"),
                 load_file(Path(folder) / "state.safetensors"),
             )
@@ -170,11 +181,12 @@ def _message(job: Job, rank: int, size: int, folder: str) -> dict[str, Any]:
         "rank": rank,
         "size": size,
         "program": job.program,
-        "batch": f"{folder}/batch.safetensors",
+        "batches": [f"{folder}/batch_{k}.safetensors" for k in range(len(job.batches))],
         "store": f"{folder}/store",
         "out": folder,
         "seed": job.seed,
-        "learning_rate": job.learning_rate,
+        "optimizer": job.optimizer,
+        "options": dict(job.options),
         "draws": job.draws,
     }
 

@@ -20,7 +20,7 @@ from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.plan import Plan
-from parcompiler.prices import message_seconds, stage_costs
+from parcompiler.prices import collective_seconds, message_seconds, stage_costs
 from parcompiler.problem import Problem
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
@@ -45,7 +45,12 @@ class Program:
     def timeline(self) -> Timeline:
         """The simulated step."""
         costs = stage_costs(self.problem, self.plan, self.lowered)
-        return simulate_lowered(self.lowered, costs, message_seconds(self.problem))
+        return simulate_lowered(
+            self.lowered,
+            costs,
+            message_seconds(self.problem),
+            collective_seconds=collective_seconds(self.problem, self.lowered),
+        )
 
     def simulate(self) -> Timeline:
         """Predicted step: `step_time` (s), `bubble` (idle fraction per rank), `peak_memory`
@@ -61,6 +66,8 @@ class Program:
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
         loss, all gradients, and parameters and buffers after one optimizer step are compared.
+        A "pipedream" program is compared with its re-enactment by the original model, in which
+        every micro-batch meets weights as old as on the ranks.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
         return check(self, seed)
@@ -78,7 +85,7 @@ class Program:
         self, path: Path, report: Report, *, weights: bool = True, standalone: bool = False
     ) -> Path:
         """`export` with a report that is made already."""
-        programs = [self.rank_program(rank) for rank in range(self.lowered.size)]
+        programs = [self.rank_program(rank) for rank in range(self.lowered.grid.size)]
         return export(
             path, self.plan, self.lowered, programs, report, weights=weights, standalone=standalone
         )
@@ -89,16 +96,19 @@ class Program:
 
     def rank_program(self, rank: int) -> RankProgram:
         """What the runtime executes on a rank."""
-        if not 0 <= rank < self.lowered.size:
-            message = f"there is no rank {rank} (ranks: 0 to {self.lowered.size - 1})"
+        size = self.lowered.grid.size
+        if not 0 <= rank < size:
+            message = f"there is no rank {rank} (ranks: 0 to {size - 1})"
             raise InputError(message)
         return rank_program(self.lowered, rank, self.plan.mesh.device)
 
     def worker(self) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's."""
-        rank = current_rank(self.lowered.size)
-        classes = stage_classes(self.lowered, rank, self.plan.mesh.device)
+        grid = self.lowered.grid
+        rank = current_rank(grid.size)
+        position = grid.coordinate(rank).pipeline
+        classes = stage_classes(self.lowered, position, self.plan.mesh.device)
         return Worker(self.rank_program(rank), classes, self._weights())
 
     def on(self, graph: Graph) -> Program:

@@ -1,7 +1,8 @@
 """When every instruction runs and what memory it takes: a simulation of what the runtime executes.
 
 Each rank executes its list in order. A SEND does not hold its rank up: messages travel beside the
-compute, one after the other on each directed link between two ranks.
+compute, one after the other on each directed link between two ranks. So do sums of gradients, one
+after the other on each rank. Data replicas do the same at the same time: one of them is simulated.
 
     rank 0  F0 F1 .. .. .. B0 .. B1
     0 -> 1  .. x0 x1                    [1] the SEND after F0 begins when F0 ends
@@ -35,39 +36,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import BACKWARDS, COMPUTE, Instruction, Kind
+from parcompiler.schedules.action import LETTERS
+from parcompiler.schedules.timing import StageCost
 
 if TYPE_CHECKING:
     from parcompiler.lower import Lowered
 
+__all__ = ["Ends", "Event", "StageCost", "Timeline", "free", "simulate", "simulate_lowered"]
+
 WIDTH = 64  # columns of the drawn step
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """What one micro-batch costs on one stage.
-
-    `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
-    left for later (products for weight gradients). `resident` are bytes held all the time:
-    parameters, gradients, optimizer states. `saved` are bytes kept from the begin of FORWARD to
-    the end of BACKWARD of one micro-batch, without the tensors that were received.
-    """
-
-    forward: float
-    backward: float
-    resident: int
-    saved: int
-    weight: float = 0.0
-
-    def seconds(self, kind: Kind) -> float:
-        """Seconds of one compute instruction."""
-        match kind:
-            case Kind.FORWARD:
-                return self.forward
-            case Kind.BACKWARD_INPUT:
-                return self.backward - self.weight
-            case Kind.BACKWARD_WEIGHT:
-                return self.weight
-        return self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +88,7 @@ class Timeline:
         for event in self.events:
             if event.instruction.kind in COMPUTE:
                 begin, end = round(event.begin * scale), round(event.end * scale)
-                label = f"{event.instruction.kind[0]}{event.instruction.microbatch}"
+                label = f"{LETTERS[event.instruction.kind]}{event.instruction.microbatch}"
                 drawn[event.rank][begin:end] = label.ljust(end - begin, "-")[: end - begin]
         for rank, (bubble, peak) in enumerate(zip(self.bubble, self.peak_memory, strict=True)):
             numbers = f"rank {rank:<3} {100 * bubble:4.1f} % {_in_units(peak):>12}"
@@ -147,7 +124,8 @@ def simulate(
 
     `message_seconds(value, source, target)` is the time, latency included, for which a message of
     `message_bytes[value]` occupies the link from rank `source` to rank `target`. A collective
-    takes `collective_seconds(instruction)` from when the last of its ranks has reached it.
+    takes `collective_seconds(instruction)` from when the last of its ranks has reached it; sums of
+    gradients hold up nothing but the end of the step.
 
     With `stages`, an instruction waits for the messages that its stage receives or gives. Without,
     it waits for all of its micro-batch and direction that were posted before it and not used yet,
@@ -280,6 +258,7 @@ def _message(rank: int, line: Instruction) -> _Message:
     return _Message(source, target, line.value, line.gradient, line.microbatch)
 
 
+_Tensor = tuple[int, str, bool, int | None]  # what messages to several ranks have in common
 START = -1  # the cause of an event that begins with the step
 
 
@@ -296,8 +275,9 @@ class _Step:
         self.position = [0] * ranks
         self.last = [START] * ranks  # the event that each rank computed last
         self.link: dict[tuple[int, int], int] = {}  # the last transfer on each
+        self.summed: dict[int, int] = {}  # the last sum of gradients of each rank
         self.arrival: dict[_Message, int] = {}  # the transfer of each message
-        self.leaving: dict[_Message, float] = {}  # by tensor (target -1): held for sends until
+        self.leaving: dict[_Tensor, float] = {}  # held for sends until
         self.waiting: dict[_Message, int] = {}  # the rank put aside for each message
         self.meetings: dict[Instruction, dict[int, int]] = defaultdict(dict)  # rank: its last event
         self.ready = deque(range(ranks))
@@ -307,8 +287,9 @@ class _Step:
         while self.ready:
             self._advance(self.ready.popleft())
         stuck = [r for r, p in enumerate(self.programs) if self.position[r] < len(p.instructions)]
-        if stuck:
-            raise PlanError(self._deadlock(stuck))
+        alone = {r for present in self.meetings.values() for r in present} - {*stuck}
+        if stuck or alone:
+            raise PlanError(self._deadlock([*stuck, *sorted(alone)]))
 
     def _advance(self, rank: int) -> None:
         """Execute a rank's instructions up to one that must wait."""
@@ -327,8 +308,13 @@ class _Step:
             case Kind.SEND:
                 self._send(rank, _message(rank, line))
                 return True
-            case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS:
+            case Kind.REDUCE_GRADIENTS:
+                self._reduce(rank, line)
+                return True
+            case Kind.SHARE_LOSS:
                 return self._meet(rank, line)
+            case Kind.UPDATE:
+                return True  # an optimizer step is no part of what is compared
             case _:
                 assert_never(line.kind)
 
@@ -371,18 +357,33 @@ class _Step:
 
     def _keep_until_sent(self, rank: int, message: _Message, end: float) -> None:
         """Hold the tensor of a message until `end`; once when it goes to several ranks."""
-        tensor = message._replace(target=-1)
+        tensor = (message.source, message.value, message.gradient, message.microbatch)
         begin = max(self._end(self.last[rank]), self.leaving.get(tensor, 0.0))
         if begin < end:
             self.leaving[tensor] = end
             self._hold(rank, begin, self._size(message))
             self._hold(rank, end, -self._size(message))
 
-    def _meet(self, rank: int, line: Instruction) -> bool:
-        """A collective: it begins for all of its ranks when the last of them has come."""
+    def _reduce(self, rank: int, line: Instruction) -> None:
+        """A sum of gradients: it runs beside the compute of its ranks once the last has come.
+
+        On a rank there is one sum after the other.
+        """
         present = self.meetings[line]
         present[rank] = self.last[rank]
-        if len(present) < (len(line.ranks) or len(self.programs)):
+        if len(present) < len(line.ranks):
+            return
+        seconds = self.prices.collective_seconds(line)
+        found = self.meetings.pop(line)
+        causes = [*found.values(), *(self.summed.get(other, START) for other in found)]
+        for other in found:
+            self.summed[other] = self._record(other, line, seconds, causes)
+
+    def _meet(self, rank: int, line: Instruction) -> bool:
+        """The loss is shared: that begins for all of its ranks when the last of them has come."""
+        present = self.meetings[line]
+        present[rank] = self.last[rank]
+        if len(present) < len(self.programs):
             return False
         seconds = self.prices.collective_seconds(line)
         causes = list(self.meetings.pop(line).values())
@@ -423,7 +424,10 @@ class _Step:
     def _stop(self, rank: int) -> str:
         """Where a rank stands and what it waits for."""
         program, position = self.programs[rank], self.position[rank]
-        line = program.instructions[position]
+        if position == len(program.instructions):
+            line = next(line for line, present in self.meetings.items() if rank in present)
+        else:
+            line = program.instructions[position]
         if line.kind in COMPUTE:
             missing = next(m for m in program.uses[position] if m not in self.arrival)
             return f"  * rank {rank} at {line}: waits for {missing}"

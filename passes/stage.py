@@ -3,28 +3,40 @@
 The programme is in `divide/`. Here the blocks become its data, at the coarsest granularity that
 is good enough: layers first; pieces of layers only when whole layers leave the step more than
 `slack` above what a perfectly even division would take, and pieces really shorten it.
+
+Where nothing fits and the options leave recomputation to memory, the same again with everything
+recomputed, and then without that on the ranks that fit without (see `recompute`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.graph import nbytes_of
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
-from parcompiler.passes.divide import Division, Flow, Load, divide, evaluate, memory_parts
+from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.loads import data, data_under, held, needed, reserved, with_recomputed
+from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan, Solution, StageChoice
-from parcompiler.problem import Priced, Problem
-from parcompiler.schedules import build
+from parcompiler.problem import Problem
+from parcompiler.schedules.planned import planned
+from parcompiler.solver import UndecidedError, relative_gap
+
+NEARLY = 0.9  # of the memory; below it messages are no matter
+STEP = 0.005  # of the memory that is kept free at least, when there is too little
+Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
 
 @dataclass(frozen=True)
 class StagePass(Pass):
-    """Decides `plan.stages`, `plan.granularity` and `plan.sent`.
+    """Decides `plan.stages`, `plan.granularity`, `plan.sent` and `plan.recompute`.
 
     `slack` is the share of the step time that finer blocks must be able to save to be tried,
     `gain` the share that they must really save.
@@ -35,16 +47,46 @@ class StagePass(Pass):
     gain: float = 0.02
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
+        """Divide, and recompute what the user asked for or what memory forces."""
+        wanted = problem.options.recompute
+        if wanted != "auto":
+            return self._divided(problem, plan, wanted)
+        with suppress(InfeasibleError, UndecidedError):
+            return self._divided(problem, plan, "none", explain=False)
+        with suppress(InfeasibleError, UndecidedError):
+            return _spared(problem, self._divided(problem, plan, "full", explain=False))
+        raise self._refusal(problem, plan)
+
+    def _refusal(self, problem: Problem, plan: Plan) -> InfeasibleError:
+        """What to say when nothing fits, recomputed or not."""
+        found = []
+        for wanted in ("none", "full"):
+            try:
+                self._divided(problem, plan, wanted)
+            except InfeasibleError as error:
+                found.append(error)
+        first, last = found
+        if str(first) != str(last):
+            first.add_note(f"with every block recomputed, {last}")
+        return first
+
+    def _divided(
+        self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool = True
+    ) -> Plan:
         """Divide as the user asked: by the ILP, evenly, or by counts."""
-        wanted = problem.options.stages
-        if wanted == "auto":
-            level, division = self._automatic(problem, plan)
+        stages = problem.options.stages
+        if stages == "auto":
+            level, division = self._automatic(problem, plan, wanted, explain=explain)
+            plan = _recomputing(problem, plan, level, wanted)
         else:
-            level, stage_of = given.division(problem, wanted, plan.mesh.pipeline)
+            level, stage_of = given.division(problem, stages, len(planned(plan).placement))
+            plan = _recomputing(problem, plan, level, wanted)
             division = _evaluated(problem, plan, level, stage_of)
         return _decided(problem, plan, level, division)
 
-    def _automatic(self, problem: Problem, plan: Plan) -> tuple[int, Division]:
+    def _automatic(
+        self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
+    ) -> tuple[int, Division]:
         """The coarsest granularity that is good enough, and its best division."""
         best: tuple[int, Division] | None = None
         refusal: InfeasibleError | None = None
@@ -54,14 +96,16 @@ class StagePass(Pass):
                 problem.priced(best[0]).cut.blocks
             ):
                 continue
+            trial = _recomputing(problem, plan, level, wanted)
             try:
-                division = _divide(problem, plan, level)
+                division = _fitting(problem, trial, level, explain=explain)
             except InfeasibleError as error:
                 refusal = error
                 continue
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
                 best = level, division
-            if best[1].objective <= (1 + self.slack) * _ideal(problem, plan, best[0]):
+            least = _fill_and_drain(problem, _recomputing(problem, plan, best[0], wanted), best[0])
+            if best[1].objective <= (1 + self.slack) * least:
                 break
         if best is None:
             assert refusal is not None
@@ -69,67 +113,66 @@ class StagePass(Pass):
         return best
 
 
-def data(problem: Problem, level: int) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
-    """The blocks at a granularity and the values between them, as the programme's data."""
-    priced = problem.priced(level)
-    return tuple(_loads(problem, priced)), tuple(_flows(problem, priced))
+def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Plan:
+    """A plan for a granularity with what is wanted recomputed."""
+    return dataclasses.replace(plan, recompute=chosen(problem, level, wanted))
 
 
-def _loads(problem: Problem, priced: Priced) -> Iterator[Load]:
-    """One load per block; tensors that several blocks read are counted once per stage."""
-    blocks = priced.cut.blocks
-    names = [{binding.name for binding in block.tensors} for block in blocks]
-    users: dict[str, int] = {}
-    for held in names:
-        for name in held:
-            users[name] = users.get(name, 0) + 1
-    for b, held in enumerate(names):
-        sizes = {name: problem.state_bytes(problem.graph.by_name[name]) for name in sorted(held)}
-        yield Load(
-            seconds=priced.forward[b] + priced.backward[b],
-            resident=sum(size for name, size in sizes.items() if users[name] == 1),
-            saved=priced.saved[b],
-            shared=tuple((name, size) for name, size in sizes.items() if users[name] > 1),
+def _fitting(problem: Problem, plan: Plan, level: int, *, explain: bool = True) -> Division:
+    """The best division at a granularity whose simulated step fits into the memory.
+
+    The programme does not know how many messages are on their way at once. A rank that it fills to
+    NEARLY is simulated, and what is too much then is kept free from the beginning.
+    """
+    memory, free = problem.device.memory, 0
+    while True:
+        division = _divide(problem, plan, level, free, explain=explain)
+        if max(needed(problem, plan, level, division.stage_of)) <= NEARLY * memory:
+            return division
+        decided = _decided(problem, plan, level, division)
+        over = max(estimate(problem, decided).peak_memory) - memory
+        if over <= 0:
+            return division
+        free += max(over, math.ceil(memory * STEP))
+
+
+def _divide(
+    problem: Problem, plan: Plan, level: int, free: int = 0, *, explain: bool = True
+) -> Division:
+    """The best division at a granularity that leaves some bytes of every rank free."""
+    schedule = planned(plan)
+    limit = problem.device.memory - reserved(problem, plan, level) - free
+    try:
+        return divide(
+            *data_under(problem, plan, level),
+            schedule.placement,
+            plan.microbatches,
+            held(schedule),
+            [float(max(1, limit))] * schedule.ranks,
+            names=[block.name for block in problem.priced(level).cut.blocks],
+            explain=explain,
         )
-
-
-def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
-    """One flow per value that other blocks use."""
-    for b, block in enumerate(priced.cut.blocks):
-        for node in block.outputs:
-            consumers = sorted({priced.home[u] for u in node.users if u in priced.home} - {b})
-            if consumers:
-                yield Flow(b, tuple(consumers), problem.message_seconds(node), nbytes_of(node))
-
-
-def _in_flight(plan: Plan) -> tuple[int, ...]:
-    """Micro-batches that each stage keeps activations of."""
-    assert plan.schedule is not None
-    schedule = build(plan.schedule, plan.mesh.pipeline, plan.microbatches)
-    return tuple(schedule.in_flight(j) for j in range(plan.mesh.pipeline))
-
-
-def _divide(problem: Problem, plan: Plan, level: int) -> Division:
-    """The best division at a granularity."""
-    loads, flows = data(problem, level)
-    stages = plan.mesh.pipeline
-    limits = [float(problem.device.memory)] * stages
-    names = [block.name for block in problem.priced(level).cut.blocks]
-    return divide(loads, flows, stages, plan.microbatches, _in_flight(plan), limits, names=names)
+    except InfeasibleError as error:
+        if limit < problem.device.memory:
+            kept = problem.device.memory - limit
+            error.add_note(f"{kept:,} bytes more are kept free for messages and recomputation")
+        raise
 
 
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
     """A division that the user gave, with its predicted step time. Its memory must fit."""
-    loads, flows = data(problem, level)
-    in_flight = _in_flight(plan)
-    found = evaluate(loads, flows, stage_of, plan.microbatches, in_flight)
-    worst = max(range(len(found.memory)), key=found.memory.__getitem__)
-    if found.memory[worst] > problem.device.memory:
+    schedule = planned(plan)
+    loads, flows = data_under(problem, plan, level)
+    kept, placement = held(schedule), schedule.placement
+    found = evaluate(loads, flows, stage_of, placement, plan.microbatches, kept)
+    memory = with_recomputed(problem, plan, level, stage_of, found.memory)
+    worst = max(range(len(memory)), key=memory.__getitem__)
+    if memory[worst] > problem.device.memory:
         names = [block.name for block in problem.priced(level).cut.blocks]
-        parts = memory_parts(loads, flows, stage_of, in_flight, worst, names)
+        parts = memory_parts(loads, flows, stage_of, placement, kept, worst, names)
         largest = max(parts, key=lambda part: part.size)
         message = (
-            f"stage {worst} of this division needs {found.memory[worst]:,} bytes, "
+            f"rank {worst} of this division needs {memory[worst]:,} bytes, "
             f"{problem.device.name} has {problem.device.memory:,}; the largest part is "
             f'{largest.what} ({largest.size:,} bytes). stages="auto" may find one that fits'
         )
@@ -140,17 +183,41 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
 def reconsidered(problem: Problem, plan: Plan) -> Plan:
     """A finished plan, with what a solver said of it dropped when it was edited since.
 
-    Raises InfeasibleError when a stage does not fit into the memory.
+    Raises InfeasibleError when a rank does not fit into the memory.
     """
+    division = _reevaluated(problem, plan)
+    if plan.solution is not None and plan.solution.objective == division.objective:
+        return plan
+    return dataclasses.replace(plan, solution=_solution(division))
+
+
+def _reevaluated(problem: Problem, plan: Plan) -> Division:
+    """The division of a finished plan, as one that was given."""
     assert plan.granularity is not None
     assert plan.stages is not None
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
     blocks = problem.priced(plan.granularity).cut.blocks
     stage_of = tuple(home[block.name] for block in blocks)
-    division = _evaluated(problem, plan, plan.granularity, stage_of)
-    if plan.solution is not None and plan.solution.objective == division.objective:
-        return plan
-    return dataclasses.replace(plan, solution=_solution(division))
+    return _evaluated(problem, plan, plan.granularity, stage_of)
+
+
+def _spared(problem: Problem, plan: Plan) -> Plan:
+    """A finished plan without recomputation on the ranks that fit without."""
+    assert plan.granularity is not None
+    assert plan.stages is not None
+    best = plan
+    for rank in range(plan.mesh.pipeline):
+        own = {name for c in plan.stages if c.rank == rank for name in c.blocks}
+        trial = tuple(name for name in best.recompute or () if name not in own)
+        with suppress(InfeasibleError):
+            found = dataclasses.replace(best, recompute=trial)
+            division = _reevaluated(problem, found)
+            bare = dataclasses.replace(plan, recompute=())
+            bound = _fill_and_drain(problem, bare, plan.granularity)
+            gap = relative_gap(division.objective, bound)
+            solution = Solution("feasible", division.objective, bound, gap)
+            best = dataclasses.replace(found, solution=solution)
+    return best
 
 
 def _solution(division: Division) -> Solution:
@@ -161,16 +228,12 @@ def _solution(division: Division) -> Solution:
 def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Plan:
     """The plan with the division in it."""
     priced = problem.priced(level)
+    names: list[list[str]] = [[] for _ in planned(plan).placement]
+    for block, at in zip(priced.cut.blocks, division.stage_of, strict=True):
+        names[at].append(block.name)
     stages = tuple(
-        StageChoice(
-            tuple(
-                block.name
-                for block, at in zip(priced.cut.blocks, division.stage_of, strict=True)
-                if at == j
-            ),
-            rank=j,
-        )
-        for j in range(plan.mesh.pipeline)
+        StageChoice(tuple(held), rank)
+        for held, rank in zip(names, planned(plan).placement, strict=True)
     )
     return dataclasses.replace(
         plan,
@@ -181,7 +244,19 @@ def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Pl
     )
 
 
-def _ideal(problem: Problem, plan: Plan, level: int) -> float:
+def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:
     """The step time of a perfectly even division without messages."""
-    total = sum(load.seconds for load in data(problem, level)[0])
-    return total + (plan.microbatches - 1) * total / plan.mesh.pipeline
+    stages, ranks = len(planned(plan).placement), plan.mesh.pipeline
+    total = sum(load.seconds for load in data(problem, level, recompute=plan.recompute or ())[0])
+    return total * ranks / stages + (plan.microbatches - 1) * total / ranks
+
+
+def ideal(problem: Problem, plan: Plan) -> float:
+    """The step time of even ranks that are never idle: no schedule is faster.
+
+    What memory forces one schedule to recompute another may keep.
+    """
+    assert plan.granularity is not None
+    forced = problem.options.recompute == "auto"
+    priced = problem.priced(plan.granularity) if forced else problem.under(plan)
+    return plan.microbatches * sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline

@@ -27,7 +27,7 @@ Edit = Callable[[pc.Plan], pc.Plan]
 def program() -> pc.Program:
     """A GPT of four layers on two stages."""
     model, inputs = zoo.build("gpt")
-    return pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=4)
+    return pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=4, schedule="1f1b")
 
 
 def small(memory: int) -> pc.Device:
@@ -50,7 +50,7 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("schedule", "waltz", "schedule must be one of 'auto', 'naive', 'gpipe', '1f1b'"),
+        ("schedule", "waltz", "schedule must be one of 'auto', 'search', 'naive', 'gpipe',"),
         ("schedule", None, "schedule must be one of"),
         ("precision", "bf16", "precision must be one of None, 'fp32', 'fp64' ('bf16' given)"),
         ("precision", torch.float64, "precision must be one of None, 'fp32', 'fp64'"),
@@ -62,12 +62,15 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         ("stages", (2.0, 3), "positive integers ((2.0, 3) given)"),
         ("stages", (True, 5), "positive integers ((True, 5) given)"),
         ("stages", 2, "positive integers (2 given)"),
-        ("virtual_stages", 2, "virtual_stages must be one of 1 (2 given)"),
+        ("virtual_stages", 0, "virtual_stages must be a positive integer (0 given)"),
+        ("virtual_stages", 1.5, "virtual_stages must be a positive integer (1.5 given)"),
         ("vocabulary", "vocab-1", "vocabulary must be one of 'auto', 'whole' ('vocab-1' given)"),
         ("sharding", {"*": "S(0)"}, "sharding must be one of 'auto' ({'*': 'S(0)'} given)"),
-        ("recompute", "full", "recompute must be one of 'auto', 'none' ('full' given)"),
-        ("mesh", pc.Mesh(tensor=2), "divides the pipeline axis only (tensor=2)"),
-        ("mesh", pc.Mesh(data=2), "divides the pipeline axis only (data=2)"),
+        ("recompute", "all", "recompute must be one of 'auto', 'none', 'full' ('all' given)"),
+        ("recompute", {"layers.*": 1}, "recompute must be 'auto', 'none', 'full' or a dict such"),
+        ("recompute", {0: True}, "a dict such as {'layers.*': True} ({0: True} given)"),
+        ("recompute", True, "recompute must be 'auto', 'none', 'full' or a dict such"),
+        ("mesh", pc.Mesh(tensor=2), "no tensor axis (tensor=2)"),
         ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
         ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
         ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),
@@ -171,16 +174,19 @@ def test_more_stages_than_blocks_are_refused() -> None:
 def test_a_device_with_too_little_memory_is_refused_with_the_least_that_would_do(
     program: pc.Program,
 ) -> None:
-    """And with exactly that it works, and with a byte less it does not."""
+    """And with that and room for messages it works, and with a byte less it does not."""
+    plain: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "recompute": "none"}
     with pytest.raises(pc.InfeasibleError) as caught:
-        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), microbatches=4)
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), **plain)
     text = str(caught.value)
     assert "no division into 2 stages fits the memory limit (1,000 bytes a stage" in text
     assert re.search(r"The largest part there is \w.* of .*\([\d,]+ bytes\)", text)
     least = least_memory(text)
-    assert pc.compile(program, pc.Mesh(pipeline=2, device=small(least)), microbatches=4).plan.stages
+    enough = pc.Mesh(pipeline=2, device=small(least + least // 10))
+    assert pc.compile(program, enough, **plain).plan.stages
+    assert "messages on their way come on top" in str(caught.value.__notes__)
     with pytest.raises(pc.InfeasibleError) as again:
-        pc.compile(program, pc.Mesh(pipeline=2, device=small(least - 1)), microbatches=4)
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(least - 1)), **plain)
     assert least_memory(str(again.value)) == least
 
 
@@ -202,7 +208,7 @@ def test_a_model_that_needs_a_gigabyte_does_not_fit_into_a_megabyte() -> None:
 def test_counts_that_do_not_fit_into_the_memory_are_refused(program: pc.Program) -> None:
     mesh = pc.Mesh(pipeline=2, device=small(1_000))
     with pytest.raises(
-        pc.InfeasibleError, match=r"stage \d of this division needs [\d,]+ bytes, sm"
+        pc.InfeasibleError, match=r"rank \d of this division needs [\d,]+ bytes, sm"
     ):
         pc.compile(program, mesh, stages=(3, 3))
 
@@ -355,14 +361,17 @@ def out_of_order(plan: pc.Plan) -> pc.Plan:
     return moved(plan, [([names[1], names[0], *names[2:3]], 0), (names[3:], 1)])
 
 
+ON_RANKS = r"the plan has stages on ranks \(.*\); its schedule '1f1b' has them on \(0, 1\)"
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (without_first, r"the plan lacks block 'embedding.*' \(blocks: "),
         (with_first_twice, r"the plan misplaces block 'embedding.*' \(blocks: "),
         (with_a_stranger, r"the plan misplaces block 'layers.99'"),
-        (on_wrong_ranks, "the plan needs stages on ranks 0 to 1, one each"),
-        (on_three_stages, "the plan needs stages on ranks 0 to 1, one each"),
+        (on_wrong_ranks, ON_RANKS),
+        (on_three_stages, ON_RANKS),
         (with_an_empty_stage, "no stage is empty|stage 1 has no block"),
         (backwards, "data flows forward|flows backward"),
         (out_of_order, "embedding"),
@@ -371,9 +380,14 @@ def out_of_order(plan: pc.Plan) -> pc.Plan:
         (lambda plan: dataclasses.replace(plan, granularity=9), "has granularity 9; the model has"),
         (
             lambda plan: dataclasses.replace(plan, schedule="waltz"),
-            "has schedule 'waltz'.*known: na",
+            "has schedule 'waltz' without its orders .*: na",
         ),
         (lambda plan: dataclasses.replace(plan, sent=("x",)), r"has sent \('x',\)"),
+        (lambda plan: dataclasses.replace(plan, recompute=None), "leaves 'recompute' undecided"),
+        (
+            lambda plan: dataclasses.replace(plan, recompute=("layers.99",)),
+            r"recomputes 'layers.99', which is no block \(blocks: embedding",
+        ),
     ],
 )
 def test_a_plan_edited_into_nonsense_is_refused(
@@ -396,14 +410,33 @@ def test_a_plan_may_be_edited(program: pc.Program) -> None:
     assert again.plan.solution.objective > program.plan.solution.objective
 
 
+def test_what_a_plan_recomputes_may_be_edited_and_is_what_was_asked_for(
+    program: pc.Program,
+) -> None:
+    mesh, name = pc.Mesh(pipeline=2), blocks_of(program.plan)[1]
+    edited = dataclasses.replace(program.plan, recompute=(name,))
+    again = pc.compile(program, mesh, plan=edited)
+    assert again.plan.recompute == (name,)
+    assert again.simulate().step_time > program.simulate().step_time
+    assert pc.compile(program, mesh, plan=edited, recompute={name: True}).plan == again.plan
+    with pytest.raises(pc.PlanError, match=rf"recomputes .* of {name!r} \(asked for: 'none'\)"):
+        pc.compile(program, mesh, plan=edited, recompute="none")
+    with pytest.raises(pc.PlanError, match=r"keeps the activations of .* \(asked for: 'full'\)"):
+        pc.compile(program, mesh, plan=edited, recompute="full")
+    with pytest.raises(pc.InputError, match="the pattern 'x' of recompute matches no block"):
+        pc.compile(program, mesh, plan=edited, recompute={"x": True})
+
+
 def test_an_edited_plan_must_fit_into_the_memory(program: pc.Program) -> None:
+    plain: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "recompute": "none"}
     with pytest.raises(pc.InfeasibleError) as caught:
-        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), microbatches=4)
-    mesh = pc.Mesh(pipeline=2, device=small(least_memory(str(caught.value))))
-    tight = pc.compile(program, mesh, microbatches=4)
+        pc.compile(program, pc.Mesh(pipeline=2, device=small(1_000)), **plain)
+    least = least_memory(str(caught.value))
+    mesh = pc.Mesh(pipeline=2, device=small(least + least // 10))
+    tight = pc.compile(program, mesh, **plain)
     names = blocks_of(tight.plan)
     assert pc.compile(program, mesh, plan=tight.plan).plan == tight.plan
-    with pytest.raises(pc.InfeasibleError, match="stage 1 of this division needs"):
+    with pytest.raises(pc.InfeasibleError, match="rank 1 of this division needs"):
         pc.compile(program, mesh, plan=moved(tight.plan, [(names[:1], 0), (names[1:], 1)]))
 
 

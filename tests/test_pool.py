@@ -35,7 +35,7 @@ def pool() -> Iterator[Pool]:
 
 
 def run(pool: Pool, folder: Path, patience: float = 120.0) -> Outcome:
-    return pool.run(Job(str(folder), batch(MICROBATCHES), patience=patience), 2)
+    return pool.run(Job(str(folder), [batch(MICROBATCHES)], patience=patience), 2)
 
 
 def works(pool: Pool, folder: Path, program: pc.Program) -> None:

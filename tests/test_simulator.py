@@ -188,7 +188,7 @@ def test_sending_does_not_hold_the_compute_up() -> None:
     assert timeline.step_time == 10.0
 
 
-def test_a_collective_begins_when_all_of_its_ranks_have_come() -> None:
+def test_sums_begin_when_all_of_their_ranks_have_come_and_hold_nobody_up() -> None:
     reduce = "REDUCE_GRADIENTS tied_0 ranks 0,2"
     lists = [
         f"FORWARD stage 0 mb 0;{reduce};SHARE_LOSS from 2",
@@ -203,9 +203,28 @@ def test_a_collective_begins_when_all_of_its_ranks_have_come() -> None:
         {},
         collective_seconds=lambda line: 4.0 if line.kind is Kind.REDUCE_GRADIENTS else 1.0,
     )
-    when = [(e.rank, e.begin, e.end) for e in timeline.events if e.instruction.kind not in COMPUTE]
-    assert when == [(0, 3.0, 7.0), (2, 3.0, 7.0), (0, 7.0, 8.0), (1, 7.0, 8.0), (2, 7.0, 8.0)]
-    assert timeline.bubble == pytest.approx([7 / 8, 6 / 8, 5 / 8])
+    when = {
+        kind: [(e.rank, e.begin, e.end) for e in timeline.events if e.instruction.kind is kind]
+        for kind in (Kind.REDUCE_GRADIENTS, Kind.SHARE_LOSS)
+    }
+    assert when[Kind.REDUCE_GRADIENTS] == [(0, 3.0, 7.0), (2, 3.0, 7.0)]
+    assert when[Kind.SHARE_LOSS] == [(0, 3.0, 4.0), (1, 3.0, 4.0), (2, 3.0, 4.0)]
+    assert timeline.bubble == pytest.approx([6 / 7, 5 / 7, 4 / 7])
+
+
+def test_sums_of_a_rank_run_one_after_the_other_beside_its_compute() -> None:
+    lines = "FORWARD stage 0 mb 0;REDUCE_GRADIENTS a ranks 0;REDUCE_GRADIENTS b ranks 0"
+    lists = [parse(f"{lines};FORWARD stage 0 mb 1".replace(";", "\n"))]
+    cost = StageCost(1.0, 0, 0, 0)
+    timeline = simulate(lists, [0], [cost], {}, collective_seconds=lambda _: 4.0)
+    assert [(e.begin, e.end) for e in timeline.events] == [(0, 1), (1, 5), (1, 2), (5, 9)]
+    assert timeline.step_time == 9.0
+
+
+def test_a_sum_that_some_of_its_ranks_never_reach_is_found() -> None:
+    lists = [parse("REDUCE_GRADIENTS a ranks 0,1"), parse("FORWARD stage 0 mb 0")]
+    with pytest.raises(PlanError, match="rank 0 at REDUCE_GRADIENTS a ranks 0,1: waits for rank 1"):
+        simulate(lists, [1], [StageCost(1.0, 0, 0, 0)], {})
 
 
 def test_buffers_live_as_long_as_they_are_needed() -> None:

@@ -104,6 +104,11 @@ def _key_function(nodes: list[fx.Node], level: int) -> Callable[[fx.Node], Step]
     return key
 
 
+def layer_of(nodes: Iterable[fx.Node]) -> Callable[[fx.Node], Step]:
+    """Which block of the coarsest level a node belongs to."""
+    return _key_function([node for node in nodes if node.op == "call_function"], 1)
+
+
 def _runs(nodes: list[fx.Node], key: Callable[[fx.Node], Step]) -> Iterator[Run]:
     """Maximal runs of consecutive nodes with the same key."""
     for (path, call), members in itertools.groupby(nodes, key):

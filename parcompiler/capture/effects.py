@@ -28,10 +28,8 @@ def overload_name(node: fx.Node) -> str:
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers (dropout in training mode with p > 0, say)."""
     target = node.target
-    if isinstance(target, Applied):
-        return target.random
     if not isinstance(target, torch._ops.OpOverload):
-        return False
+        return bool(getattr(target, "random", False))
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     name = target._opname
@@ -81,7 +79,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    if isinstance(target, Applied):  # may return what it was given
+    if isinstance(target, Applied) or getattr(target, "shares", False):  # may return what it got
         return next(_nodes(list(node.args)), None)
     if not isinstance(target, torch._ops.OpOverload):
         return None

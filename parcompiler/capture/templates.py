@@ -124,7 +124,9 @@ def _structure(
         known = graph.by_name[binding.name]
         name = relative_name(binding.name, scope)
         digest.update(
-            repr((name, known.shape, known.dtype, known.trainable, known.buffer)).encode()
+            repr(
+                (name, known.shape, known.dtype, known.trainable, known.buffer, known.shard)
+            ).encode()
         )
     return digest.hexdigest()
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from parcompiler.capture.blocks import steps
+from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.templates import EMITTED, relative_name
 from parcompiler.codegen.body import Body
@@ -24,14 +25,21 @@ def block_class(
     effects: Effects,
     instances: Sequence[Block],
     variables: Mapping[fx.Node, str],
+    *,
+    split: bool = False,
 ) -> str:
-    """The class of a template, from the blocks that are instances of it."""
+    """The class of a template, from the blocks that are instances of it.
+
+    The weight gradients of its linear layers can be left for later where the backward is `split`.
+    """
     block = instances[0]
     arguments = _argument_names(graph, instances, variables)
     tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
     nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
     operands = {nodes[name]: text for name, text in tensors.items()} | arguments
-    body = Body(graph, effects, operands, scope=block.scope)
+    trainable = {item.node for item in graph.parameters if item.trainable} if split else ()
+    deferring = {node for node in block.nodes if deferrable_weight(node, trainable) is not None}
+    body = Body(graph, effects, operands, scope=block.scope, deferring=deferring)
     lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
     results = ", ".join(body.name(node) for node in block.outputs)
     kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -13,13 +13,15 @@ from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects, mutated_operands
 from parcompiler.capture.templates import EMITTED, identifier
-from parcompiler.codegen.layout import wrap
+from parcompiler.codegen.layout import remarked, wrap
+from parcompiler.codegen.literals import literal
 from parcompiler.codegen.merge import merged
 from parcompiler.codegen.operators import expression, is_statement
 from parcompiler.codegen.quoting import comment
 from parcompiler.codegen.registry import home_of
 from parcompiler.codegen.wishes import wishes
 from parcompiler.graph import Graph
+from parcompiler.spmd.exchange import Exchange
 
 INDENT = 8
 
@@ -27,7 +29,8 @@ INDENT = 8
 class Body:
     """Writes nodes as statements; a name is free again once its value is no longer needed.
 
-    `operands` names what is there before; `fixed` are names that no variable may take.
+    `operands` names what is there before; `fixed` are names that no variable may take; `deferring`
+    are nodes that can leave the gradient of their weight for later.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Body:
         operands: Mapping[fx.Node, str],
         fixed: Iterable[str] = (),
         scope: str = "",
+        deferring: Collection[fx.Node] = (),
     ) -> None:
         self._graph = graph
         self._effects = effects
@@ -44,6 +48,7 @@ class Body:
         homes = {home_of(node) for node in graph.fx_graph.nodes if node.op == "call_function"}
         self._fixed = {*EMITTED, *fixed, *(home.partition(".")[0] for home in homes)}
         self._scope = scope
+        self._deferring = deferring
         self._same: Mapping[fx.Node, fx.Node] = {}
         self._last: dict[fx.Node, int] = {}
         self._given: dict[fx.Node, str] = {}
@@ -96,7 +101,7 @@ class Body:
         """One line; None where none is needed."""
         if node.target is operator.getitem and node in self._names:
             return None  # unpacked already
-        text = expression(node, self.name)
+        text = expression(node, self.name, deferring=node in self._deferring)
         target = _updated(node)
         if is_statement(node) or (target is not None and node not in self._given):
             if target is not None:
@@ -106,7 +111,7 @@ class Body:
         if pieces:
             return wrap(f"{self._unpacked(node, pieces)} = {text}", indent)
         self._names[node] = self._given.get(node) or self._choose(node)
-        return wrap(f"{self._names[node]} = {text}", indent)
+        return remarked(wrap(f"{self._names[node]} = {text}", indent), _remark(node))
 
     def _pieces(self, node: fx.Node) -> dict[int, fx.Node]:
         """The nodes that take a tuple apart, if that is all that is done with it."""
@@ -186,6 +191,17 @@ def _contexts(node: fx.Node) -> tuple[Context, ...]:
     return found
 
 
+def _remark(node: fx.Node) -> str:
+    """What ranks tell each other in a conversion, in words."""
+    said: Exchange | None = node.meta.get("exchange")
+    if said is None:
+        return ""
+    sides = {"forward": said.forward, "backward": said.backward}
+    told = [f"{side}: {', '.join(dict.fromkeys(a for a, _ in actions))}"
+            for side, actions in sides.items() if actions]  # fmt: skip
+    return "; ".join(told)
+
+
 def _updated(node: fx.Node) -> fx.Node | None:
     """The operand that a node updates in place and returns: `x.relu_()` is `x`."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -200,7 +216,9 @@ def _updated(node: fx.Node) -> fx.Node | None:
 def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
     """The `with` statements that a run of nodes stands under."""
     for depth, (kind, *arguments) in enumerate(contexts):
-        if kind == "autocast":
+        if kind == "own_draws":
+            call = f"runtime.own_draws({', '.join(literal(a) for a in arguments if a is not None)})"
+        elif kind == "autocast":
             device, dtype, _enabled = arguments
             call = f'torch.autocast("{identifier(str(device))}", dtype=torch.{identifier(dtype)})'
         else:

@@ -76,14 +76,14 @@ def _facts(lowered: Lowered) -> dict[str, object]:
     """What the templates say of a program; names from the model are made harmless here."""
     stages = [
         {
-            "rank": stage.rank,
+            "rank": ", ".join(map(str, lowered.grid.replicas([stage.rank]))),
             "index": stage.index,
             "blocks": ranges([markdown(call.block.name) for call in stage.calls]),
         }
         for stage in lowered.stages
     ]
     model = identifier(lowered.graph.name)
-    return {"model": model, "size": lowered.size, "stages": stages}
+    return {"model": model, "size": lowered.grid.size, "stages": stages}
 
 
 def _clear(path: Path) -> None:
@@ -125,7 +125,7 @@ def _copy_runtime(path: Path) -> None:
     target = path / "parcompiler"
     skip = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(source / "runtime", target / "runtime", ignore=skip)
-    for name in ("errors.py", "instruction.py"):
+    for name in ("errors.py", "instruction.py", "grid.py", "pieces.py"):
         shutil.copy(source / name, target / name)
     text = '"""The runtime of parcompiler, copied beside the scripts that use it."""\n'
     _write(target / "__init__.py", text)

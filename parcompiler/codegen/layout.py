@@ -42,6 +42,12 @@ def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
     return "\n".join([pad + line[: opening + 1], *rows, pad + tail])
 
 
+def remarked(line: str, remark: str) -> str:
+    """A line with a remark behind it, if it is one line and both fit the page."""
+    whole = f"{line}  # {remark}"
+    return line if not remark or "\n" in line or len(whole) > WIDTH else whole
+
+
 def tidy(text: str) -> str:
     """`x ** 2` and `1e+38` as formatters have them.
 

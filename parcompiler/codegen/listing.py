@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parcompiler.instruction import COMPUTE, MESSAGES, Instruction
+from parcompiler.instruction import COMPUTE, MESSAGES, Instruction, Kind
+
+STAGED = COMPUTE | {Kind.UPDATE}  # these name a stage and a micro-batch
 
 
 def columns(instructions: Sequence[Instruction]) -> str:
@@ -23,10 +25,10 @@ def columns(instructions: Sequence[Instruction]) -> str:
 
 def _cells(item: Instruction) -> list[str]:
     """The words of an instruction by column; those that stand alone are not in the table."""
-    if item.kind not in COMPUTE | MESSAGES:
+    if item.kind not in STAGED | MESSAGES:
         return [str(item)]
     words = str(item).split()
-    if item.kind in COMPUTE:
+    if item.kind in STAGED:
         return [words[0], " ".join(words[1:3]), words[3], words[4]]
     return [words[0], words[1], words[2], words[3], " ".join(words[4:])]
 

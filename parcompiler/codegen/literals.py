@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from parcompiler.errors import InputError
+from parcompiler.spmd.exchange import Piece
 
 Operand = Callable[[fx.Node], str]
 """The text that stands for a node: an identifier or ``self.attribute``."""
@@ -35,6 +36,8 @@ def literal(value: object, operand: Operand | None = None) -> str:
         return f"{{{', '.join(items)}}}"
     if isinstance(value, torch.device):
         return "DEVICE"
+    if isinstance(value, Piece):
+        return f"runtime.piece({value.whole})"
     if isinstance(value, str):
         return string(value)
     if isinstance(value, NAMED):

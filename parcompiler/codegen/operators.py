@@ -5,13 +5,15 @@
 >>> aten = torch.ops.aten
 >>> expression(graph.call_function(aten.linear.default, (x, w)), str)
 'F.linear(x, w)'
+>>> expression(graph.call_function(aten.linear.default, (x, w)), str, deferring=True)
+'runtime.linear(x, w)'
 >>> expression(graph.call_function(aten.slice.Tensor, (x, 1, 0, 12)), str)
 'x[:, :12]'
 >>> expression(graph.call_function(aten.logaddexp.default, (x, w)), str)  # has no spelling
 'torch.ops.aten.logaddexp.default(x, w)'
 
-The text may use `torch`, `F` (torch.nn.functional), `DEVICE` (the device of the rank) and
-`self.training`: what was captured in training mode follows the mode of the module, what was
+The text may use `torch`, `F` (torch.nn.functional), `runtime`, `DEVICE` (the device of the rank)
+and `self.training`: what was captured in training mode follows the mode of the module, what was
 captured in evaluation mode stays so.
 """
 
@@ -25,8 +27,9 @@ from torch import fx
 from parcompiler.capture.functions import Applied
 from parcompiler.codegen.calls import Call, bind
 from parcompiler.codegen.literals import Operand, literal
-from parcompiler.codegen.spellings import fill, spellings
+from parcompiler.codegen.spellings import Spelling, fill, spellings
 from parcompiler.errors import InputError
+from parcompiler.spmd.exchange import RuntimeCall
 
 OPEN_END = 2**63 - 1  # where a slice without an end ends
 
@@ -48,16 +51,21 @@ BUILTINS: Mapping[object, str] = {
 }
 
 
-def expression(node: fx.Node, operand: Operand) -> str:
+def expression(node: fx.Node, operand: Operand, *, deferring: bool = False) -> str:
     """The Python that computes a `call_function` node; `operand` names the nodes that it reads.
 
-    It makes the same call into ATen, or one with the same value and gradient, bit for bit.
+    It makes the same call into ATen, or one with the same value and gradient, bit for bit. A node
+    that is `deferring` (see capture/deferrable.py) can leave the gradient of its weight for later.
     """
     if isinstance(node.target, Applied):
         return f"{node.target!r}({', '.join(literal(item, operand) for item in node.args)})"
+    if isinstance(node.target, RuntimeCall):
+        return _of_runtime(node, operand)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _builtin(node, operand)
     call = bind(node, operand)
+    if deferring:
+        return fill(DEFERRED[call.key], call)
     write = SPECIALS.get(call.key, _spelled)
     text = write(call) if call.reads_as_written() else None
     return text or _in_full(call)
@@ -78,6 +86,17 @@ def is_statement(node: fx.Node) -> bool:
     return bool(schema.is_mutable) or not schema.returns
 
 
+def _of_runtime(node: fx.Node, operand: Operand) -> str:
+    """A function of the runtime; an operator among its arguments goes by its full name."""
+    texts = [_full_name(item) if isinstance(item, torch._ops.OpOverload) else literal(item, operand)
+             for item in node.args]  # fmt: skip
+    for name, value in node.kwargs.items():
+        switched = name == "dropout_p" and value
+        text = f"{literal(value, operand)}{' if self.training else 0.0' if switched else ''}"
+        texts.append(f"{name}={text}")
+    return f"{node.target!r}({', '.join(texts)})"
+
+
 def _builtin(node: fx.Node, operand: Operand) -> str:
     """A function of Python itself: on lists of tensors, or on sizes."""
     if node.target not in BUILTINS or node.kwargs:
@@ -94,10 +113,7 @@ def _spelled(call: Call) -> str | None:
 
 def _in_full(call: Call) -> str:
     """The call by its full name, which is right for every operator."""
-    namespace, name = call.target._schema.name.split("::")
-    head = "torch.ops"
-    for part in (namespace, name, call.target._schema.overload_name or "default"):
-        head = _member(head, part)
+    head = _full_name(call.target)
     positional = [name for name, item in call.arguments.items() if not item.kwarg_only]
     while positional and positional[-1] in call.defaults:
         positional.pop()
@@ -105,6 +121,15 @@ def _in_full(call: Call) -> str:
     texts = [call.text(name) for name in positional]
     texts += [f"{name}={call.text(name)}" for name in named if name not in call.defaults]
     return f"{head}({', '.join(texts)})"
+
+
+def _full_name(target: torch._ops.OpOverload) -> str:
+    """An operator, whatever it is called."""
+    namespace, name = target._schema.name.split("::")
+    head = "torch.ops"
+    for part in (namespace, name, target._schema.overload_name or "default"):
+        head = _member(head, part)
+    return head
 
 
 def _member(owner: str, name: str) -> str:
@@ -185,4 +210,9 @@ SPECIALS: Mapping[str, Callable[[Call], str | None]] = {
     "index_put_.default": _index_put,
     "embedding.default": _embedding,
     "einsum.default": _einsum,
+}
+
+DEFERRED: Mapping[str, Spelling] = {
+    "linear.default": Spelling("runtime.linear(input, weight, bias)"),
+    "addmm.default": Spelling("runtime.addmm(self, mat1, mat2)"),
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.listing import columns
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring
+from parcompiler.grid import Coordinate, Grid
+from parcompiler.instruction import Instruction
 from parcompiler.lower.lowered import Lowered
+from parcompiler.pieces import Shard
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value, channels_of, digest_of
+from parcompiler.spmd.placement import local_shape
 
-_SCRIPT = '''"""Rank {rank} of {size}: {stages} of {model}.
+_SCRIPT = '''"""Rank {rank} of {size}: {stages} of {model}{replica}.
 
 Started by `torchrun --nproc-per-node {size} main.py` as the process with RANK={rank}.
 """
@@ -53,20 +58,32 @@ _VALUES = (
     "# The tensors between stages, for one micro-batch; gradients come back unless it says not."
 )
 _TIED = "# Tensors that several ranks hold: their gradients are summed."
+_TIED_OVER_DATA = (
+    "# Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
+    "there."
+)
+_BUCKETS = "# The tensors whose gradients are summed together over the data ranks."
+_SHARDS = (
+    "# Tensors that the tensor ranks hold in pieces: along which dimension, and its size on the "
+    "whole."
+)
 _ALIASES = "# Further names of tied tensors."
 
 
 def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
     """The value that the runtime executes for one rank; the script writes the same down."""
-    graph = lowered.graph
+    graph, grid = lowered.graph, lowered.grid
+    at = grid.coordinate(rank)
+    own = at.pipeline
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     lists = lowered.instructions
+    shapes = _shapes(lowered, at.tensor)
     return RankProgram(
         rank=rank,
-        size=lowered.size,
+        size=grid.size,
         device=device,
         microbatches=lowered.microbatches,
-        digest=digest_of(lists, graph.fingerprint),
+        digest=digest_of(lists, graph.fingerprint, *_replicated(grid)),
         loss=graph.loss.meta["val"].dtype,
         inputs={
             lowered.variables[placeholders[item.node]]: Input(
@@ -75,31 +92,73 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
             for item in graph.inputs
         },
         values={
-            name: Value(value.shape, value.dtype, value.differentiable, value.order)
+            name: Value(shapes[name], value.dtype, value.differentiable, value.order)
             for name, value in lowered.values.items()
         },
         tied={item.label: Tied(item.name, item.ranks) for item in lowered.tied},
+        buckets={item.label: item.names for item in lowered.buckets if own in item.ranks},
         channels=channels_of(lists),
-        stages=tuple(stage.index for stage in lowered.on_rank(rank)),
-        instructions=lists[rank],
-        evaluation=lowered.evaluation[rank],
+        stages=tuple(stage.index for stage in lowered.on_rank(own)),
+        instructions=on_rank(lists[own], at, grid),
+        evaluation=on_rank(lowered.evaluation[own], at, grid),
         aliases={alias: item.name for item in graph.parameters for alias in item.aliases},
         positional=graph.positional,
+        data=grid.data,
+        tensor=grid.tensor,
+        shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
     )
+
+
+def _shapes(lowered: Lowered, tensor: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the values between stages, as a tensor coordinate has them."""
+    found = {name: value.shape for name, value in lowered.values.items()}
+    for node, name in lowered.variables.items():
+        if name in found and "whole" in node.meta:
+            (placement,) = node.meta["placements"]
+            whole = tuple(node.meta["whole"].shape)
+            found[name] = local_shape(whole, placement, lowered.tensor, tensor)
+    return found
+
+
+def on_rank(lines: Iterable[Instruction], at: Coordinate, grid: Grid) -> tuple[Instruction, ...]:
+    """The list of a pipeline coordinate as that of the rank at `at`.
+
+    A peer is the rank at the peer's pipeline coordinate and this rank's other ones; a group that
+    sums gradients has the ranks of all data coordinates.
+    """
+    if grid.copies == 1:
+        return tuple(lines)
+    return tuple(
+        replace(
+            line,
+            peer=None if line.peer is None else grid.rank(line.peer, at.data, at.tensor),
+            ranks=grid.replicas(line.ranks, at.tensor),
+        )
+        for line in lines
+    )
+
+
+def _replicated(grid: Grid) -> Iterator[str]:
+    """What distinguishes a program from the same with one rank at each pipeline coordinate."""
+    if grid.copies > 1:
+        yield str(grid)
 
 
 def rank_script(lowered: Lowered, program: RankProgram) -> str:
     """The text of `rank_N.py`."""
-    stages = lowered.on_rank(program.rank)
+    at = program.coordinate
+    stages = lowered.on_rank(at.pipeline)
     imports = ["Input", "RankProgram", "Worker", "run", "stored"]
     imports += ["Value"] if program.values else []
     imports += ["Tied"] if program.tied else []
+    imports += ["Shard"] if program.shards else []
     classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     return _SCRIPT.format(
         rank=program.rank,
         size=program.size,
         model=docstring(lowered.graph.name),
         stages=f"stage {', '.join(str(stage.index) for stage in stages)}",
+        replica=_replica(program),
         imports=", ".join(sorted(imports)),
         stage_imports="\n".join(f"from stage_{s.index} import Stage{s.index}" for s in stages),
         tables="\n".join(_tables(program)),
@@ -110,12 +169,24 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     )
 
 
+def _replica(program: RankProgram) -> str:
+    """What tells a rank from the others at its pipeline coordinate."""
+    at, words = program.coordinate, ""
+    if program.tensor > 1:
+        words += f", piece {at.tensor} of {program.tensor}"
+    return words + (f" on batches of data coordinate {at.data}" if program.data > 1 else "")
+
+
 def _tables(program: RankProgram) -> Iterator[str]:
     """The tables of what goes in and out, those that have a row."""
     tied = {label: _tied(item) for label, item in program.tied.items()}
     yield from _table(_INPUTS, "INPUTS", {n: _input(item) for n, item in program.inputs.items()})
     yield from _table(_VALUES, "VALUES", {n: _value(item) for n, item in program.values.items()})
-    yield from _table(_TIED, "TIED", tied)
+    yield from _table(_TIED if program.data == 1 else _TIED_OVER_DATA, "TIED", tied)
+    buckets = {label: literal(names) for label, names in program.buckets.items()}
+    yield from _table(_BUCKETS, "BUCKETS", buckets)
+    shards = {name: _shard(item) for name, item in program.shards.items()}
+    yield from _table(_SHARDS, "SHARDS", shards)
     yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
 
 
@@ -134,7 +205,11 @@ def _fields(program: RankProgram) -> Iterator[str]:
     yield f"microbatches={program.microbatches}"
     yield f"digest={literal(program.digest)}"
     yield f"loss={literal(program.loss)}"
-    for name in ("inputs", "values", "tied", "aliases"):
+    if program.data > 1:
+        yield f"data={program.data}"
+    if program.tensor > 1:
+        yield f"tensor={program.tensor}"
+    for name in ("inputs", "values", "tied", "buckets", "shards", "aliases"):
         if getattr(program, name):
             yield f"{name}={name.upper()}"
     if program.channels:
@@ -162,3 +237,8 @@ def _value(value: Value) -> str:
 def _tied(item: Tied) -> str:
     """A tied tensor as the script writes it."""
     return f"Tied({literal(item.name)}, {literal(item.ranks)})"
+
+
+def _shard(item: Shard) -> str:
+    """How a tensor is split, as the script writes it."""
+    return f"Shard({item.dim}, {literal(item.sizes)})"

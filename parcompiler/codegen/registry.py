@@ -9,6 +9,7 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 
 from parcompiler.capture.functions import Applied
+from parcompiler.spmd.exchange import RuntimeCall
 
 _BUILT_IN = {"aten", "prim", "prims"}
 
@@ -19,7 +20,9 @@ def home_of(node: fx.Node) -> str:
     `torch.library.custom_op` remembers the function; for operators registered otherwise, the
     package that is called like their namespace is taken.
     """
-    target = node.target
+    target: object = node.target
+    if isinstance(target, RuntimeCall) and node.args:
+        target = node.args[0]  # the operator that it calls, if it is one
     if isinstance(target, Applied):
         return target.module
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in _BUILT_IN:

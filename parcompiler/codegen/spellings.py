@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from parcompiler.codegen.calls import Call
 from parcompiler.codegen.literals import literal
 
-MODULES = frozenset({"torch", "F"})
+MODULES = frozenset({"torch", "F", "runtime"})
 SWITCHES = frozenset({"cudnn_enable", "cudnn_enabled"})  # of the machine that captured
 
 # A spelling is Python in the argument names of the operator's schema, and stands before the

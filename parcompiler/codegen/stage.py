@@ -69,8 +69,10 @@ class StageWriter:
         by_template: dict[str, list[Block]] = {}
         for call in self.stage.calls:
             by_template.setdefault(call.block.template, []).append(call.block)
+        split = self.stage.index in self.lowered.split
         for blocks in by_template.values():
-            yield block_class(self.graph, self.effects, blocks, self.lowered.variables)
+            variables = self.lowered.variables
+            yield block_class(self.graph, self.effects, blocks, variables, split=split)
 
     def _stage_class(self) -> str:
         """The class that calls the layers."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parcompiler.codegen.layout import table, wrap
+import torch  # noqa: F401 (the doctest's)
+
+from parcompiler.codegen.layout import remarked, table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.graph import Parameter
+from parcompiler.pieces import Shard  # noqa: F401 (the doctest's)
 
 
 def names_table(names: Mapping[str, str]) -> list[str]:
@@ -27,9 +30,22 @@ def constructor(tensors: Mapping[str, Parameter], more: Sequence[str] = ()) -> l
 
 def tensor_line(attribute: str, item: Parameter) -> str:
     """The line that makes a parameter or buffer, still empty."""
-    sizes = ", ".join(map(str, item.shape)) or "()"
+    sizes = ", ".join(map(literal, item.shape)) or "()"
     empty = f"torch.empty({sizes}, dtype={literal(item.dtype)})"
     if item.buffer:
-        return wrap(f'self.register_buffer("{attribute}", {empty})', 8)
-    frozen = "" if item.trainable else ", requires_grad=False"
-    return wrap(f"self.{attribute} = nn.Parameter({empty}{frozen})", 8)
+        line = wrap(f'self.register_buffer("{attribute}", {empty})', 8)
+    else:
+        frozen = "" if item.trainable else ", requires_grad=False"
+        line = wrap(f"self.{attribute} = nn.Parameter({empty}{frozen})", 8)
+    return line if item.shard is None else remarked(line, f"a piece of {_whole(item)}")
+
+
+def _whole(item: Parameter) -> str:
+    """The shape of which ranks hold pieces.
+
+    >>> shard = Shard(0, (48,))
+    >>> _whole(Parameter("qkv.weight", "w", (24, 16), torch.float32, shard=shard))
+    '48 x 16'
+    """
+    assert item.shard is not None
+    return " x ".join(map(str, item.shard.shape(item.shape)))

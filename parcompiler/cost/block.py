@@ -7,19 +7,20 @@ kernel, how a dropout mask is kept) is as on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.cost.boundary import Boundary, boundary
 from parcompiler.cost.execution import differentiate, doubled, execute
-from parcompiler.cost.operation import Operation
+from parcompiler.cost.operation import Operation, describe
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.saved import Saved
-from parcompiler.cost.stand_in import storage_of, tensors
+from parcompiler.cost.stand_in import stand_in, storage_of, tensors
 
 Storages = set[torch.UntypedStorage]
 
@@ -28,8 +29,9 @@ Storages = set[torch.UntypedStorage]
 class BlockCost:
     """The cost of a block for one micro-batch; sizes in bytes.
 
-    `forward` and `backward` are the operators in order. `saved` is kept from the forward to the
-    backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
+    `forward` and `backward` are the operators in order, `weight` those of `backward` that can be
+    left for later: products for the weights of linear layers. `saved` is kept from the forward to
+    the backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
     its inputs that are kept. `output_bytes` is the size of all outputs, `parameter_bytes` that of
     the trainable parameters. `estimated` names the operators that could not run without data
     ("backward" for the backward as a whole): their cost is a guess from shapes.
@@ -51,6 +53,7 @@ class BlockCost:
     kept: tuple[str, ...] = ()
     kept_inputs: tuple[int, ...] = ()
     kept_outputs: tuple[int, ...] = ()
+    weight: tuple[Operation, ...] = ()
 
 
 def trace_block(
@@ -92,6 +95,7 @@ def trace_block(
         kept=tuple(node.name for node in touched),
         kept_inputs=tuple(i for i, node in enumerate(inputs) if node in touched),
         kept_outputs=tuple(i for i, node in enumerate(outputs) if node in touched),
+        weight=tuple(_products(nodes, parameters, differentiable)),
     )
 
 
@@ -127,6 +131,22 @@ def _backward(
         recorder.take()
         return False
     return True
+
+
+def _products(
+    nodes: Iterable[fx.Node], parameters: Collection[str], differentiable: Collection[str]
+) -> Iterator[Operation]:
+    """The products dYᵀ x that linear layers can leave for later."""
+    for node in nodes:
+        weight = deferrable_weight(node, parameters)
+        if weight is not None and node.name in differentiable:
+            y, gradient = stand_in(node.meta["val"]), stand_in(weight.meta["val"])
+            rows, columns = y.shape[:-1].numel(), y.shape[-1]
+            inputs = gradient.numel() // max(1, columns)
+            operands = y.new_empty(columns, rows), y.new_empty(rows, inputs)
+            product = describe(torch.ops.aten.mm.default, operands, {}, gradient)
+            assert product is not None, "a product costs something"
+            yield product
 
 
 def _storages(values: Mapping[fx.Node, Any]) -> Storages:

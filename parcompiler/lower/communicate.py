@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.instruction import BACKWARDS, COMPUTE, Instruction, Kind
 from parcompiler.lower.lowered import Stage, Tied, Value
 from parcompiler.schedules import Action
 
@@ -34,10 +35,17 @@ def training(
     stages: Sequence[Stage],
     values: Mapping[str, Value],
     tied: Sequence[Tied],
+    *,
+    asynchronous: bool = False,
 ) -> Lists:
-    """The instruction list of every rank for one training step."""
+    """The instruction list of every rank for one training step.
+
+    An asynchronous step updates the parameters of a stage after each of its backwards.
+    """
     share = Instruction(Kind.SHARE_LOSS, peer=_loss_rank(stages))
-    lists = _Walk(orders, stages, values).lists()
+    lists = list(_Walk(orders, stages, values).lists())
+    if asynchronous:
+        lists = [tuple(_updated(instructions)) for instructions in lists]
     return tuple(
         (*instructions, *_reductions(rank, tied), share) for rank, instructions in enumerate(lists)
     )
@@ -58,6 +66,19 @@ def evaluation(
     ]
     share = Instruction(Kind.SHARE_LOSS, peer=_loss_rank(stages))
     return tuple((*lines, share) for lines in _Walk(orders, stages, values).lists())
+
+
+def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """An UPDATE behind every BACKWARD; the gradients that it sends back leave before."""
+    pending: list[Instruction] = []
+    for line in instructions:
+        if line.kind in COMPUTE:
+            yield from pending
+            pending.clear()
+        yield line
+        if line.kind is Kind.BACKWARD:
+            pending.append(replace(line, kind=Kind.UPDATE))
+    yield from pending
 
 
 def _loss_rank(stages: Sequence[Stage]) -> int:

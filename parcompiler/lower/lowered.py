@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from parcompiler.graph import Block, Graph
-from parcompiler.instruction import Instruction
+from parcompiler.grid import Grid
+from parcompiler.instruction import Instruction, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One block run by a stage: what it reads and what it names its results."""
+    """One block run by a stage: what it reads and what it names its results.
+
+    With `recompute` its activations are not kept: the backward runs it again.
+    """
 
     block: Block
     arguments: tuple[str, ...]
     results: tuple[str, ...]
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,35 @@ class Tied:
     name: str
     ranks: tuple[int, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors whose gradients are summed."""
+        return (self.name,)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Trainable tensors of one rank whose gradients are summed together over the data ranks.
+
+    They are final after the last backward of `stage`; `ranks` is the one rank.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    stage: int
+
 
 @dataclass(frozen=True)
 class Lowered:
-    """What every rank does. `variables` names each node that crosses blocks."""
+    """What every rank does. `variables` names each node that crosses blocks.
+
+    An `asynchronous` step updates the parameters of a stage after each of its backwards.
+
+    A rank here is a pipeline coordinate of the mesh: all ranks at it do the same, on `data`
+    different batches, and each of `tensor` with its pieces of what the graph says is in pieces. So
+    nothing grows with their number; `grid` says who they are, and `codegen.rank` what each does.
+    """
 
     graph: Graph
     microbatches: int
@@ -87,16 +118,40 @@ class Lowered:
     instructions: tuple[tuple[Instruction, ...], ...]
     evaluation: tuple[tuple[Instruction, ...], ...]
     variables: Mapping[fx.Node, str] = field(repr=False)
+    asynchronous: bool = False
+    data: int = 1
+    tensor: int = 1
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of instruction lists."""
         return len(self.instructions)
+
+    @property
+    def grid(self) -> Grid:
+        """All ranks of the mesh."""
+        return Grid(self.size, self.data, self.tensor)
+
+    @property
+    def sums(self) -> tuple[Tied | Bucket, ...]:
+        """Everything whose gradients are summed over ranks."""
+        return (*self.tied, *self.buckets)
 
     @property
     def loss_rank(self) -> int:
         """The rank whose stage computes the loss."""
         return next(stage.rank for stage in self.stages if stage.loss is not None)
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The stages whose backward comes in two parts, the second one for weights."""
+        return frozenset(
+            line.stage
+            for lines in self.instructions
+            for line in lines
+            if line.kind is Kind.BACKWARD_WEIGHT and line.stage is not None
+        )
 
     def on_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages of one rank, in order."""

@@ -34,6 +34,7 @@ class Division:
             for node in block.nodes
         }
         self.prologue = set(cut.prologue)
+        self.recompute = frozenset(plan.recompute or ())
 
     def stages(self) -> tuple[Stage, ...]:
         """One program per stage."""
@@ -104,6 +105,7 @@ class Division:
             block,
             tuple(self.variables[node] for node in block.inputs),
             tuple(self.variables[node] for node in block.outputs),
+            recompute=block.name in self.recompute,
         )
 
     def _prologue(self, needed: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

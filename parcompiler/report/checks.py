@@ -36,6 +36,10 @@ def _faults(report: Report) -> Iterator[str]:
             yield from _incomplete(f"report.trail.events[{k}]", event.instruction, ranks)
     if len(report.trail.memory) != ranks:
         yield f"report.trail.memory must have {ranks} entries ({len(report.trail.memory)} found)"
+    if len(report.staleness) not in (0, stages):
+        yield f"report.staleness must have {stages} entries ({len(report.staleness)} found)"
+    if len(report.averaged) not in (0, ranks):
+        yield f"report.averaged must have {ranks} entries ({len(report.averaged)} found)"
     if report.measurement is not None:
         for name in ("forward", "backward"):
             count = len(getattr(report.measurement, name))

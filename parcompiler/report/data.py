@@ -42,15 +42,20 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How it is divided. `blocks` are counted at the granularity, `templates` are distinct ones."""
+    """How it is divided. `virtual_stages` are those of each rank.
+
+    `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
+    those whose forward runs again in the backward."""
 
     microbatches: int
     precision: str | None
     optimizer: str
     schedule: str
+    virtual_stages: int
     granularity: int
     blocks: int
     templates: int
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +69,23 @@ class Solver:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """A schedule that was considered: the seconds of its step, or why it cannot be."""
+
+    schedule: str
+    virtual_stages: int
+    seconds: float | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The predicted step. `flops` are those of all ranks, without anything computed twice.
 
     `ideal` is the time of even stages that are never idle and messages that are free, `idle` the
-    mean over ranks, `imbalance` the largest stage time over the mean, `mfu` the model's FLOPs over
-    what all ranks could do in that time. `rows` and `tokens` of a step are None where the inputs
-    do not tell.
+    mean over ranks, `imbalance` the largest time of a rank over the mean, `mfu` the model's FLOPs
+    over what all ranks could do in that time. `rows` and `tokens` of a step are None where the
+    inputs do not tell.
     """
 
     seconds: float
@@ -87,9 +102,10 @@ class Step:
 class Stage:
     """A stage and what one micro-batch costs there.
 
-    `state` is what its parameters occupy with gradients and optimizer, `activations` what one
-    micro-batch keeps for the backward; `in_flight` micro-batches are kept at once. `sent` counts
-    the values given to other ranks, `sent_back` the gradients of those received.
+    `state` is what its parameters occupy with gradients, optimizer and older versions,
+    `activations` what one micro-batch keeps for the backward; `in_flight` micro-batches are kept at
+    once. `sent` counts the values given to other ranks, `sent_back` the gradients of those
+    received.
     """
 
     rank: int
@@ -105,6 +121,18 @@ class Stage:
     in_flight: int
     sent: int
     sent_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A stage of an asynchronous schedule: its weights may be so many `updates` old.
+
+    It holds so many `versions` of them at once, those besides the current one in `nbytes`.
+    """
+
+    updates: int
+    versions: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +179,19 @@ class Shared:
     blocks: tuple[str, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What a rank sums with its data replicas: so many sums of `nbytes` take `seconds` in all.
+
+    The last one ends `exposed` seconds after the last compute instruction of all ranks.
+    """
+
+    sums: int
+    nbytes: int
+    seconds: float
+    exposed: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,34 @@ def memory(report: Report) -> Table:
     return table("Memory", map(Column, headings), rows)
 
 
+def versions(report: Report) -> Table:
+    """How old the weights of stages get; empty where every step ends with its update."""
+    rows = zip(
+        map(str, range(len(report.staleness))),
+        (str(stage.updates) for stage in report.staleness),
+        (str(stage.versions) for stage in report.staleness),
+        column([stage.nbytes for stage in report.staleness], BYTES),
+        strict=True,
+    )
+    headings = ("stage", "updates\nold", "versions\nheld", "besides\nthe current")
+    return table("Staleness of weights", map(Column, headings), rows)
+
+
+def averaged(report: Report) -> Table:
+    """What the data replicas of each rank do together; ranks are those of the pipeline."""
+    own = report.averaged
+    rows = zip(
+        map(str, range(len(own))),
+        (str(item.sums) for item in own),
+        column([item.nbytes for item in own], BYTES),
+        column([item.seconds for item in own], SECONDS),
+        column([item.exposed for item in own], SECONDS),
+        strict=True,
+    )
+    headings = ("rank", "sums", "size", "time", "after the\ncompute")
+    return table(f"Gradients averaged, x data {report.mesh.data}", map(Column, headings), rows)
+
+
 def measured(report: Report) -> Table:
     """Measured stages beside the predicted ones; empty where nothing was measured."""
     rows: tuple[tuple[str, ...], ...] = ()

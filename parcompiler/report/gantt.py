@@ -6,7 +6,7 @@ rank 1  ...F0-B0----F1-B1----.      . idle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,17 @@ from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.report.data import Event
 from parcompiler.report.table import Cell, Drawing
 from parcompiler.report.units import SECONDS, quantity
+from parcompiler.schedules.action import LETTERS
 
 if TYPE_CHECKING:
     from parcompiler.report.report import Report
 
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+}
 RANKS = 16  # more are no longer a picture
 WIDEST = 160
 IDLE = Cell(".", "dim")
@@ -34,26 +41,37 @@ def gantt(report: Report, width: int) -> Drawing:
     events = [event for event in report.trail.events if event.kind in COMPUTE]
     times = [event.end - event.begin for event in events if event.end > event.begin]
     seconds = max(report.step.seconds, *(event.end for event in report.trail.events), 0.0)
-    title = f"Schedule: {quantity(seconds, SECONDS)} of F forward, B backward, . idle"
+    title = f"Schedule: {quantity(seconds, SECONDS)} of {_legend(events)}, . idle"
     if ranks > RANKS or not times or columns * min(times) < seconds:
         return Drawing(title, ())
-    lines = []
+    several, lines = len(report.stages) > ranks, []
     for rank in range(ranks):
         own = [event for event in events if event.rank == rank]
-        cells = _row(own, columns, columns / seconds)
+        cells = _row(own, columns, columns / seconds, several)
         lines.append((Cell(f"rank {rank}".ljust(label), "dim"), *cells))
     return Drawing(title, tuple(lines))
 
 
-def _row(events: Sequence[Event], columns: int, scale: float) -> Iterator[Cell]:
-    """The line of one rank, in runs of one style; `scale` is columns per second."""
+def _legend(events: Iterable[Event]) -> str:
+    """What the letters mean, of those that appear."""
+    kinds = {event.kind for event in events}
+    return ", ".join(f"{LETTERS[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
+
+
+def _row(events: Sequence[Event], columns: int, scale: float, several: bool) -> Iterator[Cell]:
+    """The line of one rank, in runs of one style; `scale` is columns per second.
+
+    Where ranks have `several` stages, labels start with the stage if there is room.
+    """
     drawn = [IDLE] * columns
     for event in events:
         begin, end = int(event.begin * scale + 0.5), int(event.end * scale + 0.5)
         line = event.instruction
         style = "forward" if line.kind is Kind.FORWARD else "backward"
-        label = f"{line.kind[0]}{line.microbatch}"
-        label = label if len(label) <= end - begin else line.kind[0]
+        letter = LETTERS[line.kind]
+        label = f"{letter}{line.microbatch}"
+        labels = [f"{line.stage}{label}"] * several + [label, letter]
+        label = next((text for text in labels if len(text) <= end - begin), letter)
         drawn[begin:end] = [Cell(letter, style) for letter in label.ljust(end - begin, "-")]
     for style, run in groupby(drawn[:columns], key=lambda cell: cell.style):
         yield Cell("".join(cell.text for cell in run), style)

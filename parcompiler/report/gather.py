@@ -8,14 +8,15 @@ from math import isfinite
 
 import torch
 
+from parcompiler import prices
 from parcompiler.cost import BlockCost, Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, Stage
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data
-from parcompiler.simulator import StageCost, Timeline
+from parcompiler.simulator import Event, StageCost, Timeline
 
 
 def model(graph: Graph) -> data.Model:
@@ -53,27 +54,42 @@ def choices(plan: Plan, priced: Priced) -> data.Choices:
         precision=plan.precision,
         optimizer=plan.optimizer,
         schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
         granularity=plan.granularity,
         blocks=len(priced.cut.blocks),
         templates=len({block.template for block in priced.cut.blocks}),
+        recompute=plan.recompute or (),
     )
 
 
-def solver(plan: Plan) -> data.Solver | None:
-    """How far the division is proved; a division that the user gave has no bound."""
-    if plan.solution is None:
+def solver(found: Solution | None) -> data.Solver | None:
+    """How far an answer is proved; what the user gave has no bound."""
+    if found is None:
         return None
-    found = plan.solution
     objective, bound, gap = map(_finite, (found.objective, found.bound, found.gap))
     proved = found.status != "given"
     return data.Solver(found.status, objective, bound if proved else None, gap if proved else None)
 
 
+def weighed(plan: Plan) -> tuple[data.Weighed, ...]:
+    """The schedules that the plan's was chosen from."""
+    return tuple(
+        data.Weighed(item.schedule, item.virtual_stages, item.seconds, item.reason)
+        for item in plan.weighed or ()
+    )
+
+
 def step(
-    problem: Problem, priced: Priced, costs: Sequence[StageCost], timeline: Timeline
+    problem: Problem,
+    priced: Priced,
+    lowered: Lowered,
+    costs: Sequence[StageCost],
+    timeline: Timeline,
 ) -> data.Step:
     """The predicted step."""
-    seconds, stages = timeline.step_time, [float(cost.forward + cost.backward) for cost in costs]
+    seconds, ranks = timeline.step_time, [0.0] * lowered.size
+    for stage, cost in zip(lowered.stages, costs, strict=True):
+        ranks[stage.rank] += cost.forward + cost.backward
     microbatches, copies = problem.options.microbatches, problem.mesh.data
     flops = (
         microbatches * copies * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
@@ -82,9 +98,9 @@ def step(
     rows, tokens = _rows(problem.graph), _tokens(problem.graph)
     return data.Step(
         seconds=seconds,
-        ideal=microbatches * sum(stages) / problem.mesh.pipeline,
+        ideal=microbatches * sum(ranks) / problem.mesh.pipeline,
         idle=sum(timeline.bubble) / len(timeline.bubble),
-        imbalance=max(stages) * len(stages) / sum(stages) if any(stages) else 1.0,
+        imbalance=max(ranks) * len(ranks) / sum(ranks) if any(ranks) else 1.0,
         flops=flops,
         mfu=flops / (power * seconds) if seconds else 0.0,
         rows=None if rows is None else rows * microbatches * copies,
@@ -115,7 +131,8 @@ def _stage(
         parameters=sum(item.numel for item in own),
         parameter_bytes=sum(item.nbytes for item in own),
         forward_flops=sum(_flops(traced[name].forward) for name in blocks),
-        backward_flops=sum(_flops(traced[name].backward) for name in blocks),
+        backward_flops=sum(_flops(traced[name].backward) for name in blocks)
+        + sum(_flops(traced[call.block.name].forward) for call in stage.calls if call.recompute),
         forward=float(cost.forward),
         backward=float(cost.backward),
         state=cost.resident,
@@ -123,6 +140,43 @@ def _stage(
         in_flight=_in_flight(lowered.instructions[stage.rank], stage.index),
         sent=_sent(lowered, stage),
         sent_back=_sent_back(lowered, stage),
+    )
+
+
+def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
+    """How old the weights of each stage get; nothing where all steps end with their updates."""
+    if not lowered.asynchronous:
+        return ()
+    pairs = zip(prices.staleness(lowered), prices.versions(lowered), strict=True)
+    return tuple(
+        data.Stale(updates, count, prices.stashed_bytes(lowered, j))
+        for j, (updates, count) in enumerate(pairs)
+    )
+
+
+def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
+    """What each rank sums with its data replicas; nothing where it has none."""
+    if lowered.data == 1:
+        return ()
+    events = timeline.events
+    computed = max((e.end for e in events if e.instruction.kind in COMPUTE), default=0.0)
+    sums: list[list[Event]] = [[] for _ in range(lowered.size)]
+    for event in events:
+        if event.instruction.kind is Kind.REDUCE_GRADIENTS:
+            sums[event.rank].append(event)
+    return tuple(_averaged(lowered, rank, own, computed) for rank, own in enumerate(sums))
+
+
+def _averaged(
+    lowered: Lowered, rank: int, sums: Sequence[Event], computed: float
+) -> data.Averaged:
+    """What one rank sums, where all ranks have computed by the second `computed`."""
+    names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
+    return data.Averaged(
+        sums=len(sums),
+        nbytes=sum(lowered.graph.by_name[name].nbytes for name in names),
+        seconds=sum(event.end - event.begin for event in sums),
+        exposed=max(0.0, max((event.end for event in sums), default=0.0) - computed),
     )
 
 
@@ -224,10 +278,11 @@ def _flops(operations: Iterable[Operation]) -> float:
 
 def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
     """The most micro-batches whose forward has begun and whose backward has not ended."""
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
     alive = most = 0
     for line in instructions:
         if line.stage == stage:
-            alive += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(line.kind, 0)
+            alive += change.get(line.kind, 0)
             most = max(most, alive)
     return most
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from parcompiler.report.data import Solver
+from parcompiler.report.names import ranges
 from parcompiler.report.table import Column, Table, facts, named, table, words
-from parcompiler.report.units import BYTES, COUNT, SECONDS, column, percent, quantity, rate, ratio
+from parcompiler.report.units import (
+    BYTES,
+    COUNT,
+    NOTHING,
+    SECONDS,
+    column,
+    percent,
+    quantity,
+    rate,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from parcompiler.report.report import Report
@@ -30,27 +42,62 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     axes = f"pipeline {mesh.pipeline} × data {mesh.data} × tensor {mesh.tensor}"
     yield "parameters", size + frozen
     yield "mesh", f"{axes}, {quantity(mesh.memory, BYTES)} each"
-    yield "micro-batches", f"{choices.microbatches} a step"
+    each = " on each data rank" if mesh.data > 1 else ""
+    yield "micro-batches", f"{choices.microbatches} a step{each}"
     yield "precision", choices.precision or f"{model.dtype}, as the model is"
     yield "optimizer", choices.optimizer
-    yield "schedule", choices.schedule
+    several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
+    yield "schedule", choices.schedule + several
+    if report.staleness:
+        yield "staleness", _oldest(report)
     different = f"{choices.templates} different, granularity {choices.granularity}"
     yield "blocks", f"{choices.blocks} ({different})"
+    if choices.recompute:
+        count, names = len(choices.recompute), ranges(choices.recompute)
+        blocks = f"{count} block{'s' * (count > 1)}"
+        yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
     yield "random operators", "yes" if model.random else "no"
-    if report.solver is not None:
-        yield "solver", ", ".join(_proof(report))
+    for name, solver in (("solver", report.solver), ("search", report.search)):
+        if solver is not None:
+            yield name, ", ".join(_proof(solver))
 
 
-def _proof(report: Report) -> Iterator[str]:
-    """What the solver says of its division."""
-    assert report.solver is not None
-    yield report.solver.status
-    if report.solver.objective is not None:
-        yield f"objective {quantity(report.solver.objective, SECONDS)}"
-    if report.solver.bound is not None:
-        yield f"bound {quantity(report.solver.bound, SECONDS)}"
-    if report.solver.gap is not None:
-        yield f"gap {percent(report.solver.gap)}"
+def _oldest(report: Report) -> str:
+    """The stage whose weights get oldest."""
+    stages = report.staleness
+    j = max(range(len(stages)), key=lambda j: stages[j].updates)
+    size = quantity(stages[j].nbytes, BYTES)
+    age = f"stage {j} uses weights up to {stages[j].updates} updates old"
+    return f"{age}, {stages[j].versions} versions, {size} besides the current one"
+
+
+def _proof(solver: Solver) -> Iterator[str]:
+    """What the solver says of its answer."""
+    yield solver.status
+    if solver.objective is not None:
+        yield f"objective {quantity(solver.objective, SECONDS)}"
+    if solver.bound is not None:
+        yield f"bound {quantity(solver.bound, SECONDS)}"
+    if solver.gap is not None:
+        yield f"gap {percent(solver.gap)}"
+
+
+def weighed(report: Report) -> Table:
+    """The schedules that were considered, and why the others lost."""
+    fastest = min((item.seconds for item in report.weighed if item.seconds), default=0.0)
+    times = column([item.seconds or 0.0 for item in report.weighed], SECONDS)
+    rows = (
+        (
+            item.schedule,
+            str(item.virtual_stages),
+            time if item.seconds is not None else NOTHING,
+            ratio(item.seconds / fastest) if item.seconds and fastest else NOTHING,
+            item.reason or "",
+        )
+        for item, time in zip(report.weighed, times, strict=True)
+    )
+    headings = [words("schedule"), Column("stages\non a rank"), Column("step"), Column("of\nleast")]
+    return table("Schedules considered", [*headings, words("why not")], rows)
 
 
 def step(report: Report) -> Table:
@@ -70,7 +117,7 @@ def _step(report: Report) -> Iterator[tuple[str, ...]]:
     yield "time", *column(times, SECONDS), *ratios
     yield "ideal: even stages, never idle, free messages", quantity(predicted.ideal, SECONDS)
     yield "idle, mean of the ranks", percent(predicted.idle)
-    yield "imbalance: longest stage over mean", ratio(predicted.imbalance)
+    yield "imbalance: longest rank over mean", ratio(predicted.imbalance)
     for name, count in (("samples", predicted.rows), ("tokens", predicted.tokens)):
         if count is not None:
             yield f"{name} a second", *(rate(count / seconds) for seconds in times if seconds)

@@ -40,6 +40,8 @@ class Report:
     mesh: data.Mesh
     choices: data.Choices
     solver: data.Solver | None
+    search: data.Solver | None
+    weighed: tuple[data.Weighed, ...]
     step: data.Step
     stages: tuple[data.Stage, ...]
     ranks: tuple[data.Rank, ...]
@@ -50,6 +52,8 @@ class Report:
     estimated: tuple[data.Estimated, ...]
     trail: data.Trail
     measurement: data.Measured | None = None
+    staleness: tuple[data.Stale, ...] = ()
+    averaged: tuple[data.Averaged, ...] = ()
     version: int = VERSION
 
     @classmethod
@@ -62,8 +66,10 @@ class Report:
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
             choices=gather.choices(plan, priced),
-            solver=gather.solver(plan),
-            step=gather.step(problem, priced, costs, timeline),
+            solver=gather.solver(plan.solution),
+            search=gather.solver(plan.search),
+            weighed=gather.weighed(plan),
+            step=gather.step(problem, priced, lowered, costs, timeline),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(timeline),
             values=gather.values(lowered, plan),
@@ -72,6 +78,8 @@ class Report:
             unread=gather.unread(lowered.graph),
             estimated=gather.estimated(priced),
             trail=gather.trail(timeline),
+            staleness=gather.staleness(lowered),
+            averaged=gather.averaged(lowered, timeline),
         )
         return serial.rounded(report)
 

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 TABLES = (
     overview.overview,
     overview.step,
+    overview.weighed,
     division.measured,
     division.stages,
     division.work,
     division.memory,
+    division.versions,
+    division.averaged,
     traffic.between,
     traffic.cuts,
     traffic.direct,

@@ -80,8 +80,11 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "parse"):
         return str(_rounded(value))
     if dataclasses.is_dataclass(value):
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: _plain(item)
+            for field, item in fields
+            if item != () or field.default != ()  # reading puts that back
         }
     return [*map(_plain, value)] if isinstance(value, tuple) else _rounded(value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -10,9 +10,15 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.report.data import Measured
 
+_FORWARD = {Kind.FORWARD}
+_BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+
 
 class Recorded(Protocol):
-    """A measured instruction; seconds since the step began. `worker.trace()` gives these."""
+    """A measured instruction; seconds since the step began, `waited` of them for messages.
+
+    `worker.trace()` gives these.
+    """
 
     @property
     def instruction(self) -> Instruction: ...
@@ -22,6 +28,9 @@ class Recorded(Protocol):
 
     @property
     def end(self) -> float: ...
+
+    @property
+    def waited(self) -> float: ...
 
 
 def measured(
@@ -40,19 +49,26 @@ def measured(
         message = f"a trace has the instructions of each rank ({ranks} ranks, {len(trace)} given)"
         raise InputError(message)
     records = [record for own in trace for record in own]
-    means = (tuple(_means(records, kind, stages)) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    means = (tuple(_means(records, kinds, stages)) for kinds in (_FORWARD, _BACKWARD))
     return Measured(float(seconds), *means)
 
 
-def _means(records: Iterable[Recorded], kind: Kind, stages: int) -> Iterator[float | None]:
-    """For each stage the mean time of its instructions of a kind; None where there is none."""
-    found: list[list[float]] = [[] for _ in range(stages)]
+def _means(
+    records: Iterable[Recorded], kinds: Collection[Kind], stages: int
+) -> Iterator[float | None]:
+    """For each stage the mean time of its micro-batches; None where there is none.
+
+    A backward in two parts takes the time of both.
+    """
+    times = [0.0] * stages
+    counts: list[set[int | None]] = [set() for _ in range(stages)]
     for record in records:
-        stage = record.instruction.stage
-        if stage is not None and record.instruction.kind is kind:
-            if stage >= stages:
-                message = f"the trace has a stage {stage} (the report has {stages} stages)"
+        line = record.instruction
+        if line.stage is not None and line.kind in kinds:
+            if line.stage >= stages:
+                message = f"the trace has a stage {line.stage} (the report has {stages} stages)"
                 raise InputError(message)
-            found[stage].append(record.end - record.begin)
-    for times in found:
-        yield sum(times) / len(times) if times else None
+            times[line.stage] += record.end - record.begin - record.waited
+            counts[line.stage].add(line.microbatch)
+    for seconds, microbatches in zip(times, counts, strict=True):
+        yield seconds / len(microbatches) if microbatches else None

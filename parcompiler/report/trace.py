@@ -15,9 +15,10 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.report.data import Event, Level
 from parcompiler.report.names import clean
+from parcompiler.schedules.action import LETTERS
 
 if TYPE_CHECKING:
     from parcompiler.report.report import Report
@@ -32,7 +33,10 @@ def trace_text(report: Report) -> str:
     ranks = len(report.ranks)
     records = [record for rank in range(ranks) for record in _tracks(rank, ranks)]
     for number, event in enumerate(report.trail.events):
-        records += _slices(event, number, ranks)
+        if event.kind is Kind.REDUCE_GRADIENTS and report.averaged:
+            records.append(_slice(event, event.rank, _sums(ranks), _title(event.instruction)))
+        else:
+            records += _slices(event, number, ranks)
     for rank, levels in enumerate(report.trail.memory):
         records += (_counter(rank, level) for level in levels)
     lines = ",\n".join(json.dumps(record, sort_keys=True) for record in _used(records))
@@ -44,10 +48,16 @@ def _track(peer: int, ranks: int, *, incoming: bool) -> int:
     return 1 + peer + (ranks if incoming else 0)
 
 
+def _sums(ranks: int) -> int:
+    """The number of a rank's track for sums of gradients, which run beside its compute."""
+    return 1 + 2 * ranks
+
+
 def _tracks(rank: int, ranks: int) -> Iterator[Record]:
     """The names of a rank's process and tracks."""
     yield _name("process_name", rank, COMPUTE_TRACK, f"rank {rank}")
     yield _name("thread_name", rank, COMPUTE_TRACK, "compute")
+    yield _name("thread_name", rank, _sums(ranks), "gradients")
     for peer in range(ranks):
         yield _name("thread_name", rank, _track(peer, ranks, incoming=False), f"to rank {peer}")
         yield _name("thread_name", rank, _track(peer, ranks, incoming=True), f"from rank {peer}")
@@ -99,11 +109,13 @@ def _slice(event: Event, rank: int, track: int, name: str) -> Record:
 def _title(line: Instruction) -> str:
     """What is written on a slice."""
     match line.kind:
-        case Kind.FORWARD | Kind.BACKWARD:
-            return f"{line.kind[0]}{line.microbatch}"
+        case kind if kind in COMPUTE:
+            return f"{LETTERS[kind]}{line.microbatch} of stage {line.stage}"
         case Kind.SEND:
             gradient = ".grad" if line.gradient else ""
             return clean(f"{line.value}{gradient} {line.microbatch}")
+        case Kind.REDUCE_GRADIENTS:
+            return clean(f"{line.kind} {line.value}")
         case _:
             return line.kind.value
 

@@ -3,12 +3,39 @@
 RankProgram   what one rank does: its instructions and what goes in and out of its stages
 Worker        executes it: step, train_step, evaluate
 Channels      every process group, made in one place
+recomputed    runs a layer whose activations are not kept
+linear, addmm what linear layers call where the backward comes in two parts
+
+Layers of which tensor ranks hold pieces call the conversions of `tensor`, the operators of
+`sharded`, `piece` for a size that differs between ranks, and draw random numbers in `own_draws`.
 """
 
+from parcompiler.pieces import Shard
+from parcompiler.runtime.axis import piece
+from parcompiler.runtime.chance import own_draws
+from parcompiler.runtime.deferred import addmm, linear
 from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value
+from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.script import run
+from parcompiler.runtime.sharded import (
+    attention_of_heads,
+    cross_entropy,
+    cross_entropy_of_rows,
+    embedding,
+    embedding_bag,
+    own_experts,
+)
 from parcompiler.runtime.stage import Block, Stage
+from parcompiler.runtime.tensor import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    fan_out,
+    first,
+    reduce_scatter,
+    take,
+)
 from parcompiler.runtime.weights import stored
 from parcompiler.runtime.worker import Worker
 
@@ -16,11 +43,30 @@ __all__ = [
     "Block",
     "Input",
     "RankProgram",
+    "Shard",
     "Stage",
     "Tied",
     "Value",
     "Worker",
+    "addmm",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "attention_of_heads",
+    "cross_entropy",
+    "cross_entropy_of_rows",
+    "embedding",
+    "embedding_bag",
+    "fan_out",
+    "first",
+    "linear",
+    "own_draws",
+    "own_experts",
+    "piece",
     "rank_device",
+    "recomputed",
+    "reduce_scatter",
     "run",
     "stored",
+    "take",
 ]

@@ -3,7 +3,9 @@
     seeded   training: each forward draws from its own (seed, step, stage, micro-batch)
     Chance   proofs: each draw has its own (seed, micro-batch, operator, number)
 
-Neither touches the generator that the user's own code draws from.
+Neither touches the generator that the user's own code draws from. Tensor ranks draw the same, but
+for what they hold pieces of: `own_draws` gives each rank numbers of its own, in a proof its piece
+of those that the whole would draw.
 """
 
 from __future__ import annotations
@@ -11,11 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar, Token
 from typing import Any, Self
 from zlib import crc32
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parcompiler.pieces import Shard
+from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.axis import current as current_axis
 
 _MODULUS = 2**63 - 25  # seeds are non-negative 63-bit integers
 
@@ -45,6 +53,31 @@ def _seed(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
+@contextmanager
+def own_draws(dim: int, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
+    """Within it, an operator draws random numbers for this rank's piece along `dim`.
+
+    `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
+    """
+    axis, proof = current_axis(), _active.get()
+    if proof is not None:
+        with proof.drawing_pieces(axis, dim, sizes):
+            yield
+        return
+    # Ranks draw as much from what they share, so that afterwards they agree again.
+    seed = mixed(int(torch.randint(2**62, (), device="cpu")), axis.rank)
+    with seeded(seed, axis.device):
+        yield
+
+
+_active: ContextVar[Chance | None] = ContextVar("chance", default=None)
+
+
+def current() -> Chance | None:
+    """The proof within which this is called."""
+    return _active.get()
+
+
 class Chance(TorchDispatchMode):
     """Seeds the CPU's generator before every random operator of one micro-batch.
 
@@ -61,16 +94,35 @@ class Chance(TorchDispatchMode):
         self._key = (seed, microbatch)
         self._numbers = numbers
         self._before: list[torch.Tensor] = []
+        self._tokens: list[Token[Chance | None]] = []
+        self._pieces: tuple[Axis, int, tuple[int, ...] | None] | None = None
+
+    def resumed(self) -> Chance:
+        """A twin that draws what this one would draw from here on."""
+        twin = Chance(*self._key, self._numbers)
+        twin.draws.update(self.draws)
+        return twin
+
+    @contextmanager
+    def drawing_pieces(self, axis: Axis, dim: int, sizes: tuple[int, ...] | None) -> Iterator[None]:
+        """Within it, what is drawn is this rank's piece of the draw for the whole."""
+        self._pieces = axis, dim, sizes
+        try:
+            yield
+        finally:
+            self._pieces = None
 
     def __enter__(self) -> Self:
         """Keep the state of the generator."""
         self._before.append(torch.get_rng_state())
+        self._tokens.append(_active.set(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Give the generator its state back."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _active.reset(self._tokens.pop())
         torch.set_rng_state(self._before.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,9 +133,22 @@ class Chance(TorchDispatchMode):
         seed = mixed(*self._key, crc32(name.encode()), self._number(name))
         torch.default_generator.manual_seed(seed)
         before = torch.get_rng_state()
-        result = func(*args, **(kwargs or {}))
+        result = self._drawn(func, args, kwargs or {})
         self.draws[name] += not torch.equal(before, torch.get_rng_state())
         return result
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator draws: for a piece, that piece of what the whole would draw."""
+        if self._pieces is None:
+            return func(*args, **kwargs)
+        axis, dim, sizes = self._pieces
+        own = args[0]
+        shard = Shard(dim, sizes or (own.shape[dim] * axis.size,))
+        if func._schema.is_mutable:  # its values do not matter: they are replaced
+            whole = func(_alike(own, shard.shape(own.shape)), *args[1:], **kwargs)
+            return own.copy_(shard.take(whole, axis.size, axis.rank))
+        made = func(axis.whole(own, shard), *args[1:], **kwargs)
+        return pytree.tree_map(lambda leaf: shard.take(leaf, axis.size, axis.rank), made)
 
     def _number(self, name: str) -> int:
         """The number, in the whole model, of the next draw by an operator."""
@@ -92,3 +157,11 @@ class Chance(TorchDispatchMode):
             return count
         own = self._numbers.get(name, ())
         return own[count] if count < len(own) else -1
+
+
+def _alike(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """An empty tensor of another shape whose dimensions lie in the same order in memory."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    made = tensor.new_empty([shape[dim] for dim in order])
+    return made.permute([order.index(dim) for dim in range(len(order))])

@@ -1,8 +1,10 @@
 """Every process group of a rank, made in one place, and the messages that go through them.
 
-    rank 0 ──(0, 1)──► rank 1        one group per directed pair: a pending receive
-    rank 0 ◄──(1, 0)── rank 1        never stands in the way of a send
+    rank 0 ──────────► rank 1        nccl: one group per directed pair, so that a pending
+    rank 0 ◄────────── rank 1        receive never stands in the way of a send
 
+Gloo keeps the two directions apart itself, and one group of all ranks serves all messages: every
+group more would cost it a thread, and wake-ups for what could be handled together.
 A message is known by the order on its channel, so both ends must agree on shape, dtype and order;
 the verifier has proved that before anything starts.
 """
@@ -12,11 +14,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from parcompiler.errors import LaunchError
+from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.device import backend_of
 from parcompiler.runtime.program import RankProgram, Value
 
@@ -24,16 +28,56 @@ MOST_PENDING = 2  # sends on one channel that may be unfinished before the next 
 
 
 @dataclass(frozen=True, slots=True)
+class Posted:
+    """Something that was started, by its number among the works of its channels.
+
+    They own it. Gloo keeps a connection open for as long as anything holds work on it, and the
+    traceback of an error may hold anything: closing must not wait for that.
+    """
+
+    works: dict[int, dist.Work]
+    number: int
+
+    def wait(self) -> None:
+        """Come back when it is done; once."""
+        self.works.pop(self.number).wait()  # no name for it here: a traceback would hold it
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """A posted receive: the tensor is valid after `wait`."""
 
     tensor: torch.Tensor
-    work: dist.Work
+    work: Posted
 
     def wait(self) -> torch.Tensor:
         """The received tensor."""
         self.work.wait()
         return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One direction between this rank and a peer, which is rank `peer` of the pair's group.
+
+    It does what `dist.isend` and `dist.irecv` do, without what they look up for every message.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+
+    def send(self, tensor: torch.Tensor) -> dist.Work:
+        """Start sending."""
+        return self.group.send([_real(tensor)], self.peer, 0)
+
+    def receive(self, tensor: torch.Tensor) -> dist.Work:
+        """Post a receive."""
+        return self.group.recv([_real(tensor)], self.peer, 0)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without complex numbers, which backends do not send."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Channels:
@@ -44,19 +88,45 @@ class Channels:
         self._program = program
         self._rank = program.rank
         self._timeout = timeout
-        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        self._pairs: list[dist.ProcessGroup] = []
+        self._to: dict[int, Line] = {}
+        self._from: dict[int, Line] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._line: dist.ProcessGroup | None = None
         self._all: dist.ProcessGroup | None = None
+        self._works: dict[int, dist.Work] = {}
+        self._numbers = count()
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
     def open(self) -> None:
         """Make the groups: a collective. Raises LaunchError when the ranks' programs differ."""
         self._all = self._group(None)
         self._check_equal(self._program.digest, "programs")
+        grid = self._program.grid
         for pair in self._program.channels:
-            self._pairs[pair] = self._group(pair)
-        for ranks in sorted({item.ranks for item in self._program.tied.values()}):
+            for column in grid.columns():
+                self._open_direction(*(grid.rank(position, *column) for position in pair))
+        for ranks in self._program.summing():
             self._shared[ranks] = self._group(ranks)
+        if grid.tensor > 1:
+            groups = [self._group(ranks) for ranks in grid.lines()]
+            self._line = next(group for group in groups if group is not None)
+
+    def axis(self) -> Axis | None:
+        """The tensor ranks of this rank's line; None where it is alone."""
+        if self._line is None:
+            return None
+        at = self._program.coordinate
+        return Axis(at.tensor, self._program.tensor, self._line, self.device)
+
+    def _open_direction(self, source: int, target: int) -> None:
+        """Make the line from one rank to another if this rank is at an end of it."""
+        outward = source == self._rank
+        group = self._direction(source, target)
+        if group is not None:
+            peer = target if outward else source
+            lines = self._to if outward else self._from
+            lines[peer] = Line(group, dist.get_group_rank(group, peer))
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
         """Start sending `value` in its order in memory; the tensor is held until it is out."""
@@ -64,18 +134,17 @@ class Channels:
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
             pending.popleft()[0].wait()
-        work = dist.isend(tensor, peer, group=self._pairs[self._rank, peer])
-        assert work is not None
-        pending.append((work, tensor))
+        pending.append((self._to[peer].send(tensor), tensor))
 
     def receive(self, value: Value, peer: int) -> Receipt:
         """Post a receive into a new buffer."""
-        order = value.order or tuple(range(len(value.shape)))
-        size = [value.shape[dim] for dim in order]
+        order = value.order
+        size = [value.shape[dim] for dim in order] if order else value.shape
         buffer = torch.empty(size, dtype=value.dtype, device=self.device)
-        work = dist.irecv(buffer, peer, group=self._pairs[peer, self._rank])
-        assert work is not None
-        return Receipt(buffer.permute([order.index(dim) for dim in range(len(order))]), work)
+        work = self._posted(self._from[peer].receive(buffer))
+        if order:
+            buffer = buffer.permute([order.index(dim) for dim in range(len(order))])
+        return Receipt(buffer, work)
 
     def flush(self) -> None:
         """Wait until everything is out."""
@@ -83,22 +152,42 @@ class Channels:
             while pending:
                 pending.popleft()[0].wait()
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Add up a tensor over `ranks`, in place."""
-        dist.all_reduce(tensor, group=self._shared[ranks])
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Posted:
+        """Start adding up a tensor over `ranks`, in place."""
+        return self._posted(dist.all_reduce(tensor, group=self._shared[ranks], async_op=True))
+
+    def total(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over all ranks, in place."""
+        self._posted(dist.all_reduce(tensor, group=self._all, async_op=True)).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give every rank the tensor of `source`, in place."""
-        dist.broadcast(tensor, source, group=self._all)
+        self._posted(dist.broadcast(tensor, source, group=self._all, async_op=True)).wait()
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
-        dist.send(tensor, peer, group=self._all)
+        self._posted(dist.isend(tensor, peer, group=self._all)).wait()
 
     def receive_now(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """Receive into `tensor` what `send_now` sends."""
-        dist.recv(tensor, peer, group=self._all)
+        self._posted(dist.irecv(tensor, peer, group=self._all)).wait()
         return tensor
+
+    def _posted(self, work: dist.Work | None) -> Posted:
+        """Keep what was started until somebody waits for it."""
+        assert work is not None
+        number = next(self._numbers)
+        self._works[number] = work
+        return Posted(self._works, number)
+
+    def _direction(self, source: int, target: int) -> dist.ProcessGroup | None:
+        """The group for messages from one rank to another; None where this rank is neither."""
+        if backend_of(self.device) == "gloo":
+            return self._all if self._rank in (source, target) else None
+        group = self._group((source, target))
+        if group is not None:
+            self._pairs.append(group)
+        return group
 
     def _group(self, ranks: tuple[int, ...] | None) -> dist.ProcessGroup | None:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
@@ -119,8 +208,10 @@ class Channels:
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
-        groups = [*self._pairs.values(), *self._shared.values(), self._all]
-        self._pairs, self._shared, self._all = {}, {}, None
+        self._works.clear()
+        groups = [*self._pairs, *self._shared.values(), self._line, self._all]
+        self._pairs, self._to, self._from, self._shared, self._all = [], {}, {}, {}, None
+        self._line = None
         for group in groups:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

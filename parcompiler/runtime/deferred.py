@@ -6,21 +6,36 @@
     BACKWARD_WEIGHT   `finish`: the products that were left, in the order they were met
 
 Only products are left for later, so both halves together cost what one backward costs (the split
-of 2401.10241). Outside of a `Deferral` the functions are those of torch.nn.functional.
+of 2401.10241). A product holds the input and the gradient of its layer and nothing else, so that
+what the rest of the stage kept for its backward is free after the first half. Outside of a
+`Deferral` the functions are those of torch.nn.functional.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-Product = Callable[[], None]
+
+class Product(NamedTuple):
+    """A gradient of `parameter` that was left for later."""
+
+    parameter: torch.Tensor
+    compute: Callable[[], torch.Tensor]
+
+
 _active: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
+
+
+def current() -> Deferral | None:
+    """The deferral within whose forward this is called."""
+    return _active.get()
 
 
 class Deferral:
@@ -52,11 +67,29 @@ class Deferral:
             self.products = None
 
 
-def finish(products: Sequence[Product]) -> None:
-    """Compute products that were left, and add them to the gradients of their weights."""
+def finish(products: list[Product]) -> None:
+    """Compute products that were left, and add them to the gradients of their weights.
+
+    The products of one weight are added up first, in the order in which they were left: so does
+    autograd, and the bits are the same. What a product holds is free once it is computed.
+    """
+    left = Counter(id(product.parameter) for product in products)
+    sums: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for product in products:
-            product()
+        while products:
+            parameter, gradient = _computed(products.pop(0))
+            key = id(parameter)
+            gradient = sums.pop(key) + gradient if key in sums else gradient
+            left[key] -= 1
+            if left[key]:
+                sums[key] = gradient
+            else:
+                accumulate(parameter, gradient)
+
+
+def _computed(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
+    """A parameter and its gradient; the product is the caller's no more."""
+    return product.parameter, product.compute()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,7 +123,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         """The product now; input and weight for later."""
         _keep(ctx, deferral, x, weight)
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -128,12 +164,12 @@ def _keep(ctx: Any, deferral: Deferral, x: torch.Tensor, weight: torch.Tensor) -
     ctx.deferral, ctx.parameter = deferral, weight
 
 
-def _now_or_later(ctx: Any, product: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+def _now_or_later(ctx: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """The gradient of the weight, or None when the product was left for later."""
     products = ctx.deferral.products
     if products is None:
-        return product()
-    products.append(lambda: accumulate(ctx.parameter, product()))
+        return compute()
+    products.append(Product(ctx.parameter, compute))
     return None
 
 

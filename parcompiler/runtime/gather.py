@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,14 +11,18 @@ from parcompiler.runtime.channels import Channels
 
 
 def gather(
-    tensors: Mapping[str, torch.Tensor], rank: int, size: int, channels: Channels
+    tensors: Mapping[str, torch.Tensor], rank: int, sources: Sequence[int], channels: Channels
 ) -> dict[str, torch.Tensor] | None:
-    """On rank 0 all tensors by name, on the CPU; None elsewhere. A collective."""
-    if rank != 0:
+    """On rank 0 all tensors of it and `sources` by name, on the CPU; None elsewhere. A collective.
+
+    Of ranks that hold the same, one is a source.
+    """
+    if rank in sources:
         _send(tensors, channels)
+    if rank != 0:
         return None
     found = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    for source in range(1, size):
+    for source in sources:
         for name, tensor in _receive(source, channels).items():
             found.setdefault(name, tensor)  # copies of a tied tensor are equal
     return found

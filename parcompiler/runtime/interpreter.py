@@ -1,4 +1,4 @@
-"""Executes one rank's instruction list: the verbs behind SEND, RECV, FORWARD, BACKWARD.
+"""Executes one rank's instruction list: the verbs behind SEND, RECV, FORWARD, BACKWARD, UPDATE.
 
     RECV ─► pending ─► arrived ─► FORWARD ─► results ─► SEND
                           │           │
@@ -14,30 +14,35 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.runtime.chance import mixed, seeded
 from parcompiler.runtime.channels import Channels, Receipt
+from parcompiler.runtime.deferred import Deferral, Product, finish
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.reduction import Reduction
 from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.versions import Versions
 
 Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
 Key = tuple[str, int]  # the name of a value and its micro-batch
 
 
 class Record(NamedTuple):
-    """When an instruction ran, in seconds since the step began."""
+    """When an instruction ran, in seconds since the step began; `waited` of them for messages."""
 
     instruction: Instruction
     begin: float
     end: float
+    waited: float = 0.0
 
 
 class Saved(NamedTuple):
@@ -58,6 +63,7 @@ class State:
     arrived: dict[Key, torch.Tensor] = field(default_factory=dict)
     results: dict[Key, torch.Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    products: dict[tuple[int, int], list[Product]] = field(default_factory=dict)
     used: Counter[Key] = field(default_factory=Counter)  # by stages of this rank
     sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -73,10 +79,18 @@ class Interpreter:
         self.program = program
         self.stages = stages
         self.channels = channels
-        self.tensors = tensors_of(stages)
+        self.tensors = shared(stages)
         self.chance: Around | None = None
-        self._seed = torch.initial_seed()
+        self.update: Callable[[], None] | None = None  # an optimizer step
+        self._versions = Versions() if program.asynchronous else None
+        self._deferral = Deferral()
+        self._reduction = Reduction(program, self.tensors)
+        lines = program.instructions
+        self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
+        self.seed = torch.initial_seed()
         self._step = 0
+        self._waited = 0.0  # seconds of the current instruction; counted while recording
+        self._recording = False
         self.current: Instruction | None = None
         self._consumers = {
             name: [j for j, stage in stages.items() if name in stage.receives]
@@ -89,6 +103,9 @@ class Interpreter:
         self._verbs: dict[Kind, Callable[[State, Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.UPDATE: self._update,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
@@ -105,19 +122,34 @@ class Interpreter:
     ) -> torch.Tensor:
         """Execute a list; returns the mean loss of the step."""
         state = State(microbatches, training)
+        self._reduction.begin(self.channels)
+        self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
             for self.current in instructions:
                 begin = time.perf_counter()
+                self._waited = 0.0
                 self._verbs[self.current.kind](state, self.current)
                 if record is not None:
                     self._synchronize()
-                    record.append(Record(self.current, begin - start, time.perf_counter() - start))
-            self.channels.flush()
+                    end = time.perf_counter()
+                    record.append(Record(self.current, begin - start, end - start, self._waited))
+            self._end(start, record)
         self.current = None
         self._step += training  # so that an evaluation between steps changes none of their draws
         assert state.mean is not None
         return state.mean
+
+    def _end(self, start: float, record: list[Record] | None) -> None:
+        """Wait for what was only started: sums of gradients (the last instruction waits), sends."""
+        begin = time.perf_counter()
+        for self.current in self._reduction.wait():
+            pass  # when one fails, this is the instruction that says so
+        if record:
+            self._synchronize()
+            end, last = time.perf_counter(), record[-1]
+            record[-1] = last._replace(end=end - start, waited=last.waited + end - begin)
+        self.channels.flush()
 
     def _forward(self, state: State, instruction: Instruction) -> None:
         """Run a stage's module and keep what its backward and the sends need."""
@@ -125,8 +157,8 @@ class Interpreter:
         stage = self.stages[j]
         arguments = {name: state.microbatches[i][name] for name in stage.inputs}
         arguments |= {name: self._take(state, (name, i)) for name in stage.receives}
-        with self._drawing(stage, j, i):
-            outputs = stage(**arguments)
+        with self._drawing(stage, j, i), self._deferring(state, j):
+            outputs = self._called(state, stage, j, i, arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         results = dict(zip(stage.gives, outputs, strict=False))
         loss = outputs[-1] if stage.loss else None
@@ -138,22 +170,45 @@ class Interpreter:
         for name, tensor in results.items():
             self._give(state, (name, i), tensor.detach())
 
+    def _called(
+        self, state: State, stage: Stage, j: int, i: int, arguments: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """What a stage returns; a program with updates keeps the weights for the backward."""
+        if state.training and self._versions is not None:
+            return self._versions.forward(stage, j, i, arguments)
+        return stage(**arguments)
+
     def _drawing(self, stage: Stage, j: int, i: int) -> AbstractContextManager[object]:
         """The random numbers of one forward: a function of seed, step, stage and micro-batch."""
         if not stage.random:
             return nullcontext()
         if self.chance is not None:
             return self.chance(j, i)
-        return seeded(mixed(self._seed, self._step, j, i), self.channels.device)
+        number = self.program.microbatch(i)  # so that data ranks draw differently
+        return seeded(mixed(self.seed, self._step, j, number), self.channels.device)
+
+    def _deferring(self, state: State, j: int) -> AbstractContextManager[object]:
+        """Around a forward whose backward comes in two parts."""
+        return self._deferral.forward() if state.training and j in self._split else nullcontext()
 
     def _take(self, state: State, key: Key) -> torch.Tensor:
         """A value that another stage made: a leaf that collects its gradient."""
         if key not in state.arrived:
-            tensor = state.receipts.pop(key).wait()
+            tensor = self._received(state.receipts.pop(key))
             state.arrived[key] = tensor.requires_grad_(self._carries(state, key))
         tensor = state.arrived[key]
         if not state.training:
             self._release(state, key)
+        return tensor
+
+    def _received(self, receipt: Receipt) -> torch.Tensor:
+        """The tensor of a message; the time that this takes is no part of the compute."""
+        if not self._recording:
+            return receipt.wait()
+        begin = time.perf_counter()
+        tensor = receipt.wait()
+        self._synchronize()
+        self._waited += time.perf_counter() - begin
         return tensor
 
     def _release(self, state: State, key: Key) -> None:
@@ -175,6 +230,11 @@ class Interpreter:
 
     def _backward(self, state: State, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""
+        with self._reduction.watching(instruction):
+            self._go_back(state, instruction)
+
+    def _go_back(self, state: State, instruction: Instruction) -> None:
+        """Run autograd from the results of a stage, and its loss, to its inputs."""
         j, i = _numbers(instruction)
         saved = state.saved.pop((j, i))
         roots: list[Any] = []
@@ -186,15 +246,34 @@ class Interpreter:
                 gradients.append(gradient)
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
-            gradients.append(torch.full_like(saved.loss, 1.0 / self.program.microbatches))
+            share = 1 if self.program.asynchronous else self.program.microbatches
+            share *= self.program.data  # the gradients of data ranks are summed
+            gradients.append(torch.full_like(saved.loss, 1.0 / share))
         if roots:
             torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
             self._finish(state, (name, i))
 
+    def _backward_input(self, state: State, instruction: Instruction) -> None:
+        """A backward that leaves the products for weights to BACKWARD_WEIGHT."""
+        with self._deferral.collect() as products:
+            self._go_back(state, instruction)
+        state.products[_numbers(instruction)] = products
+
+    def _backward_weight(self, state: State, instruction: Instruction) -> None:
+        """The products that BACKWARD_INPUT left."""
+        finish(state.products.pop(_numbers(instruction)))
+
+    def _update(self, state: State, instruction: Instruction) -> None:
+        """An optimizer step by the gradients of one micro-batch."""
+        j, i = _numbers(instruction)
+        assert self._versions is not None
+        assert self.update is not None
+        self._versions.update(self.stages[j], j, i, self.update)
+
     def _gradient(self, state: State, key: Key) -> torch.Tensor | None:
         """The gradient of a value: the sum over the ranks and stages that used it."""
-        parts = [receipt.wait() for receipt in state.gradient_receipts.pop(key, [])]
+        parts = [self._received(receipt) for receipt in state.gradient_receipts.pop(key, [])]
         if self._consumers[key[0]]:
             local = state.arrived.pop(key).grad
             parts += [] if local is None else [local]
@@ -240,22 +319,21 @@ class Interpreter:
             state.receipts[key] = receipt
 
     def _reduce_gradients(self, state: State, instruction: Instruction) -> None:
-        """Sum the gradients of a tied tensor over the ranks that hold it."""
-        assert instruction.value is not None
-        tied = self.program.tied[instruction.value]
-        parameter = self.tensors[tied.name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        self.channels.sum(parameter.grad, tied.ranks)
+        """Start summing gradients over ranks, if they are not being summed already."""
+        self._reduction.start(instruction)
 
     def _share_loss(self, state: State, instruction: Instruction) -> None:
-        """Give every rank the mean loss over the micro-batches."""
+        """Give every rank the mean loss over the micro-batches, and over the data ranks."""
         assert instruction.peer is not None
         if state.losses:
             mean = torch.stack([state.losses[i] for i in sorted(state.losses)]).mean()
         else:
             mean = torch.zeros((), dtype=self.program.loss, device=self.channels.device)
-        self.channels.broadcast(mean, instruction.peer)
+        if self.program.grid.copies == 1:
+            self.channels.broadcast(mean, instruction.peer)
+        else:
+            mean /= self.program.grid.copies
+            self.channels.total(mean)
         state.mean = mean
 
     def _synchronize(self) -> None:
@@ -267,11 +345,25 @@ class Interpreter:
 def tensors_of(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
     """Parameters and buffers of stages by their name in the model, each once."""
     found: dict[str, torch.Tensor] = {}
+    for module, leaf, name in _places(stages):
+        found.setdefault(name, getattr(module, leaf))
+    return found
+
+
+def shared(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
+    """`tensors_of`, and from now on every stage holds these."""
+    tensors = tensors_of(stages)
+    for module, leaf, name in _places(stages):
+        setattr(module, leaf, tensors[name])
+    return tensors
+
+
+def _places(stages: Mapping[int, Stage]) -> Iterator[tuple[nn.Module, str, str]]:
+    """Where each tensor stands, and its name in the model."""
     for stage in stages.values():
         for attribute, name in stage.tensor_names().items():
             owner, _, leaf = attribute.rpartition(".")
-            found.setdefault(name, getattr(stage.get_submodule(owner), leaf))
-    return found
+            yield stage.get_submodule(owner), leaf, name
 
 
 def _numbers(instruction: Instruction) -> tuple[int, int]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from parcompiler.grid import Coordinate, Grid
 from parcompiler.instruction import Instruction, Kind, listing, parse
+from parcompiler.pieces import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ class RankProgram:
 
     `digest` names the whole program and is equal on all ranks; `channels` are all directed pairs
     of ranks that exchange messages, in the order in which every rank makes their groups.
+
+    With several ranks along `data`, the ranks of channels and tied tensors are pipeline
+    coordinates: they stand for the ranks there of every data coordinate. Those of instructions
+    are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
+    tensors of which each of the `tensor` ranks of a line holds a piece.
     """
 
     rank: int
@@ -65,9 +73,40 @@ class RankProgram:
     inputs: Mapping[str, Input] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
     tied: Mapping[str, Tied] = field(default_factory=dict)
+    buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     channels: tuple[tuple[int, int], ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False
+    data: int = 1
+    tensor: int = 1
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """All ranks."""
+        return Grid(self.size // (self.data * self.tensor), self.data, self.tensor)
+
+    @cached_property
+    def coordinate(self) -> Coordinate:
+        """Where this rank sits."""
+        return self.grid.coordinate(self.rank)
+
+    def summing(self) -> list[tuple[int, ...]]:
+        """All groups of ranks that sum gradients, in the order in which every rank makes them."""
+        places = {item.ranks for item in self.tied.values()}
+        if self.data > 1:
+            places |= {(position,) for position in range(self.grid.pipeline)}
+        grid = self.grid
+        return [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
+
+    def microbatch(self, i: int) -> int:
+        """The number of this rank's micro-batch `i` among those of all data coordinates."""
+        return self.coordinate.data * self.microbatches + i
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        """Whether a step updates the parameters itself, after every backward."""
+        return any(item.kind is Kind.UPDATE for item in self.instructions)
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:

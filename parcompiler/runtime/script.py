@@ -39,7 +39,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--data",
         type=Path,
         help="safetensors file with a tensor per input, its rows those of whole batches one after "
-        "another (read round and round); without it batches are random",
+        "another (read round and round); without it batches are random. Data ranks take batches "
+        "in turn",
     )
     return parser.parse_args(arguments)
 
@@ -50,7 +51,9 @@ def _batches(program: RankProgram, options: argparse.Namespace) -> Iterator[obje
         yield from _from_file(program, options.data)
     generator = torch.Generator().manual_seed(options.seed)
     while True:
-        yield random_batch(program, generator)
+        yield [random_batch(program, generator) for _ in range(program.data)][
+            program.coordinate.data
+        ]
 
 
 def random_batch(program: RankProgram, generator: torch.Generator) -> object:
@@ -70,11 +73,15 @@ def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
             message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
             raise InputError(message)
         counts.append(tensors[spec.key].shape[0] // rows[name])
-    if min(counts) < 1:
-        message = f"{path} holds less than one batch ({min(rows.values())} rows needed)"
+    ranks = program.data
+    if min(counts) < ranks:
+        each = "" if ranks == 1 else f" for each of {ranks} data ranks"
+        message = (
+            f"{path} holds less than one batch{each} ({ranks * min(rows.values())} rows needed)"
+        )
         raise InputError(message)
     while True:
-        for index in range(min(counts)):
+        for index in range(program.coordinate.data, min(counts) // ranks * ranks, ranks):
             yield _batch(
                 program,
                 {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -61,9 +61,13 @@ class Worker:
         self._channels = Channels(program, self.device, timeout)
         with self._failing_together():
             self._channels.open()
-            with torch.device(self.device):
+            self._axis = self._channels.axis()
+            with self._along_axis(), torch.device(self.device):
                 self.stages = {j: make() for j, make in stages.items()}
             self._interpreter = Interpreter(program, self.stages, self._channels)
+            self._interpreter.update = self._apply
+            if self._axis is not None:
+                self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
             self._missing = set(self._interpreter.tensors)
             self._load(tensors)
 
@@ -77,24 +81,33 @@ class Worker:
 
         `batch` has the form of the compiled inputs with `microbatches` times the rows. Gradients
         are those of this batch, reduced over the ranks that share a tensor; parameters stay.
-        Raises InputError for a batch of another form, LaunchError when any rank fails.
+        Raises InputError for a batch of another form and for an asynchronous program, LaunchError
+        when any rank fails.
         """
-        for parameter in self._parameters():
-            parameter.grad = None
-        return self._run(batch, training=True)
+        self._check_synchronous()
+        return self._trained(batch)
 
     def train_step(self, batch: object) -> torch.Tensor:
-        """`step`, then an optimizer step; the gradients are freed. Returns the mean loss."""
+        """`step`, then an optimizer step; the gradients are freed. Returns the mean loss.
+
+        With "pipedream" every micro-batch is a minibatch of its own: the optimizer steps behind
+        each backward, by the gradient of that loss alone, so `microbatches` times in a call. (A
+        scheduler of the learning rate moves when its own `step` is called, as ever.) The pipe
+        fills and drains once in a call: give it many micro-batches.
+        """
         self._updating()
-        loss = self.step(batch)
-        self.optimizer_step()
+        loss = self._trained(batch)
+        if not self.program.asynchronous:
+            self._apply()
         return loss
 
     def optimizer_step(self) -> None:
-        """Update the parameters by the gradients of the last `step`, and free the gradients."""
-        optimizer = self._updating()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        """Update the parameters by the gradients of the last `step`, and free the gradients.
+
+        Raises InputError for an asynchronous program, whose steps have done it.
+        """
+        self._check_synchronous()
+        self._apply()
 
     def evaluate(self, batch: object) -> torch.Tensor:
         """The mean loss of one batch in evaluation mode (no dropout), without gradients.
@@ -159,7 +172,8 @@ class Worker:
         self._records = [] if on else None
 
     def trace(self) -> tuple[Record, ...]:
-        """Begin and end of every instruction of the last step, in seconds since it began."""
+        """Every instruction of the last step: begin and end in seconds since the step began, and
+        how many of these it waited for messages."""
         return tuple(self._records or ())
 
     def close(self) -> None:
@@ -178,6 +192,18 @@ class Worker:
         """This rank's parameters."""
         yield from (parameter for _, parameter in self.named_parameters())
 
+    def _trained(self, batch: object) -> torch.Tensor:
+        """The training instructions for one batch, from no gradients; the mean loss."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        return self._run(batch, training=True)
+
+    def _apply(self) -> None:
+        """An optimizer step that frees the gradients."""
+        optimizer = self._updating()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     def _run(self, batch: object, *, training: bool) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""
         program = self.program
@@ -190,9 +216,14 @@ class Worker:
                 {name: tensor.to(self.device) for name, tensor in piece.items()}
                 for piece in microbatches(program, batch)
             ]
-            return self._interpreter.run(
-                instructions, pieces, training=training, record=self._records
-            )
+            with self._along_axis():
+                return self._interpreter.run(
+                    instructions, pieces, training=training, record=self._records
+                )
+
+    def _along_axis(self) -> AbstractContextManager[None]:
+        """Within it, layers find the tensor ranks of this rank's line."""
+        return nullcontext() if self._axis is None else self._axis.active()
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -236,6 +267,13 @@ class Worker:
             message = f"this worker is closed, because {self._closed}: start all ranks again"
             raise LaunchError(message)
 
+    def _check_synchronous(self) -> None:
+        """Refuse to keep gradients where the program uses them up."""
+        self._check_open()
+        if self.program.asynchronous:
+            message = "pipedream updates parameters inside the step: call train_step"
+            raise InputError(message)
+
     def _updating(self) -> torch.optim.Optimizer:
         """The optimizer."""
         self._check_open()
@@ -247,7 +285,22 @@ class Worker:
     def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """All ranks' tensors on rank 0."""
         with self._failing_together():
-            return gather(tensors, self.rank, self.program.size, self._channels)
+            grid = self.program.grid
+            sources = [grid.rank(position) for position in range(1, grid.pipeline)]
+            return gather(self._joined(tensors), self.rank, sources, self._channels)
+
+    def _joined(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors of this rank, whole on the first rank of each line that others read from."""
+        at, shards = self.program.coordinate, self.program.shards
+        if self._axis is None or at.data:
+            return tensors
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            shard = shards.get(name)
+            whole = tensor if shard is None else self._axis.whole(tensor.detach(), shard)
+            if at.tensor == 0:
+                found[name] = whole.cpu()
+        return found
 
     def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into this rank's; those of other ranks are passed over."""
@@ -257,12 +310,20 @@ class Worker:
                 name = self.program.aliases.get(given, given)
                 if name not in own:
                     continue
+                tensor = self._own(name, tensor)
                 if tensor.shape != own[name].shape:
                     shapes = f"{tuple(own[name].shape)} needed, {tuple(tensor.shape)} given"
                     message = f"{name!r} has another shape ({shapes}): weights of another model?"
                     raise InputError(message)
                 own[name].copy_(tensor)
                 self._missing.discard(name)
+
+    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor of the model, if that has the right shape."""
+        shard, own = self.program.shards.get(name), self._interpreter.tensors[name]
+        if shard is None or self._axis is None or tensor.shape != shard.shape(own.shape):
+            return tensor
+        return shard.take(tensor, self._axis.size, self._axis.rank)
 
     def _check_loaded(self) -> None:
         """Refuse to compute with tensors that were never filled."""

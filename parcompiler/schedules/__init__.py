@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from parcompiler.errors import InputError
 from parcompiler.schedules.action import Action, Orders
@@ -16,7 +17,7 @@ from parcompiler.schedules.v_slots import v_half, v_min
 from parcompiler.schedules.zb_v import zb_v
 from parcompiler.schedules.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["ALL", "SCHEDULES", "Action", "Schedule", "build"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "build", "stages_per_rank"]
 
 Order = Callable[[int, int], Orders]  # of ranks and micro-batches
 
@@ -26,21 +27,24 @@ SINGLE: dict[str, Order] = {  # one stage on each rank
     "1f1b": one_f_one_b,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "pipedream": one_f_one_b,
 }
 V: dict[str, Order] = {  # two stages on each rank, down the ranks and up again
     "zb-v": zb_v,
     "v-half": v_half,
     "v-min": v_min,
 }
-ALL = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", *V)  # `build` knows these
-SCHEDULES = ("naive", "gpipe", "1f1b")  # `compile` offers these
+ASYNCHRONOUS = "pipedream"  # updates after every backward
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", *V, ASYNCHRONOUS)
 
 
+@lru_cache(maxsize=64)
 def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The named schedule on `ranks` ranks for `microbatches` per step.
 
     `virtual_stages` is the number of stages on each rank: 2 or more for interleaved; the schedules
-    on a V always have 2, whether it is given or left out; the others have 1.
+    on a V always have 2, whether it is given or left out; the others have 1. The schedule named
+    "pipedream" has the order of 1F1B, without its flush.
 
     Raises InputError for an unknown name, counts that are not positive, and virtual stages that
     the schedule cannot have.
@@ -51,13 +55,23 @@ def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> 
         return Schedule(name, placement, interleaved(ranks, microbatches, virtual_stages))
     if name in V:
         return Schedule(name, v_placement(ranks), V[name](ranks, microbatches))
-    return Schedule(name, tuple(range(ranks)), SINGLE[name](ranks, microbatches))
+    orders = SINGLE[name](ranks, microbatches)
+    return Schedule(name, tuple(range(ranks)), orders, asynchronous=name == ASYNCHRONOUS)
+
+
+def stages_per_rank(name: str, wanted: int) -> int:
+    """The stages on each rank of a named schedule, where `wanted` is 1 if nobody said.
+
+    >>> stages_per_rank("interleaved", 1), stages_per_rank("zb-v", 1), stages_per_rank("1f1b", 1)
+    (2, 2, 1)
+    """
+    return 2 if wanted == 1 and (name == "interleaved" or name in V) else wanted
 
 
 def _check(name: str, ranks: int, microbatches: int, virtual_stages: int) -> None:
     """Raise InputError for what no schedule is built of."""
-    if name not in ALL:
-        message = f"unknown schedule {name!r} (known: {', '.join(ALL)})"
+    if name not in SCHEDULES:
+        message = f"unknown schedule {name!r} (known: {', '.join(SCHEDULES)})"
         raise InputError(message)
     counts = {"ranks": ranks, "micro-batches": microbatches, "virtual stages": virtual_stages}
     for what, count in counts.items():

@@ -58,14 +58,18 @@ def write_csv(path: str | os.PathLike[str], orders: Orders) -> None:
 def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
     """The rank of every stage and the order on every rank. Raises InputError; see `from_csv`."""
     try:
-        rows = _rows(path)
-        found = _found(rows)
-        placement = _placement(found, len(rows))
-        _check_complete(found, len(placement))
-        _check_order(found)
+        return read_orders(_rows(path))
     except InputError as error:
         error.add_note(f"in {os.fspath(path)}")
         raise
+
+
+def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]:
+    """The rank of every stage and the order on every rank, from cells; raises as `read_csv`."""
+    found = _found(rows)
+    placement = _placement(found, len(rows))
+    _check_complete(found, len(placement))
+    _check_order(found)
     return placement, _orders(found, len(rows))
 
 

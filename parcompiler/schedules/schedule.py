@@ -4,9 +4,12 @@ Communication is added by lowering, once, for all schedules. Stage `j` runs on r
 `placement[j]`; with one stage per rank that is the identity, and the stage is not printed:
 
 >>> from parcompiler.schedules import build
+>>> print(build("1f1b", ranks=2, microbatches=3))
+rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---
+rank 1  .  F0 B0--- F1 B1--- F2 B2---
 >>> print(build("zb-h1", ranks=2, microbatches=3))
-rank 0: F0 F1 I0 W0 F2 I1 W1 I2 W2
-rank 1: F0 I0 F1 I1 W0 F2 I2 W1 W2
+rank 0  F0 F1 .  I0 W0 F2 I1 W1 I2 W2
+rank 1  .  F0 I0 F1 I1 W0 F2 I2 W1 W2
 
 With several it comes first, as in the CSV of torch.distributed.pipelining:
 
@@ -14,14 +17,14 @@ With several it comes first, as in the CSV of torch.distributed.pipelining:
 >>> schedule.placement
 (0, 1, 0, 1)
 >>> print(schedule)
-rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+rank 0  0F0 0F1 2F0 2F1 .   .   2B0---- .   2B1---- 0B0---- 0B1----
+rank 1  .   1F0 1F1 3F0 3B0---- 3F1 3B1---- 1B0---- 1B1----
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
@@ -29,7 +32,8 @@ from pathlib import Path
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action, Orders, backward, forward
-from parcompiler.schedules.exchange import read_csv, write_csv
+from parcompiler.schedules.exchange import read_csv, read_orders, write_csv
+from parcompiler.schedules.picture import picture
 
 __all__ = ["Action", "Schedule", "backward", "forward"]
 
@@ -38,19 +42,29 @@ _ACTIVATIONS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of compute on every rank. Two that order alike are equal, whatever their names."""
+    """The order of compute on every rank. Two that order alike are equal, whatever their names.
+
+    An `asynchronous` one has no flush: parameters are updated after every backward.
+    """
 
     name: str = field(compare=False)
     placement: tuple[int, ...]
     orders: Orders
+    asynchronous: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        return len(self.orders)
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches it has."""
+        return 1 + max(action.microbatch for order in self.orders for action in order)
 
     def __str__(self) -> str:
-        """One line per rank."""
-        several = len(self.placement) > len(self.orders)
-        return "\n".join(
-            f"rank {rank}: {' '.join(a.cell if several else str(a) for a in order)}"
-            for rank, order in enumerate(self.orders)
-        )
+        """The picture people know: one line per rank, `.` is idle."""
+        return picture(self.placement, self.orders)
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches whose forward is done and whose backward is not.
@@ -63,6 +77,37 @@ class Schedule:
     def peak(self, rank: int) -> Fraction:
         """The most activations on a rank; one is that of all its stages for one micro-batch."""
         return Fraction(_most_alive(self.orders[rank]), self.placement.count(rank))
+
+    def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The most micro-batches in flight on the stages of a rank, in their order, together.
+
+        One vector for each moment at which no other has as many of every stage.
+
+        >>> from parcompiler.schedules import build
+        >>> build("interleaved", ranks=2, microbatches=4, virtual_stages=2).held(0)
+        ((3, 2), (4, 1))
+        """
+        stages = [j for j, at in enumerate(self.placement) if at == rank]
+        counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+        for action in self.orders[rank]:
+            counts[action.stage] += _ACTIVATIONS.get(action.kind, 0)
+            if action.kind is Kind.FORWARD:
+                found.add(tuple(counts.values()))
+        return tuple(sorted(_largest(found), key=lambda counts: (-counts[-1], counts)))
+
+    def cells(self) -> tuple[str, ...]:
+        """One line per rank, as `parse` reads it.
+
+        >>> from parcompiler.schedules import build
+        >>> build("gpipe", ranks=2, microbatches=2).cells()
+        ('0F0 0F1 0B0 0B1', '1F0 1F1 1B0 1B1')
+        """
+        return tuple(" ".join(action.cell for action in order) for order in self.orders)
+
+    @classmethod
+    def parse(cls, name: str, cells: Sequence[str]) -> Schedule:
+        """The schedule of one line per rank. Raises InputError as `from_csv` does."""
+        return cls(name, *read_orders([line.split() for line in cells]))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the CSV of torch.distributed.pipelining: a row per rank, a cell per action."""
@@ -79,6 +124,18 @@ class Schedule:
         """
         placement, orders = read_csv(path)
         return cls(Path(path).stem, placement, orders)
+
+
+def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those of which no other is at least as large everywhere."""
+    return [
+        one
+        for one in vectors
+        if not any(
+            other != one and all(a <= b for a, b in zip(one, other, strict=True))
+            for other in vectors
+        )
+    ]
 
 
 def _most_alive(actions: Iterable[Action]) -> int:

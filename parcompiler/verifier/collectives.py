@@ -1,15 +1,16 @@
-"""Rules on what ranks do together: sum the gradients of tied tensors, and share the loss.
+"""Rules on what ranks do together: sum gradients, and share the loss.
 
 The ranks of a group meet in the order in which their collectives stand; two that are swapped on one
-rank would add the gradients of different tensors.
+rank would add the gradients of different tensors. A bucket is summed by one rank here, together with
+its data replicas, which have the same list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from parcompiler.instruction import Kind
-from parcompiler.lower.lowered import Tied
+from parcompiler.lower.lowered import Bucket, Tied
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.steps import Step
 from parcompiler.verifier.tensors import ranks
@@ -22,31 +23,37 @@ SHARED = "every rank gets the loss"
 def faults(step: Step) -> Iterator[Fault]:
     """All faults of the collectives of a step."""
     if step.training:
-        tied = {item.label: item for item in step.wiring.lowered.tied}
-        for item in tied.values():
+        sums = {item.label: item for item in step.wiring.lowered.sums}
+        for item in sums.values():
             yield from _missing(step, item)
         for rank in range(len(step.lists)):
-            yield from _wrong(step, rank, tied)
-        for group in dict.fromkeys(item.ranks for item in tied.values()):
+            yield from _wrong(step, rank, sums)
+        for group in dict.fromkeys(item.ranks for item in sums.values()):
             yield from _order(step, group)
     yield from _shares(step)
 
 
-def _missing(step: Step, item: Tied) -> Iterator[Fault]:
-    """Every rank that holds a tied tensor takes part in its sum."""
+def _missing(step: Step, item: Tied | Bucket) -> Iterator[Fault]:
+    """Every rank that holds a tied tensor, or the tensors of a bucket, takes part in the sum."""
     for rank in item.ranks:
         if 0 <= rank < len(step.lists) and item.label not in step.reductions[rank]:
-            yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({item.name})")
+            yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
 
 
-def _wrong(step: Step, rank: int, tied: dict[str, Tied]) -> Iterator[Fault]:
+def _named(item: Tied | Bucket) -> str:
+    """The tensors of a sum."""
+    first, *others = item.names or ("nothing",)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _wrong(step: Step, rank: int, sums: Mapping[str, Tied | Bucket]) -> Iterator[Fault]:
     """A rank takes part in sums that exist, with the ranks that belong to them."""
     for label, position in step.reductions[rank].items():
-        line, item = step.at(rank, position), tied.get(label)
+        line, item = step.at(rank, position), sums.get(label)
         if item is None:
             yield Fault(REDUCED, f"rank {rank}: {line}: no tensor has this label")
         elif line.ranks != item.ranks:
-            yield Fault(REDUCED, f"rank {rank}: {line}: {item.name} is on {ranks(item.ranks)}")
+            yield Fault(REDUCED, f"rank {rank}: {line}: {_named(item)} is on {ranks(item.ranks)}")
 
 
 def _order(step: Step, group: tuple[int, ...]) -> Iterator[Fault]:

@@ -1,12 +1,25 @@
 """Rules on the compute of a step: every stage once for every micro-batch, in an order that works.
 
-Whatever one instruction needs of another *on the same rank* is a pair of places in its list:
+A backward is BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT. Below, `back` is what gives
+gradients of inputs (BACKWARD or BACKWARD_INPUT) and `done` what gives those of weights (BACKWARD or
+BACKWARD_WEIGHT). Whatever one instruction needs of another *on the same rank* is a pair of places
+in its list:
 
     FORWARD of the maker     before   the SEND of the value
     RECV of a value          before   the FORWARD of each stage that reads it
-    RECV of its gradient     before   the BACKWARD of the maker
-    BACKWARD of each reader  before   the SEND of the gradient
-    last FORWARD, BACKWARD   before   SHARE_LOSS, REDUCE_GRADIENTS
+    RECV of its gradient     before   back of the maker
+    back of each reader      before   the SEND of the gradient
+    FORWARD, back            before   back, done
+    last FORWARD             before   SHARE_LOSS
+    last done                before   REDUCE_GRADIENTS
+
+and in an asynchronous step, of every stage
+
+    BACKWARD                 before   its UPDATE
+    UPDATE                   before   the next FORWARD or BACKWARD
+
+so that an update takes the gradients of one micro-batch alone, and the version of the weights that
+a forward sees, and its backward with it, is that of all backwards before it.
 
 What does not stand there at all is reported by the rule that counts it.
 """
@@ -14,6 +27,7 @@ What does not stand there at all is reported by the rule that counts it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from parcompiler.instruction import Kind
@@ -22,8 +36,10 @@ from parcompiler.verifier.steps import Step
 from parcompiler.verifier.wiring import Crossing
 
 ONCE = "every stage runs every micro-batch"
+FORM = "a backward is whole or in two parts"
 ORDERED = "nothing is used before it is there"
 IN_TURN = "buffers see the micro-batches in order"
+UPDATED = "every backward is followed by its update"
 
 
 class Pair(NamedTuple):
@@ -43,16 +59,42 @@ def faults(step: Step) -> Iterator[Fault]:
 
 
 def _missing(step: Step) -> Iterator[Fault]:
-    """Every stage has its FORWARD, and in training its BACKWARD, for every micro-batch."""
+    """Every stage has its FORWARD, in training its backward, for every micro-batch."""
     if not step.microbatches:
         yield Fault(ONCE, f"there is none ({step.wiring.lowered.microbatches} micro-batches)")
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if step.training else (Kind.FORWARD,)
+    every = set(step.microbatches)
     for j, stage in enumerate(step.wiring.stages):
-        for kind in kinds:
-            missing = set(step.microbatches) - set(step.computed[kind, j])
-            if missing:
-                detail = f"rank {stage.rank} has no {kind} stage {j} {numbers(missing)}"
-                yield Fault(ONCE, detail)
+        yield from _absent(stage.rank, Kind.FORWARD, j, every - set(step.computed[Kind.FORWARD, j]))
+        if step.training:
+            yield from _backwards(step, j, every)
+        if step.asynchronous:
+            yield from _absent(
+                stage.rank, Kind.UPDATE, j, every - set(step.computed[Kind.UPDATE, j])
+            )
+
+
+def _absent(rank: int, kind: Kind, j: int, missing: set[int], why: str = "") -> Iterator[Fault]:
+    """A fault for the micro-batches for which a stage lacks an instruction."""
+    if missing:
+        yield Fault(ONCE, f"rank {rank} has no {kind} stage {j} {numbers(missing)}{why}")
+
+
+def _backwards(step: Step, j: int, every: set[int]) -> Iterator[Fault]:
+    """A stage goes back through every micro-batch in one of the two forms, and to its end."""
+    rank = step.wiring.stages[j].rank
+    whole, inputs, weights = (
+        set(step.computed[kind, j])
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    yield from _absent(rank, Kind.BACKWARD, j, every - whole - inputs - weights)
+    why = " after its BACKWARD_INPUT: what that keeps is never used nor released"
+    yield from _absent(rank, Kind.BACKWARD_WEIGHT, j, inputs - whole - weights, why)
+    why = " for its BACKWARD_WEIGHT"
+    yield from _absent(rank, Kind.BACKWARD_INPUT, j, weights - whole - inputs, why)
+    for kind, part in ((Kind.BACKWARD_INPUT, inputs), (Kind.BACKWARD_WEIGHT, weights)):
+        if whole & part:
+            detail = f"rank {rank} has BACKWARD and {kind} of stage {j} {numbers(whole & part)}"
+            yield Fault(FORM, detail)
 
 
 def _swapped(step: Step, pair: Pair) -> Iterator[Fault]:
@@ -68,7 +110,10 @@ def _pairs(step: Step) -> Iterator[Pair]:
     """Everything that must stand before something else."""
     for j, stage in enumerate(step.wiring.stages):
         forward = step.computed[Kind.FORWARD, j]
-        yield Pair(stage.rank, forward, step.computed[Kind.BACKWARD, j])
+        yield Pair(stage.rank, forward, step.back[j])
+        yield Pair(stage.rank, step.back[j], step.done[j])
+        if step.asynchronous:
+            yield from _updated(step, j)
         if step.wiring.updates_buffers(stage):
             # Running statistics depend on the order in which the micro-batches were averaged.
             before = {i + 1: place for i, place in forward.items()}
@@ -79,13 +124,24 @@ def _pairs(step: Step) -> Iterator[Pair]:
     yield from _collected(step)
 
 
+def _updated(step: Step, j: int) -> Iterator[Pair]:
+    """The order around the updates of a stage."""
+    rank, update = step.wiring.stages[j].rank, step.computed[Kind.UPDATE, j]
+    forward, backward = step.computed[Kind.FORWARD, j], step.computed[Kind.BACKWARD, j]
+    microbatch = {place: i for i, place in backward.items()}
+    places = sorted((*forward.values(), *microbatch))
+    following = {microbatch[place]: then for place, then in pairwise(places) if place in microbatch}
+    yield Pair(rank, backward, update, UPDATED)
+    yield Pair(rank, update, following, UPDATED)
+
+
 def _handed_over(step: Step, crossing: Crossing) -> Iterator[Pair]:
     """The order around a value that stays on its rank."""
     rank, maker = crossing.source, crossing.maker
     for j in crossing.readers:
         yield Pair(rank, step.computed[Kind.FORWARD, maker], step.computed[Kind.FORWARD, j])
         if crossing.differentiable:
-            yield Pair(rank, step.computed[Kind.BACKWARD, j], step.computed[Kind.BACKWARD, maker])
+            yield Pair(rank, step.back[j], step.back[maker])
 
 
 def _sent(step: Step, crossing: Crossing) -> Iterator[Pair]:
@@ -93,22 +149,21 @@ def _sent(step: Step, crossing: Crossing) -> Iterator[Pair]:
     source, target, name = crossing.source, crossing.target, crossing.name
     way, back = (source, target, name, False), (target, source, name, True)
     yield Pair(source, step.computed[Kind.FORWARD, crossing.maker], step.sent[way])
-    yield Pair(source, step.received[back], step.computed[Kind.BACKWARD, crossing.maker])
+    yield Pair(source, step.received[back], step.back[crossing.maker])
     for j in crossing.readers:
         yield Pair(target, step.received[way], step.computed[Kind.FORWARD, j])
-        yield Pair(target, step.computed[Kind.BACKWARD, j], step.sent[back])
+        yield Pair(target, step.back[j], step.sent[back])
 
 
 def _collected(step: Step) -> Iterator[Pair]:
     """The order around collectives: they come when all that they collect has been computed."""
-    tied = {item.label: item.name for item in step.wiring.lowered.tied}
+    names = {item.label: item.names for item in step.wiring.lowered.sums}
     for rank in range(len(step.lists)):
         for label, place in step.reductions[rank].items():
-            holders = step.wiring.holders.get(tied.get(label, ""), ())
-            for j in holders:
+            holders = (step.wiring.holders.get(name, ()) for name in names.get(label, ()))
+            for j in dict.fromkeys(chain.from_iterable(holders)):
                 if step.wiring.stages[j].rank == rank:
-                    backward = step.computed[Kind.BACKWARD, j]
-                    yield Pair(rank, backward, dict.fromkeys(backward, place))
+                    yield Pair(rank, step.done[j], dict.fromkeys(step.done[j], place))
     for j, stage in enumerate(step.wiring.stages):
         share = step.shares[stage.rank] if 0 <= stage.rank < len(step.shares) else None
         if stage.loss is not None and share is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.clean import where
-from parcompiler.capture.effects import is_random
+from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.graph import Block
 from parcompiler.lower.lowered import Call, Stage, Value
 from parcompiler.verifier.fault import Fault
@@ -33,6 +33,7 @@ FREE = "the prologue needs no gradient and no chance"
 GIVEN = "what one stage gives another receives"
 TYPED = "both ends agree on a value"
 LOSS = "one stage has the loss"
+TWICE = "what is recomputed updates nothing"
 
 
 def faults(wiring: Wiring) -> Iterator[Fault]:
@@ -207,6 +208,16 @@ class _StageRules:
                     yield Fault(THERE, f"{block} {verb} {name} in the place of {wanted}")
         for node in call.block.inputs:
             yield from self._absent(call.block, node)
+        if call.recompute:
+            yield from self._updates(call.block)
+
+    def _updates(self, block: Block) -> Iterator[Fault]:
+        """A block that runs twice leaves buffers as they are."""
+        for node in block.nodes:
+            for operand in mutated_operands(node):
+                tensor = self.wiring.tensor(self.wiring.effects.root(operand))
+                if tensor is not None:
+                    yield Fault(TWICE, f"{_at(block, self.j)} updates {tensor.name} in {node.name}")
 
     def _absent(self, block: Block, node: fx.Node) -> Iterator[Fault]:
         """What a block reads was made on this stage or an earlier one, and has come here."""

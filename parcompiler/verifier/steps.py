@@ -16,6 +16,7 @@ from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
 
 FORM = "every instruction fits its rank"
+UPDATED = "parameters change only where they may"
 ONCE = "every instruction stands once"
 
 Places = dict[int, int]  # micro-batch -> position in the rank's list
@@ -63,6 +64,7 @@ class Step:
         self.wiring = wiring
         self.lists = lists
         self.training = training
+        self.asynchronous = training and wiring.lowered.asynchronous
         self.microbatches = range(wiring.lowered.microbatches)
         self.computed: dict[tuple[Kind, int], Places] = defaultdict(dict)
         self.sent: dict[Way, Places] = defaultdict(dict)
@@ -75,6 +77,9 @@ class Step:
         for rank, lines in enumerate(lists):
             self._read(rank, lines)
         self.faults += self._repetitions()
+        stages = range(len(wiring.stages))
+        self.back = [self._either(Kind.BACKWARD_INPUT, j) for j in stages]
+        self.done = [self._either(Kind.BACKWARD_WEIGHT, j) for j in stages]
 
     def at(self, rank: int, position: int) -> Instruction:
         """An instruction by where it stands."""
@@ -85,6 +90,9 @@ class Step:
         verbs = {
             Kind.FORWARD: self._compute,
             Kind.BACKWARD: self._compute,
+            Kind.BACKWARD_INPUT: self._compute,
+            Kind.BACKWARD_WEIGHT: self._compute,
+            Kind.UPDATE: self._update,
             Kind.SEND: self._message,
             Kind.RECV: self._message,
             Kind.REDUCE_GRADIENTS: self._reduction,
@@ -96,8 +104,12 @@ class Step:
             if problem is not None:
                 self.faults.append(Fault(FORM, f"rank {rank}: {line}: {problem}"))
 
+    def _either(self, part: Kind, j: int) -> Places:
+        """Where stage `j` goes back through each micro-batch: whole, or with a part of it."""
+        return {**self.computed[part, j], **self.computed[Kind.BACKWARD, j]}
+
     def _compute(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A FORWARD or BACKWARD; returns what is wrong with it."""
+        """A FORWARD, a backward or a part of one; returns what is wrong with it."""
         j, i = line.stage, line.microbatch
         stages = self.wiring.stages
         if j is None or not 0 <= j < len(stages):
@@ -106,9 +118,22 @@ class Step:
             return f"stage {j} is on rank {stages[j].rank}"
         if i is None or i not in self.microbatches:
             return self._no_microbatch()
-        if line.kind is Kind.BACKWARD and not self.training:
-            return "there is nothing to go back through"
+        if line.kind is not Kind.FORWARD:
+            if not self.training:
+                return "there is nothing to go back through"
+            if self.asynchronous and line.kind not in (Kind.BACKWARD, Kind.UPDATE):
+                return "an asynchronous step has whole backwards, each with its UPDATE"
         self._place(self.computed[line.kind, j], i, rank, position, line)
+        return None
+
+    def _update(self, rank: int, position: int, line: Instruction) -> str | None:
+        """An UPDATE; returns what is wrong with it where there may be one."""
+        if self.asynchronous:
+            return self._compute(rank, position, line)
+        reason = "an evaluation changes none"
+        if self.training:
+            reason = "they change after the step, which is synchronous"
+        self.faults.append(Fault(UPDATED, f"rank {rank}: {line}: {reason}"))
         return None
 
     def _message(self, rank: int, position: int, line: Instruction) -> str | None:

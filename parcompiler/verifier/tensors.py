@@ -1,7 +1,8 @@
 """Rules on parameters and buffers: one gradient for each, and updates in place where they belong.
 
 A parameter that several ranks hold stays the same on all of them only if its gradients are summed
-over exactly those ranks. Memory that is updated in place cannot be shared by two ranks at all.
+over exactly those ranks; where every backward is followed by an update there is no such sum, and so
+only one stage may hold it. Memory that is updated in place cannot be shared by two ranks at all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from parcompiler.verifier.wiring import Wiring
 
 HELD = "every tensor is on a stage that reads it"
 SUMMED = "every parameter has one gradient"
+ALONE = "an asynchronous step updates every parameter on one stage"
 IN_PLACE = "what is updated in place stays on one stage"
 IN_ORDER = "updates in place keep their order"
 
@@ -68,8 +70,12 @@ def _holders(wiring: Wiring, item: Parameter) -> Iterator[Fault]:
     holders = wiring.holders.get(item.name, ())
     if not holders:
         yield Fault(HELD, f"no stage holds {item.name}")
+    listed = ", ".join(map(str, holders))
+    if wiring.lowered.asynchronous and item.trainable and len(holders) > 1:
+        advice = "untie them or take a synchronous schedule"
+        detail = f"{item.name} is on stages {listed}, and its copies would drift apart ({advice})"
+        yield Fault(ALONE, detail)
     if item.mutated and len(holders) > 1:
-        listed = ", ".join(map(str, holders))
         yield Fault(IN_PLACE, f"{item.name} is on stages {listed}, and each would update its own")
 
 

@@ -7,38 +7,54 @@ from collections.abc import Iterator
 
 from parcompiler.errors import PlanError
 from parcompiler.lower.lowered import Lowered
-from parcompiler.verifier import collectives, computes, messages, stages, tensors, waiting
+from parcompiler.verifier import (
+    buckets,
+    collectives,
+    computes,
+    held,
+    messages,
+    stages,
+    tensors,
+    waiting,
+)
 from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.held import Memory
 from parcompiler.verifier.steps import Step, steps_of
 from parcompiler.verifier.wiring import Wiring
 
 SHOWN = 20  # faults that an error lists; one mistake may break many rules
 
 
-def verify(lowered: Lowered) -> None:
-    """Prove a lowered program. Raises PlanError that lists what is wrong."""
-    found = list(faults(lowered))
+def verify(lowered: Lowered, memory: Memory | None = None) -> None:
+    """Prove a lowered program, and that it fits into memory where a limit is given.
+
+    Raises PlanError that lists what is wrong.
+    """
+    found = list(faults(lowered, memory))
     if found:
         raise PlanError(_summary(found))
 
 
-def faults(lowered: Lowered) -> Iterator[Fault]:
+def faults(lowered: Lowered, memory: Memory | None = None) -> Iterator[Fault]:
     """Every fault of a lowered program; none if it does what the model does."""
     wiring = Wiring(lowered)
     yield from stages.faults(wiring)
     yield from tensors.faults(wiring)
+    yield from buckets.faults(wiring)
     for step in steps_of(wiring, lowered):
-        for fault in _of_step(step):
+        for fault in _of_step(step, memory):
             yield fault if step.training else _in_evaluation(fault)
 
 
-def _of_step(step: Step) -> Iterator[Fault]:
+def _of_step(step: Step, memory: Memory | None) -> Iterator[Fault]:
     """The faults of the instruction lists."""
     yield from step.faults
     yield from computes.faults(step)
     yield from messages.faults(step)
     yield from collectives.faults(step)
     yield from waiting.faults(step)
+    if memory is not None:
+        yield from held.faults(step, memory)
 
 
 def _in_evaluation(fault: Fault) -> Fault:

@@ -6,7 +6,7 @@ it may need other counters to have reached some number:
     reaching                          raises      leaving needs
     RECV k of a channel               posted      -
     SEND k of a channel               sent        posted > k       [1]
-    FORWARD, BACKWARD                 -           sent > k for every message k that it uses
+    FORWARD, BACKWARD[_INPUT]         -           sent > k for every message k that it uses
     k-th collective of a group        arrived     arrived > k on each of its ranks
 
 [1] A transport may buffer a send, but none has to: a program that ends without buffers always ends.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from parcompiler.instruction import Kind
 from parcompiler.verifier.fault import Fault
-from parcompiler.verifier.steps import Step, Way
+from parcompiler.verifier.steps import Places, Step, Way
 
 NO_CIRCLE = "no ranks wait for each other"
 
@@ -161,8 +161,7 @@ class _Race:
     def _read_computes(self, arrivals: dict[Way, dict[int, tuple[int, Need]]]) -> None:
         """The halts at compute instructions: each waits for what it uses and was posted before."""
         needs: dict[tuple[int, int], list[Need]] = defaultdict(list)
-        for way, rank, compute in self._uses():
-            places = self.step.computed[compute]
+        for way, rank, places in self._uses():
             for i, (posted, need) in arrivals.get(way, {}).items():
                 position = places.get(i, -1)
                 if posted < position:
@@ -170,14 +169,14 @@ class _Race:
         for (rank, position), found in needs.items():
             self.halts[rank].append(Halt(position, None, tuple(found)))
 
-    def _uses(self) -> Iterator[tuple[Way, int, tuple[Kind, int]]]:
-        """Each message that a compute instruction uses, with its rank."""
+    def _uses(self) -> Iterator[tuple[Way, int, Places]]:
+        """Each message that compute instructions use, with their rank and where they stand."""
         for item in self.step.wiring.crossings:
             way = (item.source, item.target, item.name, False)
             for j in item.readers:
-                yield way, item.target, (Kind.FORWARD, j)
+                yield way, item.target, self.step.computed[Kind.FORWARD, j]
             back = (item.target, item.source, item.name, True)
-            yield back, item.source, (Kind.BACKWARD, item.maker)
+            yield back, item.source, self.step.back[item.maker]
 
     def _read_collectives(self) -> None:
         """The halts at collectives."""

@@ -108,6 +108,15 @@ class Wiring:
                 found.setdefault(name, []).append(j)
         return {name: tuple(stages) for name, stages in found.items()}
 
+    @cached_property
+    def _operands(self) -> frozenset[str]:
+        """The names of the nodes that some node reads."""
+        return frozenset(o.name for node in self.position for o in node.all_input_nodes)
+
+    def is_read(self, item: Parameter) -> bool:
+        """Whether some operator reads a parameter."""
+        return item.node in self._operands
+
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The ranks that hold a parameter or buffer, sorted."""
         return tuple(sorted({self.stages[j].rank for j in self.holders.get(name, ())}))

@@ -29,15 +29,19 @@ def lowered_by(
     granularity: int = 1,
     microbatches: int = 4,
     sent: Sequence[str] = (),
+    schedule: str = "1f1b",
+    recompute: Sequence[str] = (),
+    data: int = 1,
 ) -> Lowered:
-    """The program whose stages hold these blocks, one stage a rank, scheduled by 1F1B."""
+    """The program whose stages hold these blocks, one stage a rank."""
     plan = Plan(
         model=graph.name,
         fingerprint=graph.fingerprint,
-        mesh=Shape(pipeline=len(stages)),
+        mesh=Shape(pipeline=len(stages), data=data),
         microbatches=microbatches,
-        schedule="1f1b",
+        schedule=schedule,
         granularity=granularity,
+        recompute=tuple(recompute),
         stages=tuple(StageChoice(tuple(blocks), rank) for rank, blocks in enumerate(stages)),
     )
     nodes = [node for node in graph.fx_graph.nodes if node.name in sent]
@@ -48,5 +52,5 @@ def lowered_by(
 
 def files_of(lowered: Lowered) -> dict[str, str]:
     """Every file that people read, by its name."""
-    programs = [rank_program(lowered, rank, "cpu") for rank in range(lowered.size)]
+    programs = [rank_program(lowered, rank, "cpu") for rank in range(lowered.grid.size)]
     return texts(lowered, programs, "(the report)", standalone=False)

@@ -86,11 +86,60 @@ def test_t5_shows_its_decoder(golden: Callable[[str, str], None]) -> None:
     golden("codegen/t5/stage_3.py", emitted("t5")["stage_3.py"])
 
 
+@cache
+def split_gpt() -> dict[str, str]:
+    """A GPT whose backward comes in two parts."""
+    model, inputs, stages = own_gpt()
+    return files_of(lowered_by(graph_of(model.train(), inputs), stages, schedule="zb-h1"))
+
+
+def test_linear_layers_of_a_split_backward_are_those_of_the_runtime(
+    golden: Callable[[str, str], None],
+) -> None:
+    golden("codegen/gpt-zb-h1/stage_0.py", split_gpt()["stage_0.py"])
+
+
+@cache
+def recomputing_gpt() -> dict[str, str]:
+    """A GPT with a stage that keeps the activations of its last layer only."""
+    model, inputs, (first, second) = own_gpt()
+    stages = [[*first, second[0]], second[1:]]
+    graph = graph_of(model.train(), inputs)
+    return files_of(lowered_by(graph, stages, recompute=first))
+
+
+def test_layers_that_are_recomputed_are_called_by_the_runtime(
+    golden: Callable[[str, str], None],
+) -> None:
+    golden("codegen/gpt-recompute/stage_0.py", recomputing_gpt()["stage_0.py"])
+
+
+@cache
+def replicated_gpt() -> dict[str, str]:
+    """A GPT on two pipeline coordinates, each with two data ranks."""
+    model, inputs, stages = own_gpt()
+    return files_of(lowered_by(graph_of(model.train(), inputs), stages, data=2))
+
+
+@pytest.mark.parametrize("file", ["rank_3.py", "README.md"])
+def test_data_ranks_run_the_same_stages_with_peers_of_their_own(
+    file: str, golden: Callable[[str, str], None]
+) -> None:
+    golden(f"codegen/gpt-data/{file}", replicated_gpt()[file])
+    assert [name for name in replicated_gpt() if name.startswith("stage")] == [
+        "stage_0.py",
+        "stage_1.py",
+    ]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of every exhibit, and of a Hugging Face model, in folders of their own."""
     root = tmp_path_factory.mktemp("emitted")
-    texts = {name: emitted(name) for name in EXHIBITS} | {"hf-gpt2": hugging_face_gpt2()}
+    texts = {name: emitted(name) for name in EXHIBITS}
+    texts |= {"gpt-zb-h1": split_gpt(), "gpt-recompute": recomputing_gpt()}
+    texts |= {"gpt-data": replicated_gpt()}
+    texts |= {"hf-gpt2": hugging_face_gpt2()}
     for name, files in texts.items():
         (root / name).mkdir()
         for file, text in files.items():

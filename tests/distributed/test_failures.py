@@ -25,8 +25,8 @@ WAYS = {
         "because rank 1 failed before the first instruction: InputError",
     ),
     "label out of range": (
-        "LaunchError: rank 1 failed at 'FORWARD stage 1 mb 0' in module",
-        "because rank 1 failed at 'FORWARD stage 1 mb 0' in module",
+        "LaunchError: rank {last} failed at 'FORWARD stage {last} mb 0' in module",
+        "because rank {last} failed at 'FORWARD stage {last} mb 0' in module",
     ),
     "exception in a module on rank 0": (
         "LaunchError: rank 0 failed at 'FORWARD stage 0 mb 0'",
@@ -36,13 +36,20 @@ WAYS = {
 }
 
 
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest) -> int:
+    """With four of them, ranks that stop for a neighbour stop the next."""
+    number: int = request.param
+    return number
+
+
 @pytest.fixture(scope="module")
-def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+def raised(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     """What each rank raised, for each way to fail."""
     model, inputs = zoo.build("gpt")
-    program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
+    program = pc.compile(model, pc.Mesh(pipeline=ranks), inputs, microbatches=2)
     folder = program.export(tmp_path_factory.mktemp("failing") / "out")
-    text = torchrun(2, Path(failing.__file__), str(folder), *WAYS)
+    text = torchrun(ranks, Path(failing.__file__), str(folder), *WAYS)
     found: dict[str, list[dict[str, str]]] = {way: [] for way in WAYS}
     for line in text.splitlines():
         if line.startswith("{"):
@@ -53,11 +60,11 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ranks_stop_and_name_the_cause(
-    way: str, raised: dict[str, list[dict[str, str]]]
+    way: str, ranks: int, raised: dict[str, list[dict[str, str]]]
 ) -> None:
-    own, others = WAYS[way]
+    own, others = (text.format(last=ranks - 1) for text in WAYS[way])
     texts = [answer["raised"] for answer in raised[way]]
-    assert len(texts) == 2
+    assert len(texts) == ranks
     assert any(own in text for text in texts), texts
     assert any(others in text for text in texts), texts
     assert all(float(answer["s"]) < 20 for answer in raised[way])

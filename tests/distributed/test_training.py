@@ -139,9 +139,19 @@ def test_a_trace_covers_every_instruction_in_order(name: str, ranks: Ranks) -> N
     )
     for number, rank in enumerate(ranks):
         trace = rank[name]["trace"]
-        assert [text for text, _, _ in trace] == [str(i) for i in program.instructions(number)]
-        assert all(0 <= begin <= end for _, begin, end in trace)
+        assert [text for text, *_ in trace] == [str(i) for i in program.instructions(number)]
+        assert all(0 <= begin <= end for _, begin, end, _ in trace)
         assert all(a[2] <= b[1] for a, b in pairwise(trace))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_tells_the_waiting_for_messages_apart(name: str, ranks: Ranks) -> None:
+    for rank in ranks:
+        trace = rank[name]["trace"]
+        assert all(0 <= waited <= end - begin for _, begin, end, waited in trace)
+        assert any(waited for *_, waited in trace)
+        waiting = {text.split()[0] for text, *_, waited in trace if waited}
+        assert waiting <= {"FORWARD", "BACKWARD", "SHARE_LOSS"}
 
 
 @pytest.mark.parametrize("name", NAMES)

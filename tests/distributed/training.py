@@ -77,7 +77,7 @@ def train(folder: Path, name: str) -> dict[str, Any]:
         evaluation = worker.evaluate(batch(inputs, 99))
         worker.record()
         worker.step(batch(inputs, 0))
-        trace = [(str(r.instruction), r.begin, r.end) for r in worker.trace()]
+        trace = [(str(r.instruction), r.begin, r.end, r.waited) for r in worker.trace()]
         worker.record(False)
         alive = Alive(worker)
         with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):

@@ -16,24 +16,24 @@ ROOT = Path(__file__).parents[2]
 # A room is a module or folder directly under parcompiler. It imports its own layer and those
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
-6  compiler program loaded verification pool member cli __init__
+6  compiler program loaded verification reference reenactment batches draws pool member cli __init__
 5  lower verifier simulator codegen report prices ranks
 4  passes
 3  problem options progress
 2  capture cost spmd schedules solver
 1  mesh device graph plan
-0  errors instruction
+0  errors instruction grid pieces
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
 }
 
 # Two rooms stand beside the layers: what of ours each imports, and from which layer up it is used.
-ASIDE = {"runtime": {"runtime", "errors", "instruction"}, "models": {"models"}}
+ASIDE = {"runtime": {"runtime", "errors", "instruction", "grid", "pieces"}, "models": {"models"}}
 LOWEST_USER_OF_ASIDE = 5
 
 # What an exported folder carries to machines that have torch and nothing else; and plain models.
-TORCH_ONLY = {"errors", "instruction", "runtime", "models"}
+TORCH_ONLY = {"errors", "instruction", "grid", "pieces", "runtime", "models"}
 
 # The one room that knows a library.
 DOORS = {"ortools": "solver"}

@@ -13,11 +13,13 @@ from parcompiler.device import device
 from parcompiler.options import Options
 from parcompiler.passes import SchedulePass, StagePass
 from parcompiler.passes.divide import evaluate
-from parcompiler.passes.stage import data
+from parcompiler.passes.loads import data
 from parcompiler.plan import Plan, Shape
 from parcompiler.problem import Problem
 from tests import zoo
-from tests.passes.handmade import VALUE, chain, small
+from tests.passes.handmade import VALUE, chain, plain, small
+
+ONCE = (((1,),),)  # one micro-batch in flight on a rank with one stage
 
 
 def planned(problem: Problem, stage: StagePass | None = None) -> Plan:
@@ -42,10 +44,12 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     assert plan.solution.bound == plan.solution.objective
 
 
-def test_auto_is_1f1b_and_a_wish_is_kept() -> None:
-    assert planned(chain([1.0] * 4)).schedule == "1f1b"
+def test_a_wish_is_kept_and_one_rank_needs_no_choice() -> None:
     wish = Options(microbatches=4, schedule="naive")
     assert planned(chain([1.0] * 4, options=wish)).schedule == "naive"
+    alone = planned(chain([1.0] * 4, stages=1, options=Options(microbatches=4)))
+    assert alone.schedule == "1f1b"
+    assert [item.schedule for item in alone.weighed or ()] == ["1f1b"]
 
 
 def test_whole_layers_are_kept_where_they_are_good_enough() -> None:
@@ -108,20 +112,21 @@ def test_a_value_is_received_once_on_each_stage_that_uses_it() -> None:
     from_layer = next(flow for flow in flows if flow.producer == 1)
     assert from_layer.consumers == (2, 3, 4, 5)
     assert (from_layer.seconds, from_layer.saved) == (0.25, VALUE)
-    found = evaluate(loads, flows, (0, 0, 1, 1, 2, 2), 1, (1, 1, 1))
+    found = evaluate(loads, flows, (0, 0, 1, 1, 2, 2), (0, 1, 2), 1, ONCE * 3)
     # stage 2 receives the value before it and the one that skips, each once
     assert found.seconds == pytest.approx((2.0, 2.25, 2.5))
-    assert found.memory == tuple(VALUE * n + 2 * 32 for n in (0, 1, 2))
+    # a receive is posted before the value of the micro-batch before is used up
+    assert found.memory == tuple(2 * VALUE * n + 2 * 32 for n in (0, 1, 2))
 
 
 def test_a_shared_tensor_is_held_once_on_each_stage() -> None:
     problem = chain([1.0] * 4, elements=[1000, 2, 2, 2], shared=[0, 3])
     loads, flows = data(problem, 1)
     assert loads[0].shared == loads[3].shared == (("embedding.weight", 16_000),)
-    together = evaluate(loads, flows, (0, 0, 0, 0), 1, (1,)).memory[0]
-    apart = evaluate(loads, flows, (0, 0, 1, 1), 1, (1, 1)).memory
+    together = evaluate(loads, flows, (0, 0, 0, 0), (0,), 1, ONCE).memory[0]
+    apart = evaluate(loads, flows, (0, 0, 1, 1), (0, 1), 1, ONCE * 2).memory
     assert together == 16_000 + 3 * 32
-    assert apart == (16_000 + 32, 16_000 + 2 * 32 + VALUE)
+    assert apart == (16_000 + 32, 16_000 + 2 * 32 + 2 * VALUE)
 
 
 def least(problem: Problem) -> int:
@@ -150,7 +155,7 @@ def test_schedules_need_memory_by_what_they_keep_in_flight() -> None:
             [1.0] * 6,
             saved=[1000] * 6,
             stages=2,
-            options=Options(microbatches=8, schedule=name),
+            options=Options(microbatches=8, schedule=name, recompute="none"),
         )
         for name in ("naive", "1f1b", "gpipe")
     }
@@ -168,7 +173,7 @@ def test_schedules_need_memory_by_what_they_keep_in_flight() -> None:
 
 def test_the_first_stage_of_1f1b_gets_fewer_blocks_when_memory_is_short() -> None:
     """It keeps two micro-batches, the last keeps one."""
-    problem = chain([1.0] * 6, saved=[1000] * 6, options=Options(microbatches=8))
+    problem = chain([1.0] * 6, saved=[1000] * 6, options=plain(8))
     assert counts(planned(problem)) == [3, 3]
     short = planned(with_memory(problem, least(problem)))
     assert short.stages is not None
@@ -177,7 +182,7 @@ def test_the_first_stage_of_1f1b_gets_fewer_blocks_when_memory_is_short() -> Non
 
 
 def test_a_given_division_is_priced_but_not_improved() -> None:
-    options = Options(microbatches=4, stages=(1, 4))
+    options = Options(microbatches=4, schedule="1f1b", stages=(1, 4))
     plan = planned(chain([1.0] * 5, options=options))
     assert counts(plan) == [1, 4]
     assert plan.solution is not None
@@ -186,9 +191,9 @@ def test_a_given_division_is_priced_but_not_improved() -> None:
 
 
 def test_a_given_division_must_fit_into_the_memory() -> None:
-    options = Options(microbatches=4, stages="even")
+    options = Options(microbatches=4, schedule="1f1b", stages="even", recompute="none")
     problem = chain([1.0] * 6, elements=[1000, 2, 2, 2, 2, 2], on=small(10_000), options=options)
-    message = r"stage 0 of this division needs 16,064 bytes, small has 10,000; the largest part is "
+    message = r"rank 0 of this division needs 16,064 bytes, small has 10,000; the largest part is "
     with pytest.raises(
         pc.InfeasibleError, match=f"{message}parameters and optimizer states.*embed"
     ):
@@ -244,7 +249,7 @@ def test_an_encoder_and_a_decoder_are_divided_in_order(pipeline: int) -> None:
 def test_a_deep_mesh_cuts_the_layers_of_a_real_model() -> None:
     model, inputs = zoo.build("gpt")
     first = pc.compile(model, pc.Mesh(pipeline=2), inputs)
-    deep = pc.compile(first, pc.Mesh(pipeline=8))
+    deep = pc.compile(first, pc.Mesh(pipeline=8), schedule="1f1b")
     assert (deep.plan.granularity or 0) > 1
     assert len(deep.plan.stages or ()) == 8
 
@@ -256,7 +261,13 @@ def test_a_model_fits_under_1f1b_where_it_does_not_under_gpipe() -> None:
     def need(schedule: str) -> int:
         tiny = dataclasses.replace(device("cpu"), name="tiny", memory=1)
         with pytest.raises(pc.InfeasibleError) as caught:
-            pc.compile(first, pc.Mesh(pipeline=2, device=tiny), schedule=schedule, microbatches=16)
+            pc.compile(
+                first,
+                pc.Mesh(pipeline=2, device=tiny),
+                schedule=schedule,
+                microbatches=16,
+                recompute="none",
+            )
         found = re.search(r"the least that would do is ([\d,]+) bytes", str(caught.value))
         assert found is not None
         return int(found[1].replace(",", ""))
@@ -264,6 +275,9 @@ def test_a_model_fits_under_1f1b_where_it_does_not_under_gpipe() -> None:
     memory = (need("1f1b") + need("gpipe")) // 2
     between = dataclasses.replace(device("cpu"), name="between", memory=memory)
     mesh = pc.Mesh(pipeline=2, device=between)
-    assert pc.compile(first, mesh, schedule="1f1b", microbatches=16).plan.stages
+    plan = pc.compile(first, mesh, schedule="1f1b", microbatches=16).plan
+    assert plan.stages
+    assert not plan.recompute
     with pytest.raises(pc.InfeasibleError):
-        pc.compile(first, mesh, schedule="gpipe", microbatches=16)
+        pc.compile(first, mesh, schedule="gpipe", microbatches=16, recompute="none")
+    assert pc.compile(first, mesh, schedule="gpipe", microbatches=16).plan.recompute

@@ -61,6 +61,7 @@ def make(
     device: Device = DEVICE,
     schedule: str = "1f1b",
     solution: Solution | None = None,
+    recompute: Sequence[str] = (),
 ) -> Made:
     """The program whose stages hold so many blocks each."""
     problem = Problem(graph, Mesh(pipeline=len(counts), device=device), Options(microbatches))
@@ -81,6 +82,7 @@ def make(
             for rank, (begin, end) in enumerate(pairwise(begins))
         ),
         solution=solution,
+        recompute=tuple(recompute),
     )
     lowered = lower(graph, plan, priced.cut)
     costs = stage_costs(problem, plan, lowered)

@@ -28,6 +28,7 @@ class Record:
     instruction: Instruction
     begin: float
     end: float
+    waited: float = 0.0
 
 
 def slower(made: Made, factor: float) -> list[list[Record]]:
@@ -277,6 +278,17 @@ def test_measured_times_stand_beside_the_predicted_ones() -> None:
     wanted = [1.5 * stage.forward for stage in report.stages]
     assert measurement.forward == pytest.approx(wanted)
     assert "1.50x" in report.to_text()
+
+
+def test_the_time_in_which_a_stage_waits_is_not_its_own() -> None:
+    made = small_gpt()
+    traces = [
+        [dataclasses.replace(r, end=r.end + 1.0, waited=1.0) for r in trace]
+        for trace in slower(made, 1.5)
+    ]
+    measurement = made.report.measured(1.0, traces).measurement
+    assert measurement is not None
+    assert measurement.forward == pytest.approx([1.5 * s.forward for s in made.report.stages])
 
 
 def test_without_a_trace_the_step_alone_is_compared() -> None:

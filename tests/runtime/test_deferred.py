@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parcompiler.cost.saved import Saved
 from parcompiler.runtime.deferred import Deferral, addmm, finish, linear
 
 
@@ -74,5 +75,53 @@ def test_a_product_with_a_bias_first_gives_the_same_bits() -> None:
         result = addmm(*split)
     with deferral.collect() as products:
         result.cos().sum().backward()
+    finish(products)
+    same_gradients(split, plain)
+
+
+def test_a_weight_with_several_products_adds_them_up_first() -> None:
+    """As autograd does, so that what is added to older gradients has the same bits."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    plain, split = (torch.randn(8, 8).requires_grad_() for _ in range(2))
+    split.data.copy_(plain.data)
+    deferral = Deferral()
+    for _ in range(3):
+        F.linear(F.linear(F.linear(x, plain).cos(), plain).cos(), plain).cos().sum().backward()
+        with deferral.forward():
+            result = linear(linear(linear(x, split).cos(), split).cos(), split).cos().sum()
+        with deferral.collect() as products:
+            result.backward()
+        assert len(products) == 3
+        finish(products)
+        assert not products
+    same_gradients([split], [plain])
+
+
+def test_only_inputs_and_gradients_of_products_outlive_the_first_half() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8, 8).requires_grad_()
+    deferral = Deferral()
+    with Saved() as saved, deferral.forward():
+        result = F.gelu(linear(F.gelu(linear(x, weight)), weight)).sum()
+    assert len(saved.storages()) > 3
+    with deferral.collect() as products:
+        result.backward()
+    del result
+    assert not saved.storages()
+    cells = [cell.cell_contents for p in products for cell in p.compute.__closure__ or ()]
+    assert sum(cell.untyped_storage().nbytes() for cell in cells) == 4 * x.nbytes
+    del cells
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 3, 4)])
+def test_a_result_can_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+    plain, split = (tensors(shape, bias=bias, dtype=torch.float64) for _ in range(2))
+    deferral = Deferral()
+    F.linear(*plain).relu_().sum().backward()
+    with deferral.forward():
+        result = linear(*split).relu_().sum()
+    with deferral.collect() as products:
+        result.backward()
     finish(products)
     same_gradients(split, plain)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 from torch.distributed.pipelining import schedules as theirs
 
 import parcompiler as pc
-from parcompiler.schedules import ALL, Schedule, build
+from parcompiler.schedules import SCHEDULES, Schedule, build
 from parcompiler.schedules.action import backward, backward_input, backward_weight, forward
+from tests.schedules.of_torch import fake, make
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 8), (8, 3)]
 
@@ -30,15 +30,16 @@ def load(tmp_path: Path, text: str) -> Schedule:
     return Schedule.from_csv(path)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_a_schedule_comes_back_as_it_went(tmp_path: Path, name: str, p: int, m: int) -> None:
     schedule = build(name, p, m, stages_of(name))
     path = tmp_path / f"{name}.csv"
     schedule.to_csv(path)
     found = Schedule.from_csv(path)
-    assert found == schedule
+    assert dataclasses.replace(found, asynchronous=schedule.asynchronous) == schedule
     assert found.name == name
+    assert Schedule.parse(name, schedule.cells()) == found
     again = tmp_path / "again.csv"
     found.to_csv(str(again))
     assert again.read_bytes() == path.read_bytes()
@@ -124,33 +125,6 @@ def test_a_file_that_is_no_table_of_text_is_refused(tmp_path: Path, data: bytes)
 def test_a_file_that_is_not_there_is_the_usual_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Schedule.from_csv(tmp_path / "none.csv")
-
-
-# torch makes its schedules from stages of which it reads a few numbers, without any processes.
-
-
-def fake(p: int, stages: Sequence[int], total: int) -> list[Any]:
-    """Stages of rank 0 as torch's schedules see them."""
-    return [
-        SimpleNamespace(
-            stage_index=j,
-            num_stages=total,
-            group_size=p,
-            group_rank=0,
-            is_first=j == 0,
-            is_last=j == total - 1,
-            has_backward=True,
-            submod=None,
-        )
-        for j in stages
-    ]
-
-
-def make(kind: type[Any], p: int, m: int, v: int) -> Any:
-    """A schedule of torch with several stages on each rank."""
-    v_shaped = kind is theirs.ScheduleZBVZeroBubble
-    own = [0, 2 * p - 1] if v_shaped else range(0, v * p, p)
-    return kind(fake(p, own, v * p), m, loss_fn=lambda *_: None)
 
 
 MULTI = [

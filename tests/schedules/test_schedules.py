@@ -86,14 +86,14 @@ def test_as_many_microbatches_are_in_flight_as_the_schedule_says(name: str) -> N
         assert [schedule.in_flight(j) for j in range(p)] == wanted[name]
 
 
-def test_schedules_print_a_line_for_each_rank() -> None:
-    assert str(build("gpipe", 2, 3)) == "rank 0: F0 F1 F2 B0 B1 B2\nrank 1: F0 F1 F2 B0 B1 B2"
-    assert str(build("naive", 2, 2)) == "rank 0: F0 B0 F1 B1\nrank 1: F0 B0 F1 B1"
-    assert str(build("1f1b", 3, 4)).splitlines() == [
-        "rank 0: F0 F1 F2 B0 F3 B1 B2 B3",
-        "rank 1: F0 F1 B0 F2 B1 F3 B2 B3",
-        "rank 2: F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+def test_schedules_are_lines_of_cells() -> None:
+    assert build("gpipe", 2, 2).cells() == ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    assert build("naive", 2, 2).cells() == ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
+    assert build("1f1b", 3, 4).cells() == (
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    )
 
 
 def test_an_unknown_schedule_is_refused_with_those_there_are() -> None:

@@ -1,32 +1,37 @@
 """What a lowered program computes, in symbols: a slow reader of lists that knows no rule.
 
-Every tensor is a number that stands for its term: equal numbers, equal terms. A rank executes its
-list as the runtime does, with one queue per directed pair of ranks and nothing but the order in it
-to tell messages apart. What comes out is compared with the model's graph, executed as a whole.
+A rank executes its list as the runtime does, with one queue per directed pair of ranks and nothing
+but the order in it to tell messages apart. What comes out is compared with what `whole` makes of
+the model's graph. A program that keeps something for a use that never comes is wrong too.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, TypeVar
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects, mutated_operands
-from parcompiler.graph import Graph, dtype_of, shape_of
+from parcompiler.graph import dtype_of, shape_of
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower import Lowered, Stage
+from tests.verifier.whole import (
+    Found,
+    Gradient,
+    Memory,
+    Stale,
+    Terms,
+    Whole,
+    Wrong,
+    add_parameters,
+    buffers_of,
+    updated,
+)
 
 Key = tuple[str, int]  # a value and its micro-batch
-Gradient = Counter[int]  # terms that are added up
 Contents = TypeVar("Contents", int, Gradient)
-
-
-class Wrong(Exception):
-    """The program cannot be executed to its end."""
 
 
 def same_meaning(lowered: Lowered) -> bool:
@@ -42,10 +47,12 @@ def _same(lowered: Lowered, training: bool) -> bool:
     held, terms = held_by(lowered), Terms()
     if set().union(*held) != set(lowered.graph.by_name):
         return False
-    whole = Whole(lowered.graph, terms)
-    whole.run(lowered.microbatches, training)
     machine = Machine(lowered, terms, training)
     machine.run()
+    if training and lowered.asynchronous:
+        return machine.found(held) == Stale(lowered, terms).found(held)
+    whole = Whole(lowered.graph, terms)
+    whole.run(lowered.microbatches, training)
     return machine.found(held) == whole.found(held)
 
 
@@ -55,135 +62,6 @@ def held_by(lowered: Lowered) -> list[set[str]]:
     for stage in lowered.stages:
         held[stage.rank] |= set(stage.tensors)
     return held
-
-
-class Terms:
-    """A number for every term."""
-
-    def __init__(self) -> None:
-        self._numbers: defaultdict[object, int] = defaultdict(count().__next__)
-
-    def __call__(self, *parts: object) -> int:
-        return self._numbers[parts]
-
-
-class Memory:
-    """Executes nodes: what each was given, and the latest update of memory that is shared."""
-
-    def __init__(self, graph: Graph, terms: Terms) -> None:
-        self.graph = graph
-        self.terms = terms
-        self.effects = Effects(graph.fx_graph)
-        self.updates: dict[fx.Node, int] = {}
-
-    def read(self, node: fx.Node, values: Mapping[fx.Node, int]) -> int:
-        """A tensor as it is now."""
-        value = values[node] if node in values else self.tensor(node)
-        update = self.updates.get(self.effects.root(node))
-        return value if update is None else self.terms("after", value, update)
-
-    def tensor(self, node: fx.Node) -> int:
-        """A parameter or buffer."""
-        return self.terms("tensor", self.graph.by_node[node.name].name)
-
-    def execute(self, nodes: Iterable[fx.Node], values: dict[fx.Node, int]) -> None:
-        """Run operators in order."""
-        for node in nodes:
-            operands = [self.read(operand, values) for operand in node.all_input_nodes]
-            values[node] = self.terms(node.name, *operands)
-            for operand in mutated_operands(node):
-                self.updates[self.effects.root(operand)] = values[node]
-
-    def forget(self) -> None:
-        """Keep only the updates of buffers."""
-        self.updates = {n: u for n, u in self.updates.items() if n.op == "placeholder"}
-
-    def back(
-        self,
-        nodes: Sequence[fx.Node],
-        values: Mapping[fx.Node, int],
-        gradients: defaultdict[fx.Node, Gradient],
-    ) -> None:
-        """Add what flows back through operators to the gradients of what they read."""
-        carrying = self.graph.differentiable
-        for node in reversed(nodes):
-            if node.name in carrying and gradients[node]:
-                total = self.terms("sum", frozenset(gradients[node].items()))
-                for number, operand in enumerate(node.all_input_nodes):
-                    if operand.name in carrying:
-                        term = self.terms("back", node.name, number, values[node], total)
-                        gradients[operand][term] += 1
-
-
-@dataclass
-class Found:
-    """The results of a step on one rank."""
-
-    loss: object
-    gradients: dict[str, Gradient]
-    buffers: dict[str, object]
-
-
-class Whole:
-    """The model in one process, one micro-batch after the other."""
-
-    def __init__(self, graph: Graph, terms: Terms) -> None:
-        self.graph = graph
-        self.memory = Memory(graph, terms)
-        self.terms = terms
-        self.losses: dict[int, int] = {}
-        self.gradients: defaultdict[str, Gradient] = defaultdict(Counter)
-
-    def run(self, microbatches: int, training: bool) -> None:
-        """One step."""
-        nodes = [node for node in self.graph.fx_graph.nodes if node.op == "call_function"]
-        for i in range(microbatches):
-            values = {
-                node: self.terms("batch", node.name, i)
-                for node in self.graph.fx_graph.nodes
-                if node.name in self.graph.input_nodes
-            }
-            self.memory.execute(nodes, values)
-            self.losses[i] = values[self.graph.loss]
-            self.memory.forget()
-            if training:
-                gradients: defaultdict[fx.Node, Gradient] = defaultdict(Counter)
-                gradients[self.graph.loss][self.terms("one")] += 1
-                self.memory.back(nodes, values, gradients)
-                add_parameters(self.graph, gradients, self.gradients)
-
-    def found(self, held: Sequence[set[str]]) -> list[Found]:
-        """What every rank should have."""
-        return [
-            Found(
-                tuple(sorted(self.losses.items())),
-                {n: self.gradients[n] for n in names if self.graph.by_name[n].trainable},
-                buffers_of(self.graph, self.memory, names),
-            )
-            for names in held
-        ]
-
-
-def add_parameters(
-    graph: Graph,
-    gradients: Mapping[fx.Node, Gradient],
-    totals: defaultdict[str, Gradient],
-) -> None:
-    """Add the gradients of a micro-batch to those of the step."""
-    for node, gradient in gradients.items():
-        tensor = graph.by_node.get(node.name)
-        if tensor is not None:
-            totals[tensor.name] += gradient
-
-
-def buffers_of(graph: Graph, memory: Memory, names: Iterable[str]) -> dict[str, object]:
-    """The last update of each buffer that the forward updates."""
-    roots = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
-    return {
-        name: memory.updates.get(roots[graph.by_name[name].node])
-        for name in names
-        if graph.by_name[name].mutated
-    }
 
 
 @dataclass
@@ -228,6 +106,8 @@ class Rank:
         self.arrived: dict[Key, int] = {}
         self.results: dict[Key, int] = {}
         self.saved: dict[tuple[int, int], list[tuple[Any, dict[fx.Node, int]]]] = {}
+        self.deferred: dict[tuple[int, int], defaultdict[str, Gradient]] = {}
+        self.pending: defaultdict[int, list[int]] = defaultdict(list)  # backwards without UPDATE
         self.leaves: defaultdict[Key, Gradient] = defaultdict(Counter)
         self.back_through: Counter[Key] = Counter()
         self.losses: dict[int, int] = {}
@@ -240,6 +120,9 @@ class Rank:
         verbs = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._finish,
+            Kind.UPDATE: self._update,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
             Kind.REDUCE_GRADIENTS: self._reduce,
@@ -307,18 +190,48 @@ class Rank:
                 given[name] += receipt.take(Counter)
         if stage.loss is not None:
             given[stage.loss][self.machine.terms("one")] += 1
+        weights: defaultdict[str, Gradient] = defaultdict(Counter)
         for call, values in reversed(self.saved.pop((stage.index, i))):
             gradients: defaultdict[fx.Node, Gradient] = defaultdict(Counter)
             for name, node in zip(call.results, call.block.outputs, strict=True):
                 gradients[node] += given[name]
+            if call.recompute:
+                again = {node: values[node] for node in call.block.inputs}
+                self.memory.execute(call.block.nodes, again)
+                self.memory.forget()
             self.memory.back(call.block.nodes, values, gradients)
-            add_parameters(self.machine.lowered.graph, gradients, self.gradients)
+            add_parameters(self.machine.lowered.graph, gradients, weights)
             for name, node in zip(call.arguments, call.block.inputs, strict=True):
                 given[name] += gradients[node]
         for name in stage.receives:
             self.leaves[name, i] += given[name]
             self.back_through[name, i] += 1
+        self.deferred[stage.index, i] = weights
+        return line.kind is Kind.BACKWARD_INPUT or self._finish(line)
+
+    def _finish(self, line: Instruction) -> bool:
+        stage, i = self._stage(line)
+        self.pending[stage.index].append(i)
+        for name, gradient in self.deferred.pop((stage.index, i)).items():
+            self.gradients[name] += gradient
         return True
+
+    def _update(self, line: Instruction) -> bool:
+        stage, i = self._stage(line)
+        if not self.machine.training or self.pending.pop(stage.index, []) != [i]:
+            raise Wrong
+        for name in stage.tensors:
+            if self.machine.lowered.graph.by_name[name].trainable:
+                gradient = self.gradients.pop(name, Counter())
+                version = self.memory.version(name)
+                self.memory.versions[name] = updated(self.machine.terms, version, gradient)
+        return True
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is kept that was to be used."""
+        left = [self.deferred, self.receipts, self.gradient_receipts]
+        return any(left) or (self.machine.training and bool(self.saved))
 
     def _send(self, line: Instruction) -> bool:
         assert line.value is not None and line.microbatch is not None and line.peer is not None
@@ -414,6 +327,8 @@ class Machine:
             raise Wrong
         if any(queue.posted != len(queue.sent) for queue in self.queues.values()):
             raise Wrong
+        if any(rank.holds for rank in self.ranks):
+            raise Wrong
 
     def _advance(self, rank: Rank) -> bool:
         """Execute what a rank can; whether it was anything."""
@@ -434,7 +349,11 @@ class Machine:
         return [
             Found(
                 rank.loss,
-                {n: rank.gradients[n] for n in held[rank.rank] if graph.by_name[n].trainable},
+                {
+                    n: (rank.memory.version(n), rank.gradients[n])
+                    for n in held[rank.rank]
+                    if graph.by_name[n].trainable
+                },
                 buffers_of(graph, rank.memory, held[rank.rank]),
             )
             for rank in self.ranks

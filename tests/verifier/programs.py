@@ -17,10 +17,11 @@ from parcompiler.capture.blocks import Cut, cut
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, communicate, lower
 from parcompiler.plan import Plan, Shape, StageChoice
+from parcompiler.schedules import build, stages_per_rank
 from parcompiler.schedules.schedule import backward, forward
 
 WIDTH = 4
-SCHEDULES = ("naive", "gpipe", "1f1b")
+SCHEDULES = ("naive", "gpipe", "1f1b")  # those of one stage on a rank and whole backwards
 
 
 class Chain(nn.Module):
@@ -59,13 +60,23 @@ class Ties(Chain):
         self.layers[4].bias = self.layers[3].bias = self.layers[2].bias
 
 
+class Knots(Skips):
+    """Eight layers with skips; three pairs of tensors and one of three are tied."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.layers[7].weight, self.layers[7].bias = self.layers[0].weight, self.layers[0].bias
+        self.layers[6].weight = self.layers[2].weight
+        self.layers[6].bias = self.layers[5].bias = self.layers[1].bias
+
+
 class Norms(nn.Module):
     """Running statistics are updated in every forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(layers)
         )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -120,29 +131,59 @@ GRAPHS: Mapping[str, Callable[[], Graph]] = {
     "skips": lambda: capture(Skips(), (_rows(), torch.ones(2, WIDTH))),
     "ties": lambda: capture(Ties(), (_rows(),)),
     "norms": lambda: capture(Norms(), (_rows(), _rows())),
+    "deep chain": lambda: capture(Chain(8), (_rows(),)),
+    "deep skips": lambda: capture(Skips(8), (_rows(), torch.ones(2, WIDTH))),
+    "deep norms": lambda: capture(Norms(8), (_rows(), _rows())),
+    "knots": lambda: capture(Knots(), (_rows(), torch.ones(2, WIDTH))),
     "gpt2": _gpt2,
     "t5": _t5,
 }
 OWN = ("chain", "skips", "ties", "norms")
+DEEP = ("deep chain", "deep skips", "deep norms", "knots")  # eight blocks or more
+TIED = ("ties", "knots", "gpt2", "t5")  # no asynchronous schedule can have these
 
 
 @cache
-def captured(name: str) -> tuple[Graph, Cut]:
+def graph_of(name: str) -> Graph:
+    """A model's graph."""
+    return GRAPHS[name]()
+
+
+@cache
+def captured(name: str, level: int = 1) -> tuple[Graph, Cut]:
     """A model's graph and its blocks."""
-    graph = GRAPHS[name]()
-    return graph, cut(graph, 1)
+    return graph_of(name), cut(graph_of(name), level)
 
 
-def plan(name: str, stages: Sequence[Sequence[str]], schedule: str, microbatches: int) -> Plan:
-    """The plan that puts these blocks on stages, one on each rank."""
-    choices = tuple(StageChoice(tuple(blocks), rank) for rank, blocks in enumerate(stages))
-    shape = Shape(pipeline=len(stages))
-    return Plan(name, "", shape, microbatches, schedule=schedule, granularity=1, stages=choices)
+def plan(
+    name: str,
+    stages: Sequence[Sequence[str]],
+    schedule: str,
+    microbatches: int,
+    virtual_stages: int = 1,
+    data: int = 1,
+) -> Plan:
+    """The plan that puts these blocks on stages, and those where the schedule has them."""
+    ranks = len(stages) // virtual_stages
+    placement = build(schedule, ranks, microbatches, virtual_stages).placement
+    choices = tuple(
+        StageChoice(tuple(blocks), rank) for blocks, rank in zip(stages, placement, strict=True)
+    )
+    return Plan(
+        name,
+        "",
+        Shape(pipeline=ranks, data=data),
+        microbatches,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        granularity=1,
+        stages=choices,
+    )
 
 
-def blocks(name: str) -> list[str]:
+def blocks(name: str, level: int = 1) -> list[str]:
     """The names of a model's blocks."""
-    return [block.name for block in captured(name)[1].blocks]
+    return [block.name for block in captured(name, level)[1].blocks]
 
 
 def even(ranks: int, count: int) -> list[int]:
@@ -151,13 +192,22 @@ def even(ranks: int, count: int) -> list[int]:
 
 
 def program(
-    name: str, ranks: int, schedule: str, microbatches: int, counts: Sequence[int] = ()
+    name: str,
+    ranks: int,
+    schedule: str,
+    microbatches: int,
+    counts: Sequence[int] = (),
+    virtual_stages: int = 1,
+    data: int = 1,
 ) -> Lowered:
     """The program of a model with its blocks in order, `counts` of them on each stage."""
-    names = blocks(name)
-    ends = [0, *accumulate(counts or even(ranks, len(names)))]
+    each = stages_per_rank(schedule, virtual_stages)
+    level = 1 if len(blocks(name)) >= ranks * each else 2
+    names = blocks(name, level)
+    ends = [0, *accumulate(counts or even(ranks * each, len(names)))]
     stages = [names[a:b] for a, b in pairwise(ends)]
-    return placed(name, stages, schedule, microbatches)
+    graph, parts = captured(name, level)
+    return lower(graph, plan(name, stages, schedule, microbatches, each, data), parts)
 
 
 def placed(

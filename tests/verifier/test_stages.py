@@ -353,6 +353,16 @@ def test_running_statistics_are_on_one_stage() -> None:
     ]
 
 
+def test_running_statistics_are_updated_once() -> None:
+    lowered = program("norms", 4, "naive", 2)
+    (call,) = lowered.stages[1].calls
+    found = texts(with_stage(lowered, 1, calls=(replace(call, recompute=True),)))
+    rule = "what is recomputed updates nothing: layers.1 (stage 1) updates layers.1.1."
+    assert [text.removeprefix(rule).partition(" ")[0] for text in found] == [
+        "num_batches_tracked", "running_mean", "running_var"
+    ]  # fmt: skip
+
+
 class Shared(nn.Module):
     """One norm after every layer: all of them update its running statistics."""
 

@@ -1,0 +1,46 @@
+"""Which products can leave the gradient of their weight for later, in a backward of two parts.
+
+>>> graph = fx.Graph()
+>>> x, w = graph.placeholder("x"), graph.placeholder("w")
+>>> for node, shape in ((x, (2, 3, 8)), (w, (5, 8))):
+...     node.meta["val"] = torch.empty(shape, device="meta")
+>>> product = graph.call_function(torch.ops.aten.linear.default, (x, w))
+>>> deferrable_weight(product, {"w"}), deferrable_weight(product, {"x"})
+(w, None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import fx
+
+# Where the weight and the bias stand among the arguments, and the dimension of the weight that the
+# result has too. The runtime has a function for each of these operators.
+PLACES: Mapping[object, tuple[int, int, int]] = {
+    torch.ops.aten.linear.default: (1, 2, 0),
+    torch.ops.aten.addmm.default: (2, 0, 1),
+}
+
+
+def deferrable_weight(node: fx.Node, trainable: Collection[str]) -> fx.Node | None:
+    """The matrix that a node multiplies by, if it is a parameter itself; `trainable` names those.
+
+    None under autocast, whose casts stand between the product and the parameter, and with a bias
+    that is spread over more than the rows.
+    """
+    places = PLACES.get(node.target)
+    if places is None or node.kwargs or node.meta.get("contexts"):
+        return None
+    weight, bias, dim = _argument(node, places[0]), _argument(node, places[1]), places[2]
+    if weight is None or weight.name not in trainable or weight.meta["val"].dim() != 2:
+        return None
+    spread = bias is not None and bias.meta["val"].shape != weight.meta["val"].shape[dim : dim + 1]
+    return None if spread else weight
+
+
+def _argument(node: fx.Node, place: int) -> fx.Node | None:
+    """The node that an argument is, if it is one."""
+    found = node.args[place] if place < len(node.args) else None
+    return found if isinstance(found, fx.Node) else None

@@ -1,0 +1,72 @@
+"""Where ranks sit on the three axes: the arithmetic that planning and runtime share.
+
+`tensor` is the fastest axis, then `data`, then `pipeline`:
+
+    Grid(pipeline=2, data=2)      data 0   data 1
+                     pipeline 0   rank 0   rank 1    the same program on different batches
+                     pipeline 1   rank 2   rank 3
+
+>>> grid = Grid(pipeline=2, data=2)
+>>> grid.coordinate(3), grid.rank(pipeline=1), grid.replicas((0,)), grid.replicas((0, 1))
+(Coordinate(pipeline=1, data=1, tensor=0), 2, (0, 1), (0, 1, 2, 3))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """Where one rank sits in the mesh."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The number of ranks along each axis."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks at each pipeline coordinate."""
+        return self.data * self.tensor
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` sits."""
+        outer, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(outer, self.data)
+        return Coordinate(pipeline, data, tensor)
+
+    def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
+        """The rank at a coordinate."""
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def columns(self) -> Iterator[tuple[int, int]]:
+        """Every data and tensor coordinate: where each copy of the pipeline stands."""
+        return ((data, tensor) for data in range(self.data) for tensor in range(self.tensor))
+
+    def lines(self) -> Iterator[tuple[int, ...]]:
+        """The ranks of each pipeline and data coordinate, by their tensor coordinate."""
+        for first in range(0, self.size, self.tensor):
+            yield tuple(range(first, first + self.tensor))
+
+    def replicas(self, pipeline: Iterable[int], tensor: int = 0) -> tuple[int, ...]:
+        """The ranks of all data coordinates at these pipeline coordinates, sorted."""
+        return tuple(
+            self.rank(position, data, tensor)
+            for position in sorted(pipeline)
+            for data in range(self.data)
+        )

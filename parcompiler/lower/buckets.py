@@ -1,0 +1,115 @@
+"""Gradients that are summed over the data ranks together, and where in the lists.
+
+    BACKWARD stage 1 mb 6
+    BACKWARD stage 1 mb 7                        the gradients of stage 1 are final
+    SEND x.grad mb 7 to 0
+    REDUCE_GRADIENTS bucket_0 ranks 1            rank 1 with its data replicas
+    REDUCE_GRADIENTS bucket_1 ranks 1
+    BACKWARD stage 0 mb 7 ...                    runs while they are summed
+
+A parameter that several stages of a rank read is final after the last of their backwards. The
+order inside a stage is that in which a backward makes gradients final: the reverse of the order in
+which the forward reads the parameters. A tensor that several ranks hold is summed over all of
+their data replicas at once, as `Tied`, and is in no bucket.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from parcompiler.graph import Graph, Parameter
+from parcompiler.instruction import MESSAGES, Instruction, Kind
+from parcompiler.lower.lowered import Bucket, Stage, Tied
+from parcompiler.problem import BUCKET
+
+Lines = tuple[Instruction, ...]
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what adds to gradients of parameters
+
+
+def buckets(
+    graph: Graph, stages: Sequence[Stage], tied: Iterable[Tied], lists: Sequence[Lines]
+) -> tuple[Bucket, ...]:
+    """The buckets of every rank, in the order in which they become final there."""
+    apart = {item.name for item in tied}
+    found: list[Bucket] = []
+    for rank, lines in enumerate(lists):
+        for stage, names in _final(graph, stages, rank, lines).items():
+            items = [graph.by_name[name] for name in names if name not in apart]
+            for part in _filled(items):
+                own = tuple(item.name for item in part)
+                found.append(Bucket(f"bucket_{len(found)}", own, (rank,), stage))
+    return tuple(found)
+
+
+def placed(lists: Sequence[Lines], found: Sequence[Bucket]) -> tuple[Lines, ...]:
+    """The lists with the buckets of each stage behind its last backward and what that sends."""
+    return tuple(tuple(_placed(rank, lines, found)) for rank, lines in enumerate(lists))
+
+
+def _placed(rank: int, lines: Lines, found: Sequence[Bucket]) -> Iterator[Instruction]:
+    """The list of one rank with its buckets."""
+    last, behind = _last(lines), defaultdict(list)
+    for bucket in found:
+        if bucket.ranks == (rank,):
+            line = Instruction(Kind.REDUCE_GRADIENTS, value=bucket.label, ranks=bucket.ranks)
+            behind[last[bucket.stage]].append(line)
+    due: list[Instruction] = []
+    for place, line in enumerate(lines):
+        if line.kind not in MESSAGES:
+            yield from due
+            due.clear()
+        yield line
+        due += behind.get(place, ())
+    yield from due
+
+
+def _last(lines: Lines) -> dict[int, int]:
+    """Where each stage of a list goes back for the last time, the earliest first."""
+    places = {
+        line.stage: place
+        for place, line in enumerate(lines)
+        if line.kind in FINAL and line.stage is not None
+    }
+    return dict(sorted(places.items(), key=lambda item: item[1]))
+
+
+def _final(
+    graph: Graph, stages: Sequence[Stage], rank: int, lines: Lines
+) -> Mapping[int, list[str]]:
+    """By stage of a rank, the parameters that are final after its last backward, in order."""
+    own = {stage.index: stage for stage in stages if stage.rank == rank}
+    homes: dict[str, int] = {}
+    found: dict[int, list[str]] = defaultdict(list)
+    for j in _last(lines):
+        for name in _read(graph, own[j]):
+            homes[name] = j
+    for j in _last(lines):
+        found[j] = [name for name in reversed(_read(graph, own[j])) if homes[name] == j]
+    return found
+
+
+def _read(graph: Graph, stage: Stage) -> list[str]:
+    """The trained parameters that a stage reads, by their first use."""
+    operands = (
+        graph.by_node.get(operand.name)
+        for call in stage.calls
+        for node in call.block.nodes
+        for operand in node.all_input_nodes
+    )
+    return list(dict.fromkeys(item.name for item in operands if item and item.trainable))
+
+
+def _filled(items: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+    """The parameters in buckets of one dtype; what is larger than a bucket is alone in one."""
+    by_dtype: dict[object, list[Parameter]] = defaultdict(list)
+    for item in items:
+        by_dtype[item.dtype].append(item)
+    for same in by_dtype.values():
+        part: list[Parameter] = []
+        for item in same:
+            if part and sum(p.nbytes for p in part) + item.nbytes > BUCKET:
+                yield part
+                part = []
+            part.append(item)
+        yield part

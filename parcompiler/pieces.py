@@ -1,0 +1,108 @@
+"""Which part of a dimension each rank holds: the arithmetic that planning and runtime share.
+
+Pieces are those of `torch.tensor_split`: they differ by one element at most, the longer ones come
+first, and no rank is without one while there are as many elements as ranks (`torch.chunk` would
+give 5 elements on 4 ranks as 2, 2, 1, 0).
+
+>>> [piece(50257, 4, rank).size for rank in range(4)]
+[12565, 12564, 12564, 12564]
+
+A dimension may consist of *segments*, each of which is split by itself: the fused projection of
+queries, keys and values is one matrix whose rows are three segments.
+
+>>> shard = Shard(0, (8, 4, 4))
+>>> [(span.start, span.size) for span in shard.spans(2, 1)]
+[(4, 4), (10, 2), (14, 2)]
+>>> whole = torch.arange(16)
+>>> bool((shard.join([shard.take(whole, 2, rank) for rank in range(2)]) == whole).all())
+True
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of elements of one dimension."""
+
+    start: int
+    size: int
+
+
+def piece(size: int, n: int, rank: int) -> Span:
+    """The piece of `rank` when `size` elements are dealt to `n` ranks."""
+    short, longer = divmod(size, n)
+    return Span(rank * short + min(rank, longer), short + (rank < longer))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a tensor is split: along `dim`, whose segments have these sizes (one when it has none).
+
+    >>> Shard(0, (50257,)).length(4, rank=3), Shard(0, (50257,)).whole
+    (12564, 50257)
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def whole(self) -> int:
+        """The size of the dimension when nothing is split."""
+        return sum(self.sizes)
+
+    def even(self, n: int) -> bool:
+        """Whether all ranks hold as much."""
+        return all(size % n == 0 for size in self.sizes)
+
+    def spans(self, n: int, rank: int) -> tuple[Span, ...]:
+        """What `rank` holds of the dimension: a piece of each segment."""
+        found = []
+        for start, size in zip(itertools.accumulate((0, *self.sizes)), self.sizes, strict=False):
+            own = piece(size, n, rank)
+            found.append(Span(start + own.start, own.size))
+        return tuple(found)
+
+    def length(self, n: int, rank: int) -> int:
+        """How much of the dimension `rank` holds."""
+        return sum(piece(size, n, rank).size for size in self.sizes)
+
+    def shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole of a piece with the shape `local`."""
+        return (*local[: self.dim], self.whole, *local[self.dim + 1 :])
+
+    def take(self, whole: torch.Tensor, n: int, rank: int) -> torch.Tensor:
+        """The piece of `rank`: a view where it is one run."""
+        spans = self.spans(n, rank)
+        parts = [whole.narrow(self.dim, span.start, span.size) for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def pad(self, own: torch.Tensor, n: int, rank: int) -> torch.Tensor:
+        """The whole with the piece of `rank` in its place and zeros elsewhere."""
+        padded = own.new_zeros(self.shape(own.shape))
+        spans = self.spans(n, rank)
+        for part, span in zip(self._parts(own, n, rank), spans, strict=True):
+            padded.narrow(self.dim, span.start, span.size).copy_(part)
+        return padded
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole from the pieces of all ranks, in order."""
+        if len(self.sizes) == 1:
+            return torch.cat(list(pieces), self.dim)
+        n = len(pieces)
+        parts = [self._parts(own, n, rank) for rank, own in enumerate(pieces)]
+        return torch.cat([part for segment in zip(*parts, strict=True) for part in segment],
+                         self.dim)  # fmt: skip
+
+    def _parts(self, own: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, ...]:
+        """The piece of `rank` by segments."""
+        parts: tuple[torch.Tensor, ...] = own.split(
+            [span.size for span in self.spans(n, rank)], self.dim
+        )
+        return parts

@@ -1,0 +1,64 @@
+"""Layers whose activations are not kept: their backward runs them a second time.
+
+    forward     x ──► layer ──► y           only x is kept
+    backward    x ──► layer ──► …           what the layer's backward needs, once more
+                dx ◄── layer ◄── dy
+
+The second run does the same to the bit: the same random numbers (seeded, or those of a proof), the
+same weights (also when they have been updated since, see `versions`), and linear layers that leave
+the same products for later (see `deferred`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from parcompiler.runtime import axis, chance, deferred
+
+
+def recomputed(layer: nn.Module, *tensors: torch.Tensor) -> Any:
+    """`layer(*tensors)`, of which a backward will keep `tensors` alone.
+
+    The layer must leave everything outside as it was: it runs twice.
+    """
+    if not torch.is_grad_enabled():
+        return layer(*tensors)
+    return checkpoint(_with_weights(layer), *tensors, use_reentrant=False, context_fn=_contexts)
+
+
+def _with_weights(layer: nn.Module) -> Callable[..., Any]:
+    """The layer with the weights that it has now, whenever it is called."""
+    weights: dict[str, torch.Tensor] = dict(layer.named_parameters())
+
+    def call(*tensors: torch.Tensor) -> Any:
+        if all(weights[name] is weight for name, weight in layer.named_parameters()):
+            return layer(*tensors)
+        return functional_call(layer, weights, tensors)
+
+    return call
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds the forward, and what its repetition."""
+    drawn, deferral, line = chance.current(), deferred.current(), axis.active()
+    return nullcontext(), _again(drawn.resumed() if drawn else None, deferral, line)
+
+
+@contextmanager
+def _again(
+    drawn: chance.Chance | None, deferral: deferred.Deferral | None, line: axis.Axis | None
+) -> Iterator[None]:
+    """Within it, layers do what they did where this was made."""
+    with (
+        drawn or nullcontext(),
+        deferral.forward() if deferral else nullcontext(),
+        line.active() if line else nullcontext(),
+    ):
+        yield

@@ -1,0 +1,156 @@
+"""Sums of gradients over ranks: started as soon as they are final, waited for at the end.
+
+    last BACKWARD    w3 w2 | w1 w0                  gradients, in the order they become final
+    bucket_0               ╘═ w3 + w2 ══════╗       [1] started within the backward
+    bucket_1                       ╘═ w1 + w0 ══╗
+    REDUCE_GRADIENTS lines           ·          ║   [2] what is not started yet starts here
+    end of the step                             ╩   waits for all of them
+
+A bucket is one flat tensor. The gradients are copied into it once, and then are views of it, so
+that nothing is copied back. Sums start in the order of the list whatever becomes final first, so
+that the ranks of a group agree. [1] A gradient is final when autograd has added the last
+micro-batch to it; [2] where the backward comes in two parts, or a parameter has no gradient at
+all, only the list says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.runtime.program import RankProgram
+
+Work = tuple[int, Any]  # the number of a sum, and what to wait for
+
+
+class Summing(Protocol):
+    """What can add up tensors over ranks: the channels."""
+
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any: ...
+
+
+class Reduction:
+    """The sums of one rank, by their number in its list; `tensors` are its own by name."""
+
+    def __init__(self, program: RankProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+        lines = program.instructions
+        self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
+        self._tensors = [_tensors(program, line, tensors) for line in self.lines]
+        self._tied = [line.value in program.tied for line in self.lines]
+        self._number = {line: k for k, line in enumerate(self.lines)}
+        self._behind = _behind(lines, self._number, program)
+        self._watched: dict[int, int] = {}  # the sum of each tensor (by id) that may become final
+        self._left: list[int] = []  # tensors of each sum that are not final
+        self._works: list[Work] = []
+        self._started = 0
+        self._channels: Summing | None = None
+        for numbers in self._behind.values():
+            for tensor in (tensor for k in numbers for tensor in self._tensors[k]):
+                tensor.register_post_accumulate_grad_hook(self._became_final)
+
+    def begin(self, channels: Summing) -> None:
+        """Begin a step: no gradient is final."""
+        self._channels = channels
+        self._left = list(map(len, self._tensors))
+        self._works = []
+        self._started = 0
+
+    @contextmanager
+    def watching(self, backward: Instruction) -> Iterator[None]:
+        """Within it, `backward` runs: what becomes final by it may start."""
+        numbers = self._behind.get(backward, ())
+        self._watched = {id(tensor): k for k in numbers for tensor in self._tensors[k]}
+        try:
+            yield
+        finally:
+            self._watched = {}
+
+    def start(self, line: Instruction) -> None:
+        """Start the sum of a line unless it has been."""
+        while self._started <= self._number[line]:
+            self._start(self._started)
+
+    def wait(self) -> Iterator[Instruction]:
+        """Wait for the sums, one after another: yields each, and then waits for it."""
+        works, self._works = self._works, []
+        for k, work in works:
+            yield self.lines[k]
+            work.wait()
+
+    def _became_final(self, tensor: torch.Tensor) -> None:
+        """Autograd has added to the gradient of a tensor."""
+        k = self._watched.get(id(tensor))
+        if k is not None:
+            self._left[k] -= 1
+            while self._started < len(self._left) and not self._left[self._started]:
+                self._start(self._started)
+
+    def _start(self, k: int) -> None:
+        """Start a sum."""
+        assert self._channels is not None
+        with torch.no_grad():
+            gradients = _required(self._tensors[k]) if self._tied[k] else _flat(self._tensors[k])
+            self._works.append((k, self._channels.sum(gradients, self.lines[k].ranks)))
+        self._started += 1
+
+
+def _tensors(
+    program: RankProgram, line: Instruction, tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors of a sum."""
+    assert line.value is not None
+    tied = program.tied.get(line.value)
+    names = program.buckets[line.value] if tied is None else (tied.name,)
+    return [tensors[name] for name in names]
+
+
+def _behind(
+    lines: Sequence[Instruction], number: Mapping[Instruction, int], program: RankProgram
+) -> dict[Instruction, list[int]]:
+    """For whole backwards the buckets that stand behind them, before anything goes back again."""
+    found: dict[Instruction, list[int]] = {}
+    latest: Instruction | None = None
+    for line in lines:
+        if line.kind in BACKWARDS or line.kind is Kind.BACKWARD_WEIGHT:
+            latest = line
+        elif line.value in program.buckets and line in number and latest is not None:
+            if latest.kind is Kind.BACKWARD:
+                found.setdefault(latest, []).append(number[line])
+    return found
+
+
+def _required(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradient of a tied tensor, also where this rank has none: others may."""
+    (tensor,) = tensors
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradients of a bucket as one tensor, of which they are views from now on.
+
+    A parameter without a gradient has none on any data rank, and so has none afterwards.
+    """
+    first = tensors[0].grad
+    if len(tensors) == 1 and first is not None and first.is_contiguous():
+        return first
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    views = [
+        piece.view_as(tensor)
+        for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+    ]
+    gradients = [tensor.grad for tensor in tensors]
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+    pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.grad = None if tensor.grad is None else view
+    return flat

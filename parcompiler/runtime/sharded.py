@@ -1,0 +1,178 @@
+"""Operators that a rank computes otherwise when it holds a piece of their operands.
+
+embedding, embedding_bag    the rows of its piece of a table: zeros for all others, to be added up
+cross_entropy               of the logits of its classes: ranks exchange two numbers a row
+cross_entropy_of_rows       its rows, as a part of the mean over those of all ranks
+attention_of_heads          its heads, with the keys and values that they share with others
+own_experts                 the rows of its experts: zeros for all others, to be added up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from parcompiler import pieces
+from parcompiler.runtime.axis import Axis, current
+
+
+def embedding(
+    indices: torch.Tensor, weight: torch.Tensor, size: int, padding_idx: int = -1
+) -> torch.Tensor:
+    """Rows of a table of `size` rows, of which `weight` [own rows, h] are this rank's."""
+    position, inside, padding = _places(indices, size, padding_idx)
+    rows = torch.embedding(weight, position, padding)
+    return rows.masked_fill(~inside.unsqueeze(-1), 0)
+
+
+def embedding_bag(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    size: int,
+    *,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Sums of rows of a table of `size` rows, of which `weight` [own rows, h] are this rank's."""
+    position, inside, _ = _places(indices, size, -1)
+    weights = inside.to(weight.dtype)
+    if per_sample_weights is not None:
+        weights = weights * per_sample_weights
+    found: tuple[torch.Tensor, ...] = torch.embedding_bag(
+        weight, position, offsets, False, 0, False, weights, include_last_offset, None
+    )
+    return found
+
+
+def _places(
+    indices: torch.Tensor, size: int, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where indices stand in this rank's piece (0 outside), which are inside, and the padding."""
+    axis = current()
+    own = pieces.piece(size, axis.size, axis.rank)
+    position = indices - own.start
+    inside = (position >= 0) & (position < own.size)
+    padding = padding_idx - own.start
+    return position.where(inside, 0), inside, padding if 0 <= padding < own.size else -1
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    size: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`F.cross_entropy` over `size` classes, of which `logits` [rows, own classes] are this rank's.
+
+    `target` [rows] are the classes that count. The result is the same on every rank.
+    """
+    made: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        current(), logits, target, size, ignore_index, reduction == "mean", label_smoothing
+    )
+    return made
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of a row is log Σ exp(x - m) - (x_target - m), m the largest logit of the row.
+
+    Smoothing by ε takes the logit of the target (1 - ε) times, and that of every class ε / size
+    times. Its gradient is softmax(x) less these shares.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        axis: Axis,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        size: int,
+        ignore_index: int,
+        mean: bool,
+        smoothing: float,
+    ) -> torch.Tensor:
+        own = pieces.piece(size, axis.size, axis.rank)
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        shifted = wide - axis.largest(wide.amax(1)).unsqueeze(1)
+        powers = shifted.exp()
+        position = target - own.start
+        counts = target != ignore_index
+        inside = (position >= 0) & (position < own.size) & counts
+        position = position.where(inside, 0)
+        chosen = shifted.gather(1, position.unsqueeze(1)).squeeze(1).where(inside, 0)
+        sums = [powers.sum(1), chosen, *([shifted.sum(1)] if smoothing else [])]
+        total, chosen, *every = axis.total(torch.stack(sums)).unbind()
+        losses = total.log() - (1 - smoothing) * chosen
+        if smoothing:
+            losses = losses - smoothing / size * every[0]
+        number = counts.sum() if mean else torch.ones_like(counts.sum())
+        ctx.save_for_backward(powers.div_(total.unsqueeze(1)), position, inside, counts, number)
+        ctx.dtype, ctx.smoothing, ctx.size = logits.dtype, smoothing, size
+        return (losses.where(counts, 0).sum() / number).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        shares, position, inside, counts, number = ctx.saved_tensors
+        found = shares - ctx.smoothing / ctx.size if ctx.smoothing else shares.clone()
+        less = inside.to(found.dtype).mul(ctx.smoothing - 1).unsqueeze(1)
+        found.scatter_add_(1, position.unsqueeze(1), less)
+        scale = (gradients[0].to(found.dtype) / number).where(counts, 0)
+        return None, found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+
+
+def cross_entropy_of_rows(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """This rank's part of the mean of a loss; `logits` [own rows, classes], `target` [rows]."""
+    axis = current()
+    own = pieces.piece(target.shape[0], axis.size, axis.rank)
+    counts = target != ignore_index
+    each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
+    total = F.cross_entropy(
+        logits,
+        target.narrow(0, own.start, own.size),
+        weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    return total / each.sum()
+
+
+def attention_of_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int, **more: Any
+) -> torch.Tensor:
+    """Attention of this rank's of `heads` heads; keys and values are whole, for fewer heads."""
+    axis = current()
+    own = pieces.piece(heads, axis.size, axis.rank)
+    partner = torch.arange(own.start, own.start + own.size, device=key.device)
+    partner = partner // (heads // key.shape[-3])
+    pair = key.index_select(-3, partner), value.index_select(-3, partner)
+    return F.scaled_dot_product_attention(query, *pair, **more)
+
+
+def own_experts(
+    operator: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    experts: int,
+) -> torch.Tensor:
+    """`operator(rows, weight, ends)`, rows by experts, where this rank has some of the experts."""
+    axis = current()
+    own = pieces.piece(experts, axis.size, axis.rank)
+    first = int(ends[own.start - 1]) if own.start else 0
+    last = int(ends[own.start + own.size - 1])
+    product = operator(rows[first:last], weight, ends[own.start : own.start + own.size] - first)
+    return F.pad(product, (0, 0, first, rows.shape[0] - last))

@@ -1,0 +1,57 @@
+"""How old the weights of an asynchronous order are, and how many versions of them it keeps.
+
+A backward uses the weights of its forward, and the weights are updated behind every backward:
+
+    stage 0 of 2   F0 F1 B0 F2 B1 F3 B2 B3
+    version            0  0     1     2       [1] between F2 and the update of B2 comes that of B1
+
+>>> from parcompiler.schedules import build
+>>> order = build("pipedream", ranks=4, microbatches=8).orders[0]
+>>> staleness(order, 0), versions(order, 0)
+(3, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from parcompiler.instruction import Kind
+
+
+class Line(Protocol):
+    """A compute instruction, or an action of a schedule."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def stage(self) -> int | None: ...
+
+    @property
+    def microbatch(self) -> int | None: ...
+
+
+def staleness(lines: Iterable[Line], stage: int) -> int:
+    """The most updates of a stage between the forward of a micro-batch and its own update."""
+    return max((age for age, _ in _updates(lines, stage)), default=0)
+
+
+def versions(lines: Iterable[Line], stage: int) -> int:
+    """The most versions of the weights of a stage that must be kept at once, the current among
+    them: that of every micro-batch in flight."""
+    return max((count for _, count in _updates(lines, stage)), default=1)
+
+
+def _updates(lines: Iterable[Line], stage: int) -> Iterator[tuple[int, int]]:
+    """For each update its number less that of its forward's version, and the versions after it."""
+    current, used = 0, dict[int | None, int]()
+    for line in lines:
+        if line.stage != stage:
+            continue
+        if line.kind is Kind.FORWARD:
+            used[line.microbatch] = current
+        elif line.kind is Kind.BACKWARD:
+            age = current - used.pop(line.microbatch)
+            current += 1
+            yield age, len({*used.values(), current})

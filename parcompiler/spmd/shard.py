@@ -1,0 +1,359 @@
+"""A graph, and a strategy for each node -> the graph of what one rank of the axis computes.
+
+    whole     x ──► linear ──► gelu ──► linear ──► +            weights [64, 16] and [16, 64]
+    sharded   x ──► fan_out ──► linear ──► gelu ──► linear ──► all_reduce ──► +
+                               [32, 16]           [16, 32]
+
+The result is an ordinary graph: its nodes have the names, sources and modules of the whole's, local
+shapes and sizes, and between a value and who needs it otherwise stands the call of the runtime that
+converts it, once for each layer. Where pieces differ in size the shapes are those of rank 0, which
+has the largest, and sizes are `Piece`s. A node that is sharded has `meta["placements"]`, a value
+that is has `meta["whole"]`; what exchanges something has `meta["exchange"]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from parcompiler.capture.blocks import layer_of
+from parcompiler.capture.effects import Effects, mutated_operands
+from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
+from parcompiler.spmd.call import Call, is_random, read
+from parcompiler.spmd.exchange import Exchange, converting, local_size
+from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
+from parcompiler.spmd.rules import strategies
+from parcompiler.spmd.strategy import Strategy
+from parcompiler.spmd.substitutes import substitute
+
+Assignment = Mapping[fx.Node, Strategy]
+Types = tuple[Placement, ...]  # of the tensors that a node yields
+
+
+def shard(graph: Graph, assignment: Assignment, n: int) -> Graph:
+    """What one of `n` ranks computes when every node has the strategy of `assignment`.
+
+    A node without one takes its operands as they come, or whole. A parameter is held in pieces when
+    all who read it want the same pieces, else whole. The loss must be I, P or S.
+    """
+    return _Sharding(graph, assignment, n).graph()
+
+
+def stored(graph: Graph, assignment: Assignment) -> dict[fx.Node, Placement]:
+    """How ranks hold the parameters, buffers and inputs: the type of each placeholder."""
+    wanted: dict[fx.Node, set[Placement]] = {}
+    for node, strategy in assignment.items():
+        call = read(node, graph.differentiable)
+        for operand, placement in zip(call.operands, strategy.inputs, strict=True):
+            wanted.setdefault(operand.node, set()).add(placement)
+    found = {}
+    for node in graph.fx_graph.nodes:
+        if node.op == "placeholder":
+            types = wanted.get(node, set())
+            pieces = len(types) == 1 and next(iter(types)).kind == "S"
+            whole = I if node.name in graph.differentiable else R
+            held = node.name in graph.by_node
+            found[node] = next(iter(types)) if pieces and held else whole
+    return found
+
+
+class _Sharding:
+    """The rewriting of one graph, node after node."""
+
+    def __init__(self, graph: Graph, assignment: Assignment, n: int) -> None:
+        self.whole = graph
+        self.assignment = assignment
+        self.n = n
+        self.local = fx.Graph()
+        self.effects = Effects(graph.fx_graph)
+        self.home = _runs(graph)
+        self.taken = {node.name for node in graph.fx_graph.nodes}
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.types: dict[fx.Node, Types] = {}
+        self.converted: dict[tuple[Any, ...], fx.Node] = {}
+        self.carrying: set[str] = set()
+        self.parameters: dict[str, Parameter] = {}
+
+    def graph(self) -> Graph:
+        """The sharded graph."""
+        held = stored(self.whole, self.assignment)
+        for node in self.whole.fx_graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, held[node])
+            elif node.op == "call_function":
+                self._node(node)
+        loss = self.whole.loss
+        found = self._converted(loss, I, loss, carries=loss.name in self.whole.differentiable)
+        self.local.output((found,))
+        return dataclasses.replace(
+            self.whole,
+            fx_graph=self.local,
+            parameters=tuple(self.parameters[item.name] for item in self.whole.parameters),
+            loss=found,
+            differentiable=frozenset(self.carrying),
+            fingerprint=self._fingerprint(),
+        )
+
+    def _fingerprint(self) -> str:
+        """That of the whole, with the strategies."""
+        digest = hashlib.sha256(f"{self.whole.fingerprint} {self.n}".encode())
+        for node in self.whole.fx_graph.nodes:
+            if node in self.assignment:
+                digest.update(f"{node.name}: {self.assignment[node]}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def _placeholder(self, node: fx.Node, placement: Placement) -> None:
+        """A parameter, buffer or input."""
+        made = self._kept(node, self.local.placeholder(node.name), (placement,))
+        item = self.whole.by_node.get(node.name)
+        if item is not None:
+            if placement.kind == "S":
+                size = item.shape[placement.dim]
+                item = dataclasses.replace(
+                    item,
+                    shape=tuple(made.meta["val"].shape),
+                    shard=shard_of(placement, size),
+                )
+            self.parameters[item.name] = item
+
+    def _node(self, node: fx.Node) -> None:
+        """One call: its operands as the strategy needs them, then what a rank computes."""
+        call = read(node, self.whole.differentiable)
+        if call.is_item and call.results:
+            self._item(node, call)
+            return
+        strategy = self.assignment.get(node) or self._default(node, call)
+        updated = set(mutated_operands(node))
+        local: dict[tuple[str, int | None], fx.Node] = {}
+        for operand, placement, carries in zip(
+            call.operands, strategy.inputs, call.gradients, strict=True
+        ):
+            found = self.nodes[operand.node]
+            if len(self.types[operand.node]) == 1:
+                found = self._converted(operand.node, placement, node, carries=carries)
+            if operand.node in updated and found is not self.nodes[operand.node]:
+                found = self._copied(operand.node, found)
+            local[operand.argument, operand.index] = found
+        made = self._call(node, call, strategy, local)
+        self._kept(node, made, strategy.outputs)
+        for changed in updated:
+            self._forget(changed, node)
+
+    def _item(self, node: fx.Node, call: Call) -> None:
+        """One of several results: of the type that it has there, or converted to another."""
+        of, index = node.args
+        assert isinstance(of, fx.Node)
+        assert isinstance(index, int)
+        made = self.local.call_function(operator.getitem, (self.nodes[of], index))
+        types = self.types[of]
+        self._kept(node, made, (types[index if len(types) > 1 else 0],))
+        strategy = self.assignment.get(node)
+        if strategy is not None and strategy.inputs != self.types[node]:
+            self.nodes[node] = self._converted(
+                node, strategy.inputs[0], node, carries=any(call.gradients)
+            )
+            self.types[node] = strategy.inputs
+
+    def _default(self, node: fx.Node, call: Call) -> Strategy:
+        """The strategy of a node that has none: its operands as they are, else whole."""
+        known = strategies(node, self.n, differentiable=self.whole.differentiable)
+        there = [self.types[operand.node] for operand in call.operands]
+        for strategy in known:
+            pairs = zip(there, strategy.inputs, strict=True)
+            if all(types == (wanted,) for types, wanted in pairs):
+                return strategy
+        return known[0]
+
+    def _call(
+        self,
+        node: fx.Node,
+        call: Call,
+        strategy: Strategy,
+        local: Mapping[tuple[str, int | None], fx.Node],
+    ) -> fx.Node:
+        """The call of a rank."""
+        given = {name: self._argument(name, value, local) for name, value in call.arguments.items()}
+        for size in strategy.sizes:
+            mine = local_size(size.whole, self.n)
+            if size.index is None:
+                given[size.argument] = mine
+            else:
+                items = list(given[size.argument])
+                items[size.index] = mine
+                given[size.argument] = items
+        if strategy.special:
+            other = substitute(strategy.special, call, given, self.n)
+            made = self.local.call_function(other.target, other.args, dict(other.kwargs))
+            more: dict[str, Any] = {"exchange": other.exchange} if other.exchange else {}
+        else:
+            made = self.local.call_function(node.target, *_placed(node, given))  # type: ignore[arg-type]
+            more = {}
+        made.meta = {**node.meta, **more}
+        self._draw_own(call, strategy, made)
+        if strategy.factor != 1.0:
+            made = self._scaled(node, made, strategy)
+        return made
+
+    def _argument(
+        self, name: str, value: Any, local: Mapping[tuple[str, int | None], fx.Node]
+    ) -> Any:
+        """An argument with the local values of the nodes in it."""
+        if isinstance(value, list | tuple):
+            return [
+                local.get((name, index)) or fx.map_arg(item, self.nodes.__getitem__)
+                for index, item in enumerate(value)
+            ]
+        return local.get((name, None)) or fx.map_arg(value, self.nodes.__getitem__)
+
+    def _draw_own(self, call: Call, strategy: Strategy, made: fx.Node) -> None:
+        """Let each rank draw the random numbers of its own piece."""
+        if strategy.draws != "own" or not is_random(call):
+            return
+        attends = "attention" in call.name  # it draws for the scores, which queries have rows of
+        placement = strategy.inputs[0] if attends else strategy.outputs[0]
+        if placement.kind != "S":
+            return
+        size = call.shapes[0][placement.dim]
+        shard = shard_of(placement, size)
+        said = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
+        contexts = made.meta.get("contexts", ())
+        made.meta["contexts"] = (*contexts, ("own_draws", placement.dim, said))
+
+    def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
+        """The result times a factor."""
+        self._describe(made, node, strategy.outputs)
+        made.name = self._free_name(f"{node.name}_of_piece")
+        if node.name in self.whole.differentiable:
+            self.carrying.add(made.name)
+        scaled = self.local.call_function(torch.ops.aten.mul.Tensor, (made, strategy.factor))
+        scaled.meta = dict(node.meta)
+        return scaled
+
+    def _kept(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
+        """Note what stands for a node of the whole."""
+        made.meta = {**node.meta, **made.meta}
+        self._describe(made, node, types)
+        made.name = node.name
+        self.nodes[node], self.types[node] = made, types
+        if node.name in self.whole.differentiable:
+            self.carrying.add(node.name)
+        return made
+
+    def _describe(self, made: fx.Node, node: fx.Node, types: Types) -> None:
+        """Give a node the shapes that rank 0 has."""
+        remaining = iter(types)
+
+        def local(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            placement = next(remaining, R)
+            return _local_value(leaf, placement, self.n)
+
+        whole = node.meta.get("val")
+        made.meta["val"] = pytree.tree_map(local, whole)
+        made.meta["placements"] = types
+        if any(placement.kind == "S" for placement in types):
+            made.meta["whole"] = whole
+
+    def _converted(
+        self, node: fx.Node, target: Placement, user: fx.Node, *, carries: bool
+    ) -> fx.Node:
+        """A value as `user` needs it; all users in one layer share it."""
+        (source,) = self.types[node]
+        made = self.nodes[node]
+        carries = carries and made.name in self.carrying
+        key = node, target, carries, self.home[user]
+        if key in self.converted:
+            return self.converted[key]
+        shape, nbytes = shape_of(node), nbytes_of(node)
+        found = converting(source, target, shape, nbytes, self.n, carries=carries)
+        if found is None:
+            return made
+        call, args, kwargs, exchange = found
+        converted = self.local.call_function(call, (made, *args), dict(kwargs))
+        converted.meta = self._origin(node, user, exchange)
+        self._describe(converted, node, (target,))
+        converted.name = self._free_name(f"{node.name}_{call.name}")
+        if carries:
+            self.carrying.add(converted.name)
+        self.converted[key] = converted
+        return converted
+
+    def _origin(self, node: fx.Node, user: fx.Node, exchange: Exchange) -> dict[str, Any]:
+        """Where a conversion comes from: the lines of the value, the module of the user."""
+        meta = {}
+        if "nn_module_stack" in user.meta:
+            meta["nn_module_stack"] = user.meta["nn_module_stack"]
+        if "stack_trace" in node.meta:
+            meta["stack_trace"] = node.meta["stack_trace"]
+        return meta | {"exchange": exchange, "val": node.meta["val"]}
+
+    def _free_name(self, wish: str) -> str:
+        """A name that no node has."""
+        name, count = wish, 1
+        while name in self.taken:
+            count += 1
+            name = f"{wish}_{count}"
+        self.taken.add(name)
+        return name
+
+    def _copied(self, node: fx.Node, converted: fx.Node) -> fx.Node:
+        """A copy that may be updated in place."""
+        assert self.effects.root(node) is node, f"{node.name} is a view, updated as another type"
+        assert node.op != "placeholder", f"{node.name} is updated as another type"
+        copied = self.local.call_function(torch.ops.aten.clone.default, (converted,))
+        copied.meta = {k: v for k, v in converted.meta.items() if k != "exchange"}
+        copied.name = self._free_name(f"{converted.name}_copy")
+        if converted.name in self.carrying:
+            self.carrying.add(copied.name)
+        return copied
+
+    def _forget(self, updated: fx.Node, by: fx.Node) -> None:
+        """What was converted before an update in place is of no use after it."""
+        root = self.effects.root(updated)
+        self.converted = {
+            key: made for key, made in self.converted.items() if self.effects.root(key[0]) != root
+        }
+        if self.types[updated] != self.types[by] and len(self.types[by]) == 1:
+            self.nodes[updated], self.types[updated] = self.nodes[by], self.types[by]
+
+
+def _runs(graph: Graph) -> dict[fx.Node, int]:
+    """The number of the layer, or of the run of nodes between layers, that each node is in."""
+    nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
+    runs = itertools.groupby(nodes, layer_of(nodes))
+    return {node: number for number, (_, members) in enumerate(runs) for node in members}
+
+
+def _placed(node: fx.Node, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as those of the node are given: by place, and by keyword."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        names: Sequence[str] = [argument.name for argument in target._schema.arguments]
+    else:
+        names = [str(index) for index in range(len(node.args))]
+    args = tuple(given[name] for name in names[: len(node.args)])
+    return args, {name: given[name] for name in node.kwargs}
+
+
+def _local_value(value: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
+    """A tensor without data as rank 0 has it, in the same order in memory."""
+    if placement.kind != "S":
+        return value
+    shape = local_shape(tuple(value.shape), placement, n)
+    before = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -before[dim])
+    strides, step = [0] * value.dim(), 1
+    for dim in reversed(order):
+        if before[dim]:
+            strides[dim] = step
+            step *= max(1, shape[dim])
+    return value.new_empty_strided(shape, strides)

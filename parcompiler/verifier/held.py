@@ -1,0 +1,160 @@
+"""The rule that what a rank holds fits into its memory, at every instruction of its list.
+
+    held      resident                       all the time
+              activations of (stage, mb)     FORWARD      to   BACKWARD or BACKWARD_WEIGHT
+              a received value               RECV         to   the last of these of its readers
+              a received gradient            RECV         to   BACKWARD or BACKWARD_INPUT
+
+These are the bytes of the simulator, in the order of the list instead of that of time: a tensor
+that is sent leaves with its SEND, and so how fast the links are is no part of the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import Kind
+from parcompiler.simulator import StageCost
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.steps import Places, Step
+
+SUFFICES = "memory suffices"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What there is and what it is needed for: bytes of each rank, and what each stage costs."""
+
+    costs: Sequence[StageCost]
+    limits: Sequence[int]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What comes and goes on a rank, by the place of the instruction that takes or frees it."""
+
+    arriving: Counter[int]  # bytes of messages
+    leaving: Counter[int]
+    begins: dict[int, int]  # the stage whose activations begin, or end
+    ends: dict[int, int]
+
+
+class Moment(NamedTuple):
+    """What a rank holds at a place of its list, besides what is resident."""
+
+    position: int
+    activations: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.activations + self.messages
+
+
+def faults(step: Step, memory: Memory) -> Iterator[Fault]:
+    """A fault for each rank that holds too much, where it holds most."""
+    stages, size = step.wiring.stages, step.wiring.lowered.size
+    found = len(memory.costs), len(memory.limits)
+    if found != (len(stages), size):
+        message = (
+            f"every stage needs a cost and every rank a limit ({len(stages)} and {size} wanted, "
+            f"{found[0]} and {found[1]} given)"
+        )
+        raise InputError(message)
+    resident = [0] * size
+    for stage, cost in zip(stages, memory.costs, strict=True):
+        if 0 <= stage.rank < size:
+            resident[stage.rank] += cost.resident
+    for rank, ledger in enumerate(_ledgers(step)[:size]):
+        fullest = max(_moments(ledger, memory.costs), key=lambda moment: moment.total)
+        if resident[rank] + fullest.total > memory.limits[rank]:
+            yield _fault(step, rank, ledger, resident[rank], fullest, memory.limits[rank])
+
+
+def _ledgers(step: Step) -> list[Ledger]:
+    """What comes and goes on each rank."""
+    ledgers = [Ledger(Counter(), Counter(), {}, {}) for _ in step.lists]
+    for j, stage in enumerate(step.wiring.stages):
+        if step.training and 0 <= stage.rank < len(ledgers):
+            begins, ends = step.computed[Kind.FORWARD, j], step.done[j]
+            ledgers[stage.rank].begins |= dict.fromkeys(begins.values(), j)
+            ledgers[stage.rank].ends |= dict.fromkeys(ends.values(), j)
+    for crossing in step.wiring.crossings:
+        value = step.wiring.lowered.values.get(crossing.name)
+        if value is None or crossing.source == crossing.target:
+            continue
+        way = (crossing.source, crossing.target, crossing.name, False)
+        readers = [
+            step.done[j] if step.training else step.computed[Kind.FORWARD, j]
+            for j in crossing.readers
+        ]
+        _arrive(ledgers, crossing.target, step.received.get(way, {}), readers, value.nbytes)
+        back = (crossing.target, crossing.source, crossing.name, True)
+        uses = [step.back[crossing.maker]]
+        _arrive(ledgers, crossing.source, step.received.get(back, {}), uses, value.nbytes)
+    return ledgers
+
+
+def _arrive(
+    ledgers: Sequence[Ledger], rank: int, places: Places, uses: Sequence[Places], nbytes: int
+) -> None:
+    """Enter the messages that a rank receives at `places`, each until the last of its uses."""
+    for i, place in places.items():
+        ledgers[rank].arriving[place] += nbytes
+        last = max((use[i] for use in uses if i in use), default=None)
+        if last is not None:
+            ledgers[rank].leaving[last] += nbytes
+
+
+def _moments(ledger: Ledger, costs: Sequence[StageCost]) -> Iterator[Moment]:
+    """What a rank holds wherever that changes, the begin included."""
+    activations = messages = 0
+    yield Moment(0, 0, 0)
+    places = {*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}
+    for place in sorted(places):
+        messages += ledger.arriving[place]
+        if place in ledger.begins:
+            activations += costs[ledger.begins[place]].saved
+        yield Moment(place, activations, messages)
+        messages -= ledger.leaving[place]
+        if place in ledger.ends:
+            activations -= costs[ledger.ends[place]].saved
+
+
+def _fault(
+    step: Step, rank: int, ledger: Ledger, resident: int, fullest: Moment, limit: int
+) -> Fault:
+    """Where a rank holds most, and what that consists of."""
+    place, total = fullest.position, resident + fullest.total
+    flying = Counter(j for at, j in ledger.begins.items() if at <= place)
+    flying.subtract(j for at, j in ledger.ends.items() if at < place)
+    stages = [j for j, stage in enumerate(step.wiring.stages) if stage.rank == rank]
+    counts = " + ".join(str(flying[j]) for j in stages)
+    noun = "micro-batch" if counts == "1" else "micro-batches"
+    parts = (
+        f"limit {_in_units(limit)}; resident {_in_units(resident)}, activations of {counts} "
+        f"{noun} {_in_units(fullest.activations)}, messages {_in_units(fullest.messages)}"
+    )
+    at = step.at(rank, place) if step.lists[rank] else "its begin"
+    excess = _in_units(total - limit)
+    return Fault(
+        SUFFICES, f"rank {rank} holds {_in_units(total)} at {at}, {excess} too much ({parts})"
+    )
+
+
+def _in_units(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> _in_units(3 * 2**29), _in_units(1000)
+    ('1.5 GiB', '1000 B')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

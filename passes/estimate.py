@@ -1,0 +1,101 @@
+"""What a plan's step would take: its stages' costs and messages, before anything is lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from parcompiler.graph import Parameter, nbytes_of
+from parcompiler.plan import Plan
+from parcompiler.problem import Priced, Problem
+from parcompiler.schedules.planned import planned
+from parcompiler.schedules.staleness import versions
+from parcompiler.schedules.timing import Message, StageCost, Timing, timing
+from parcompiler.schedules.waiting import waiting
+
+
+def estimate(problem: Problem, plan: Plan) -> Timing:
+    """The simulated step of a plan whose schedule and stages are decided."""
+    return timing(planned(plan), costs(problem, plan), messages(problem, plan))
+
+
+def costs(
+    problem: Problem, plan: Plan, tensors: Sequence[Collection[str]] | None = None
+) -> tuple[StageCost, ...]:
+    """Seconds and bytes of one micro-batch on each stage.
+
+    `tensors` are the names of those that each stage holds, if not only what its blocks read. What
+    several stages of a rank hold counts with the first of them, and so does what data ranks need
+    to reduce gradients. An asynchronous schedule holds versions of the weights besides the current
+    one.
+    """
+    blocks = _blocks(problem, plan)
+    held = _held(problem, plan, blocks) if tensors is None else tensors
+    seen: set[tuple[int, str]] = set()
+    found = []
+    for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
+        rank = planned(plan).placement[j]
+        new = [problem.graph.by_name[n] for n in sorted(names) if (rank, n) not in seen]
+        seen.update((rank, name) for name in names)
+        cost = _cost(problem, plan, j, own, new)
+        if rank not in planned(plan).placement[:j]:
+            cost = replace(cost, resident=cost.resident + problem.bucket_bytes)
+        found.append(cost)
+    return tuple(found)
+
+
+def messages(problem: Problem, plan: Plan) -> tuple[Message, ...]:
+    """The values that go from stage to stage."""
+    return tuple(_messages(problem, problem.under(plan), plan))
+
+
+def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
+    """The blocks of each stage."""
+    assert plan.stages is not None
+    index = {block.name: b for b, block in enumerate(problem.under(plan).cut.blocks)}
+    return [[index[name] for name in choice.blocks] for choice in plan.stages]
+
+
+def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
+    """The tensors that the blocks of each stage read."""
+    cut = problem.under(plan).cut
+    return [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
+
+
+def _cost(
+    problem: Problem, plan: Plan, j: int, blocks: Sequence[int], tensors: Sequence[Parameter]
+) -> StageCost:
+    """The cost of some blocks as stage `j`, which holds some tensors."""
+    priced, schedule = problem.under(plan), planned(plan)
+    order = schedule.orders[schedule.placement[j]]
+    stashed = versions(order, j) - 1 if schedule.asynchronous else 0
+    return StageCost(
+        forward=sum(priced.forward[b] for b in blocks),
+        backward=sum(priced.backward[b] for b in blocks),
+        weight=sum(priced.weight[b] for b in blocks),
+        resident=sum(map(problem.state_bytes, tensors))
+        + stashed * sum(item.nbytes for item in tensors if item.trainable)
+        + priced.recomputed_bytes(blocks, waiting(order, j)),
+        saved=sum(priced.saved[b] for b in blocks),
+    )
+
+
+def _messages(problem: Problem, priced: Priced, plan: Plan) -> Iterator[Message]:
+    """One message per value that another stage uses, in order of execution."""
+    assert plan.stages is not None
+    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
+    stage_of = [home[block.name] for block in priced.cut.blocks]
+    for b, block in enumerate(priced.cut.blocks):
+        for node in block.outputs:
+            users = {stage_of[priced.home[u]] for u in node.users if u in priced.home}
+            targets = tuple(sorted(users - {stage_of[b]}))
+            if targets:
+                seconds = problem.device.link.seconds(nbytes_of(node))
+                returns = node.name in problem.graph.differentiable
+                yield Message(
+                    source=stage_of[b],
+                    targets=targets,
+                    seconds=seconds,
+                    gradient=seconds if returns else None,
+                    nbytes=nbytes_of(node),
+                )

@@ -1,0 +1,100 @@
+"""Which blocks keep no activations: their backward runs their forward again.
+
+    kept         F ──── all that its backward reads ────► B
+    recomputed   F ──── its inputs ─────────────────────► F B
+
+What the options leave to memory ("auto") the stage pass finds by a simple rule: nothing is
+recomputed where that fits. Else everything is, the stages are divided for that, and the ranks that
+fit without it are spared, one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from parcompiler.errors import InputError
+from parcompiler.passes.base import Pass
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+
+
+@dataclass(frozen=True)
+class RecomputePass(Pass):
+    """Decides `plan.recompute` where the options do, at the coarsest granularity.
+
+    The stage pass then decides it at its own, and where the options leave it to memory.
+    """
+
+    name: ClassVar[str] = "recompute"
+
+    def run(self, problem: Problem, plan: Plan) -> Plan:
+        """Raises InputError for patterns that match no block, or one that cannot run twice."""
+        wanted = problem.options.recompute
+        if wanted == "auto":
+            return plan
+        if not isinstance(wanted, str):
+            check_patterns(problem, wanted)
+        names = chosen(problem, problem.levels[0], wanted)
+        return dataclasses.replace(plan, recompute=names)
+
+
+def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tuple[str, ...]:
+    """The blocks at a granularity that are recomputed if "none", "full" or patterns say so.
+
+    "full" leaves out what must run once only (running statistics) and what keeps nothing anyway.
+    A pattern matches a block by its name or by that of a module around it; the last one decides.
+    Raises InputError when patterns choose a block that must run once only.
+    """
+    priced = problem.priced(level)
+    names = [block.name for block in priced.cut.blocks]
+    if wanted == "none":
+        return ()
+    if isinstance(wanted, str):
+        saved = {name for name, cost in zip(names, priced.costs, strict=True) if cost.saved}
+        return tuple(name for name in names if name in priced.repeatable & saved)
+    found = tuple(name for name in names if _decision(name, wanted))
+    for name in found:
+        if name not in priced.repeatable:
+            message = (
+                f"block {name!r} cannot be recomputed: it updates buffers (running statistics), "
+                "which must happen once. Exclude it: recompute={..., " + f"{name!r}: False}}"
+            )
+            raise InputError(message)
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a block, or a module around it.
+
+    >>> [matches(name, "layers.1") for name in ("layers.1", "layers.1.ffn", "layers.1@2", "head")]
+    [True, True, True, False]
+    >>> matches("layers.10.ffn", "*.1?.ffn")
+    True
+    """
+    path = name.partition("@")[0].partition("#")[0].split(".")
+    around = (".".join(path[:end]) for end in range(1, len(path) + 1))
+    return any(fnmatchcase(item, pattern) for item in (name, *around))
+
+
+def _decision(name: str, wanted: Mapping[str, bool]) -> bool:
+    """What the patterns say of a block."""
+    return next((wanted[p] for p in reversed(list(wanted)) if matches(name, p)), False)
+
+
+def check_patterns(problem: Problem, patterns: Mapping[str, bool]) -> None:
+    """Raise InputError when one matches no block, however finely the model is cut."""
+    left = list(patterns)
+    for level in problem.levels:
+        names = [block.name for block in problem.priced(level).cut.blocks]
+        left = [p for p in left if not any(matches(name, p) for name in names)]
+        if not left:
+            return
+    coarsest = problem.priced(problem.levels[0]).cut.blocks
+    listed = ", ".join(block.name for block in coarsest[:12])
+    more = ", …" if len(coarsest) > 12 else ""
+    message = f"the pattern {left[0]!r} of recompute matches no block ({listed}{more})"
+    raise InputError(message)

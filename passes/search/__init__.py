@@ -1,0 +1,230 @@
+"""Find the order of compute on every rank whose step is shortest, for given seconds and bytes.
+
+Given       f[j], b[j], w[j]   seconds of forward, input backward, weight backward of stage j
+            c[x], g[x]         seconds of each message x between ranks, and of its gradient
+            s[j], L[r]         bytes of a micro-batch on stage j; bytes that rank r has for them
+            schedules          some that are known; they also say which rank has which stage
+Decide      the order of F[j,i], I[j,i], W[j,i] on each rank
+Minimize    the end of the last action
+Subject to  a rank does one thing at once, a link carries one message at once      `timing`
+            F[j,i] waits for the values, I[j,i] for the gradients that it needs    `timing`
+            micro-batches in flight take no more than L[r]                         `Task.has_room`
+
+[1] The schedules given and one made up (`greedy`) are annealed, the most promising for longest
+(`anneal`). [2] What comes out is mostly optimal: often simple bounds say so (`bounds`), else CP-SAT
+tries to prove it or to find better (`programme`). [3] Backwards in two parts become whole where
+that costs nothing (`merge`). All is judged by `timing`, whose arithmetic is the simulator's, so
+that what is found is never longer than what is given.
+
+Ties: a given schedule wins when nothing is strictly shorter, the first of equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parcompiler.errors import InfeasibleError, InputError
+from parcompiler.passes.search.anneal import Walked, anneal
+from parcompiler.passes.search.bounds import simple_bound
+from parcompiler.passes.search.greedy import greedy
+from parcompiler.passes.search.merge import merged
+from parcompiler.passes.search.programme import prove
+from parcompiler.passes.search.task import Task, Word
+from parcompiler.schedules import Schedule
+from parcompiler.schedules.timing import Message, StageCost, timing
+from parcompiler.solver import Status, relative_gap
+
+EFFORT = 10.0  # about so many seconds of one core, at most
+ACTIONS = 2_500_000  # that are annealed per effort
+SOLVER = 0.1  # of CP-SAT's deterministic units per effort
+PROVEN = 1e-6  # a gap that is none: CP-SAT counts in 1/2**24 of the step
+NAMED = 2  # how many of the given schedules are tried on each placement
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule, and how good it is.
+
+    No order with a placement that was given takes less than `bound` seconds; `gap` is what is left
+    to prove, relative to `step_time`. `best_named` is the shortest schedule given that fits into
+    the memory, "" when none does.
+    """
+
+    schedule: Schedule
+    step_time: float
+    bound: float
+    gap: float
+    status: Status
+    best_named: str
+
+
+@dataclass(slots=True)
+class _Best:
+    """The shortest so far: a schedule given, or words found."""
+
+    step_time: float = float("inf")
+    schedule: Schedule | None = None
+    words: tuple[Task, Sequence[Word]] | None = None
+
+    def offer(self, task: Task, walked: Walked) -> None:
+        """Take words when they are strictly shorter."""
+        if walked.step_time < self.step_time:
+            self.step_time, self.words = walked.step_time, (task, walked.words)
+
+
+def search(
+    start: Sequence[Schedule],
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    limits: Sequence[float],
+    effort: float = EFFORT,
+) -> Found:
+    """The shortest schedule found with the stages and placements of the schedules in `start`.
+
+    Args:
+        start: schedules of the same stages, ranks and micro-batches; those that do not fit into
+            the memory only give their placement.
+        costs: seconds and bytes of one micro-batch on each stage.
+        messages: the values between stages.
+        limits: bytes of memory of each rank; may be infinite.
+        effort: limit of the search, in units of about a second of one core.
+
+    Raises:
+        InfeasibleError: no order fits into the memory. Says the least that one would need.
+        InputError: nothing to start from, or data of other sizes.
+    """
+    _check(start, limits)
+    placements = dict.fromkeys(schedule.placement for schedule in start)
+    m = start[0].microbatches
+    tasks = [
+        task
+        for placement in placements
+        if not _lacking(task := Task(placement, tuple(costs), tuple(messages), tuple(limits), m))
+    ]
+    if not tasks:
+        raise _refusal(Task(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m))
+    best = _named(start, tasks)
+    best_named = best.schedule.name if best.schedule is not None else ""
+    bounds = [_improve(task, start, best, effort / len(tasks)) for task in tasks]
+    schedule = best.schedule if best.words is None else merged(*best.words)
+    if schedule is None:
+        raise _refusal(tasks[0])
+    found = Schedule("search", schedule.placement, schedule.orders)
+    step_time = timing(found, costs, messages).step_time
+    bound = min(step_time, *bounds)
+    gap = relative_gap(step_time, bound)
+    status: Status = "optimal" if gap <= PROVEN else "feasible"
+    return Found(found, step_time, bound, gap, status, best_named)
+
+
+def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
+    """Raise InputError unless all schedules are of one size, that of the limits."""
+    if not start:
+        message = "a search needs a schedule to start from (0 given)"
+        raise InputError(message)
+    sizes = {(len(s.placement), s.ranks, s.microbatches) for s in start}
+    if len(sizes) > 1 or start[0].ranks != len(limits):
+        ranks = ", ".join(f"{s.name}: {s.ranks} ranks, {s.microbatches}" for s in start)
+        message = (
+            f"all schedules of a search have the same stages, ranks and micro-batches ({ranks}), "
+            f"and each rank has a memory limit ({len(limits)} given)"
+        )
+        raise InputError(message)
+
+
+def _named(start: Sequence[Schedule], tasks: Sequence[Task]) -> _Best:
+    """The shortest schedule given that fits into the memory."""
+    best = _Best()
+    for task in tasks:
+        for schedule in start:
+            if schedule.placement == task.placement:
+                found = timing(schedule, task.costs, task.messages)
+                fits = all(a <= b for a, b in zip(found.peak_memory, task.limits, strict=True))
+                if fits and found.step_time < best.step_time:
+                    best.step_time, best.schedule = found.step_time, schedule
+    return best
+
+
+def _improve(task: Task, start: Sequence[Schedule], best: _Best, effort: float) -> float:
+    """Offer better schedules of one placement; returns seconds that none of it falls below.
+
+    One half of the effort is for all starts, the other for what came out best.
+    """
+    bound = simple_bound(task)
+    starts = list(_starts(task, start))
+    walked: Walked | None = None
+    for _ in range(2):
+        walked = _shorter(walked, _walk(task, starts, bound, effort / 2))
+        if walked is None:
+            return bound
+        best.offer(task, walked)
+        if relative_gap(walked.step_time, bound) <= PROVEN:
+            return bound
+        words, proven = prove(task, walked, effort * SOLVER / 2)
+        bound = max(bound, proven)
+        if words is not None and task.fits(words):
+            walked = _shorter(walked, Walked(task.step_time(words), tuple(words)))
+            assert walked is not None
+            best.offer(task, walked)
+        if relative_gap(walked.step_time, bound) <= PROVEN:
+            return bound
+        starts = [list(walked.words)]
+    return bound
+
+
+def _walk(
+    task: Task, starts: Sequence[Sequence[Word]], bound: float, effort: float
+) -> Walked | None:
+    """The best that comes of annealing each of the starts, up to one that reaches the bound."""
+    steps = int(effort * ACTIONS / len(starts) / sum(map(len, starts[0])))
+    best: Walked | None = None
+    for words in starts:
+        best = _shorter(best, anneal(task, words, steps, bound))
+        if best is not None and relative_gap(best.step_time, bound) <= PROVEN:
+            break
+    return best
+
+
+def _shorter(one: Walked | None, other: Walked | None) -> Walked | None:
+    """The shorter of two, the first of equals."""
+    if one is None or other is None:
+        return one or other
+    return other if other.step_time < one.step_time else one
+
+
+def _starts(task: Task, start: Sequence[Schedule]) -> list[list[Word]]:
+    """The words to begin with: the shortest of the given schedules, and orders made up."""
+    given = [task.words(s) for s in start if s.placement == task.placement]
+    given = [words for words in given if task.has_rooms(words)]
+    made = [task.one_at_a_time(), *greedy(task)]
+    return [
+        *sorted(given, key=task.step_time)[:NAMED],
+        *sorted(made, key=task.step_time)[:1],
+    ]
+
+
+def _lacking(task: Task) -> bool:
+    """Whether one micro-batch alone is too much for a rank."""
+    return any(need > limit for need, limit in zip(_least(task), task.limits, strict=True))
+
+
+def _least(task: Task) -> tuple[int, ...]:
+    """The bytes of one micro-batch in flight on each rank, and all that is always there."""
+    return tuple(
+        size + sum(task.sizes[j] for j, at in enumerate(task.placement) if at == rank)
+        for rank, size in enumerate(task.resident)
+    )
+
+
+def _refusal(task: Task) -> InfeasibleError:
+    """What to say when no order fits: the rank that lacks most."""
+    words = task.one_at_a_time()
+    least = _least(task) if _lacking(task) else task.peaks(words, task.seconds)
+    rank = max(range(len(least)), key=lambda r: least[r] - task.limits[r])
+    message = (
+        f"no order of compute fits into the memory: with one micro-batch in flight rank {rank} "
+        f"needs {least[rank]:,} bytes, {task.resident[rank]:,} of them for its parameters, and it "
+        f"has {task.limits[rank]:,.0f}: use more ranks or smaller micro-batches"
+    )
+    return InfeasibleError(message)

@@ -1,0 +1,135 @@
+"""Seconds that no order of compute can fall below, from a few inequalities.
+
+    rank 0  F0 F1 F2 .. .. .. B0 ...
+    rank 1  .. F0 F1 F2 .. B0 ...                  [1] head: before the first forward of the rank
+            [1]|<-- way -->|                       [2] way: from a forward to its backward
+    rank 2  .. .. F0 F1 B0 ...           [3]       [3] tail: behind the last backward of the rank
+
+On a rank, all work stands between head and tail. Before its first backward there are only as many
+forwards as fit into the memory, behind its last forward only as many backwards. And each
+micro-batch takes memory for its way at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from parcompiler.passes.search.task import Task
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """By stage, the longest chains of actions and messages around its forward and backward."""
+
+    task: Task
+
+    @cached_property
+    def head(self) -> list[float]:
+        """Before the forward."""
+        task, head = self.task, [0.0] * len(self.task.placement)
+        for _ in head:  # as often as a chain can be long, whatever the order of the stages
+            for x in task.messages:
+                for j in x.targets:
+                    ready = head[x.source] + self.forward(x.source) + self.delay(x.source, j, 0)
+                    head[j] = max(head[j], ready)
+        return head
+
+    @cached_property
+    def way(self) -> list[float]:
+        """From the end of the forward to the begin of the backward."""
+        task, way = self.task, [0.0] * len(self.task.placement)
+        for _ in way:
+            for k, x in enumerate(task.messages):
+                for j in x.targets:
+                    out = self.delay(x.source, j, 0, k)
+                    inside = self.forward(j) + way[j]
+                    if x.gradient is not None:
+                        back = self.back(j) + self.delay(x.source, j, 1, k)
+                        way[x.source] = max(way[x.source], out + inside + back)
+        return way
+
+    @cached_property
+    def tail(self) -> list[float]:
+        """Behind the backward, or its part that others wait for."""
+        task = self.task
+        tail = [task.durations[3 * j + 2] for j in range(len(task.placement))]
+        for _ in tail:
+            for k, x in enumerate(task.messages):
+                if x.gradient is not None:
+                    for j in x.targets:
+                        after = self.back(x.source) + tail[x.source]
+                        tail[j] = max(tail[j], self.delay(x.source, j, 1, k) + after)
+        return tail
+
+    def forward(self, j: int) -> float:
+        """Seconds of a forward."""
+        return self.task.durations[3 * j]
+
+    def back(self, j: int) -> float:
+        """Seconds of a backward, or of its part that others wait for."""
+        return self.task.durations[3 * j + 1]
+
+    def delay(self, source: int, target: int, way: int, number: int | None = None) -> float:
+        """Seconds of the messages from stage to stage; none on one rank."""
+        if self.task.placement[source] == self.task.placement[target]:
+            return 0.0
+        candidates = self.task.messages if number is None else [self.task.messages[number]]
+        return max(
+            (x.gradient or 0.0) if way else x.seconds
+            for x in candidates
+            if x.source == source and target in x.targets
+        )
+
+
+def simple_bound(task: Task) -> float:
+    """The largest of the bounds of all ranks, and the way of one micro-batch."""
+    ways = _Ways(task)
+    alone = max(
+        ways.head[j] + ways.forward(j) + ways.way[j] + ways.back(j) + ways.tail[j]
+        for j in range(len(task.placement))
+    )
+    return max(alone, *(_rank_bound(task, ways, r) for r in range(task.network.ranks)))
+
+
+def _rank_bound(task: Task, ways: _Ways, rank: int) -> float:
+    """What the work and the memory of one rank say."""
+    stages = [j for j, at in enumerate(task.placement) if at == rank]
+    if not stages:
+        return 0.0
+    m = task.microbatches
+    weights = {j: task.durations[3 * j + 2] for j in stages}
+    whole = {j: ways.back(j) + weights[j] for j in stages}
+    load = m * sum(ways.forward(j) + whole[j] for j in stages)
+    head = min(ways.head[j] for j in stages)
+    tail = min(0.0 if task.is_parted(j) else ways.tail[j] for j in stages)
+    turn = min(ways.head[j] + ways.forward(j) + ways.way[j] for j in stages)
+    early = _most(task, stages, rank, {j: ways.forward(j) for j in stages})
+    late = _most(task, stages, rank, whole)
+    last = min(ways.way[j] + ways.back(j) + ways.tail[j] for j in stages)
+    bounds = [head + load + tail, turn + load - early + tail, head + load - late + last]
+    stay = {j: ways.forward(j) + ways.way[j] + whole[j] for j in stages}
+    for j in stages:
+        size = task.sizes[j]
+        together = int(task.rooms[rank] // size) if size else m
+        rounds = -(-m // max(min(together, m), 1))  # micro-batch k + together waits for k
+        end = stay[j] - weights[j] + ways.tail[j]
+        bounds.append(ways.head[j] + (rounds - 1) * stay[j] + end)
+    area = m * sum(task.sizes[j] * stay[j] for j in stages)
+    if area:
+        bounds.append(head + area / task.rooms[rank])
+    return max(bounds)
+
+
+def _most(task: Task, stages: list[int], rank: int, seconds: dict[int, float]) -> float:
+    """The most seconds of actions of which each takes memory, as fractions of a knapsack."""
+    room = task.rooms[rank]
+    total = 0.0
+    for j in sorted(stages, key=lambda j: task.sizes[j] / seconds[j] if seconds[j] else 0.0):
+        size = task.sizes[j]
+        count = min(room / size, task.microbatches) if size else float(task.microbatches)
+        if len(stages) == 1:
+            count = int(count)
+        total += count * seconds[j]
+        room -= count * size
+    return total

@@ -1,0 +1,72 @@
+"""Words back to orders of compute: whole backwards wherever they cost nothing.
+
+    I0 W0 F1 -> B0 F1       where W follows its I, one kernel launch and one line less
+
+The gradient leaves when a whole backward ends, that is later by its W, so each merge is judged by
+the step time: first all of a stage at once, then halves of them, and so on, `TRIALS` times at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from parcompiler.instruction import Kind
+from parcompiler.passes.search.task import Task, Word, last_end
+from parcompiler.schedules import Action, Schedule
+
+TRIALS = 500
+KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def merged(task: Task, words: Sequence[Word]) -> Schedule:
+    """The schedule that words stand for, with as many whole backwards as do not lengthen it."""
+    limit = task.step_time(words)
+    whole: set[int] = set()  # codes of I that stand for a whole backward
+    stages = range(len(task.placement))
+    groups = [_mergeable(task, words, j) for j in stages if task.is_parted(j)]
+    groups = [group for group in groups if group]
+    for _ in range(TRIALS):
+        if not groups:
+            break
+        group = groups.pop(0)
+        trial = whole | set(group)
+        if _is_as_good(task, words, trial, limit):
+            whole = trial
+        elif len(group) > 1:
+            middle = len(group) // 2
+            groups += [group[:middle], group[middle:]]
+    return Schedule("search", task.placement, tuple(_order(task, word, whole) for word in words))
+
+
+def _mergeable(task: Task, words: Sequence[Word], stage: int) -> list[int]:
+    """The codes of I that their W follows at once."""
+    m, word = task.microbatches, words[task.placement[stage]]
+    return [
+        code for code, after in pairwise(word) if code // m == 3 * stage + 1 and after == code + m
+    ]
+
+
+def _is_as_good(task: Task, words: Sequence[Word], whole: set[int], limit: float) -> bool:
+    """Whether the step is no longer with these whole backwards, and the memory suffices."""
+    m, seconds = task.microbatches, list(task.seconds)
+    for code in whole:
+        seconds[code] = task.costs[code // m // 3].backward
+    shorter = [[code for code in word if code - m not in whole] for word in words]
+    arrived = task.network.run(shorter, seconds)
+    if last_end(shorter, arrived) > limit:
+        return False
+    peaks = task.network.peaks(shorter, arrived)
+    return all(peak <= most for peak, most in zip(peaks, task.limits, strict=True))
+
+
+def _order(task: Task, word: Word, whole: set[int]) -> tuple[Action, ...]:
+    """The actions of one rank."""
+    order = []
+    for code in word:
+        (j, place), i = divmod(code // task.microbatches, 3), code % task.microbatches
+        if place == 1 and (code in whole or not task.is_parted(j)):
+            order.append(Action(Kind.BACKWARD, j, i))
+        elif place < 2 or code - task.microbatches not in whole:
+            order.append(Action(KINDS[place], j, i))
+    return tuple(order)

@@ -1,0 +1,143 @@
+"""The search as an agenda for CP-SAT, in whole units of time, all seconds rounded down.
+
+[1] rows of actions of one class, and of messages on one way, are in the order of micro-batches;
+[2] a rank does one thing at once, a link carries one message at once;
+[3] what micro-batches take of a rank is a store; micro-batch i + n waits for micro-batch i where no
+    more than n fit.
+
+Rounding down and leaving out message buffers only make the agenda looser, so that its bound holds
+for every order; what its begins amount to is judged by the exact words that they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from parcompiler.errors import InfeasibleError
+from parcompiler.passes.search.anneal import Walked
+from parcompiler.passes.search.task import Task, Word
+from parcompiler.solver import Agenda, UndecidedError, agree
+
+UNITS = 1 << 24  # of time in the step that is known
+SHARES = 1 << 12  # of the memory of a rank
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An agenda, and its tasks by code."""
+
+    task: Task
+    unit: float
+    agenda: Agenda
+    number: dict[int, int] = field(default_factory=dict)
+
+    def whole(self, seconds: float) -> int:
+        """Seconds in units, rounded down."""
+        return int(seconds / self.unit)
+
+
+def prove(task: Task, best: Walked, effort: float) -> tuple[list[Word] | None, float]:
+    """Words that may be better than the best ones, and seconds that none can fall below."""
+    draft = _draft(task, best)
+    agenda = draft.agenda
+    try:
+        found = agree(agenda, effort=effort)
+    except InfeasibleError:  # nothing is better by a unit
+        return None, best.step_time - draft.unit
+    except UndecidedError as undecided:
+        return None, undecided.bound * draft.unit
+    words = [
+        sorted(word, key=lambda code: (found.begins[draft.number[code]], _place(task, code)))
+        for word in best.words
+    ]
+    return words, found.bound * draft.unit
+
+
+def _place(task: Task, code: int) -> tuple[int, int]:
+    """Ties of actions that take no time: micro-batch by micro-batch, forwards first."""
+    kind, i = divmod(code, task.microbatches)
+    return i, kind % 3
+
+
+def _draft(task: Task, best: Walked) -> _Draft:
+    """The agenda of a task; all that is known to be no better is out of its horizon."""
+    draft = _Draft(task, best.step_time / UNITS, Agenda(horizon=UNITS))
+    m = task.microbatches
+    for kinds in task.classes:
+        for kind in kinds:
+            for i in range(m):
+                name, duration = f"x[{kind},{i}]", draft.whole(task.durations[kind])
+                draft.number[kind * m + i] = draft.agenda.task(name, duration)
+            _in_turn(draft, [draft.number[kind * m + i] for i in range(m)])
+        draft.agenda.machines.append(
+            [draft.number[kind * m + i] for kind in kinds for i in range(m)]
+        )
+    _send(draft)
+    _wait(draft)
+    _remember(draft)
+    task.network.run(best.words, task.seconds)
+    for code, number in draft.number.items():
+        if code < task.network.size:
+            draft.agenda.hints[number] = draft.whole(task.network.begins[code])
+    return draft
+
+
+def _in_turn(draft: _Draft, numbers: Sequence[int]) -> None:
+    """One after the other. [1]"""
+    for first, second in pairwise(numbers):
+        draft.agenda.after(first, second)
+
+
+def _send(draft: _Draft) -> None:
+    """Messages begin behind what sends them, one at once on each link. [2]"""
+    m = draft.task.microbatches
+    links: dict[int, list[int]] = {}
+    for kind, sends in enumerate(draft.task.network.sends):
+        for row, link, seconds in sends:
+            if row not in draft.number:
+                for i in range(m):
+                    name, duration = f"y[{row},{i}]", draft.whole(seconds)
+                    draft.number[row + i] = draft.agenda.task(name, duration)
+                numbers = [draft.number[row + i] for i in range(m)]
+                _in_turn(draft, numbers)
+                if draft.whole(seconds):
+                    links.setdefault(link, []).extend(numbers)
+            for i in range(m):
+                draft.agenda.after(draft.number[kind * m + i], draft.number[row + i])
+    draft.agenda.machines += [numbers for numbers in links.values() if len(numbers) > m]
+
+
+def _wait(draft: _Draft) -> None:
+    """Actions begin behind what they need."""
+    m = draft.task.microbatches
+    for kinds in draft.task.classes:
+        for kind in kinds:
+            for row in draft.task.network.needs[kind]:
+                for i in range(m):
+                    draft.agenda.after(draft.number[row + i], draft.number[kind * m + i])
+
+
+def _remember(draft: _Draft) -> None:
+    """The memory of each rank suffices. [3]"""
+    task, m = draft.task, draft.task.microbatches
+    for rank, kinds in enumerate(task.classes):
+        stages = sorted({kind // 3 for kind in kinds})
+        last = {j: 3 * j + (2 if task.is_parted(j) else 1) for j in stages}
+        for j in stages:
+            together = int(task.rooms[rank] // task.sizes[j]) if task.sizes[j] else m
+            for i in range(m - together):
+                given = draft.number[last[j] * m + i]
+                draft.agenda.after(given, draft.number[3 * j * m + i + together])
+        room = task.rooms[rank]
+        if len(stages) > 1 and m * sum(task.sizes[j] for j in stages) > room:
+            draft.agenda.store(
+                SHARES,
+                [
+                    (draft.number[3 * j * m + i], draft.number[last[j] * m + i], size)
+                    for j in stages
+                    if (size := int(task.sizes[j] * SHARES / room))
+                    for i in range(m)
+                ],
+            )

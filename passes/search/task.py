@@ -1,0 +1,186 @@
+"""What is searched: the codes of all actions, who waits for whom, and what each takes of a rank.
+
+A backward is I and W where a stage can leave a part of it for later, else I alone stands for it
+whole. The k-th forward of a stage is that of micro-batch k, and so are its I and W: micro-batches
+are alike, so exchanging their names loses nothing. An order is thus a word of letters per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from parcompiler.instruction import Kind
+from parcompiler.schedules import Action, Schedule
+from parcompiler.schedules.timing import INFINITY, Message, Network, StageCost
+
+Word = list[int]
+"""The codes of one rank in its order; see `Network` for what a code is."""
+
+LETTERS = {  # the place of a kind among the classes of a stage
+    Kind.FORWARD: 0,
+    Kind.BACKWARD: 1,
+    Kind.BACKWARD_INPUT: 1,
+    Kind.BACKWARD_WEIGHT: 2,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One placement of the stages, for a number of micro-batches. Limits are bytes per rank."""
+
+    placement: tuple[int, ...]
+    costs: tuple[StageCost, ...]
+    messages: tuple[Message, ...]
+    limits: tuple[float, ...]
+    microbatches: int
+
+    @cached_property
+    def network(self) -> Network:
+        """Who waits for whom."""
+        return Network(self.placement, self.costs, self.messages, self.microbatches)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the classes of its actions: 3 j + kind."""
+        return tuple(
+            tuple(
+                3 * j + kind
+                for j, at in enumerate(self.placement)
+                if at == rank
+                for kind in ((0, 1, 2) if self.is_parted(j) else (0, 1))
+            )
+            for rank in range(self.network.ranks)
+        )
+
+    @cached_property
+    def durations(self) -> tuple[float, ...]:
+        """By class."""
+        found = []
+        for j, cost in enumerate(self.costs):
+            parted = self.is_parted(j)
+            back = cost.seconds(Kind.BACKWARD_INPUT) if parted else cost.backward
+            found += [cost.forward, back, cost.weight if parted else 0.0]
+        return tuple(found)
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """By code."""
+        return [duration for duration in self.durations for _ in range(self.microbatches)]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """By stage, the bytes that a micro-batch takes from its forward to its backward."""
+        sizes = [cost.saved for cost in self.costs]
+        for message in self.messages:
+            for rank in {self.placement[j] for j in message.targets}:
+                if rank != self.placement[message.source]:
+                    first = min(j for j in message.targets if self.placement[j] == rank)
+                    sizes[first] += message.nbytes
+        return tuple(sizes)
+
+    @cached_property
+    def changes(self) -> tuple[int, ...]:
+        """By class, the bytes that an action takes, or gives back."""
+        found = []
+        for j, size in enumerate(self.sizes):
+            parted = self.is_parted(j)
+            found += [size, 0 if parted else -size, -size if parted else 0]
+        return tuple(found)
+
+    @cached_property
+    def resident(self) -> tuple[int, ...]:
+        """By rank, the bytes that are always there."""
+        return tuple(
+            sum(c.resident for c, r in zip(self.costs, self.placement, strict=True) if r == rank)
+            for rank in range(self.network.ranks)
+        )
+
+    @cached_property
+    def rooms(self) -> tuple[float, ...]:
+        """By rank, the bytes that micro-batches may take."""
+        return tuple(limit - size for limit, size in zip(self.limits, self.resident, strict=True))
+
+    @cached_property
+    def makers(self) -> dict[int, list[int]]:
+        """By row of a message, the classes that it waits for."""
+        found: dict[int, list[int]] = {}
+        for kind, sends in enumerate(self.network.sends):
+            for row, _, _ in sends:
+                found.setdefault(row, []).append(kind)
+        return found
+
+    def is_parted(self, stage: int) -> bool:
+        """Whether the backward of a stage is in two parts."""
+        return self.costs[stage].weight > 0
+
+    def words(self, schedule: Schedule) -> list[Word]:
+        """The orders of a schedule, with micro-batches in turn."""
+        return [self._word(order) for order in schedule.orders]
+
+    def _word(self, order: Sequence[Action]) -> Word:
+        """The order of one rank."""
+        word: Word = []
+        done: dict[int, int] = {}
+        for kind in self._letters(order):
+            i = done.get(kind, 0)
+            done[kind] = i + 1
+            word.append(kind * self.microbatches + i)
+        return word
+
+    def _letters(self, order: Sequence[Action]) -> Iterator[int]:
+        """The classes of an order, backwards in as many parts as they can have."""
+        for action in order:
+            kind = 3 * action.stage + LETTERS[action.kind]
+            parted = self.is_parted(action.stage)
+            if action.kind is not Kind.BACKWARD_WEIGHT or parted:
+                yield kind
+            if action.kind is Kind.BACKWARD and parted:
+                yield kind + 1
+
+    def one_at_a_time(self) -> list[Word]:
+        """The words in which each micro-batch goes all the way before the next one."""
+        stages = range(len(self.placement))
+        steps = [3 * j for j in stages]
+        steps += [3 * j + kind for j in reversed(stages) for kind in (1, 2)]
+        return [
+            [
+                kind * self.microbatches + i
+                for i in range(self.microbatches)
+                for kind in steps
+                if kind in own
+            ]
+            for own in map(set, self.classes)
+        ]
+
+    def step_time(self, words: Sequence[Word]) -> float:
+        """Seconds of a step; infinite when ranks wait for each other."""
+        return last_end(words, self.network.run(words, self.seconds))
+
+    def use(self, word: Word) -> int:
+        """The most bytes of micro-batches in flight, but for buffers that come early or leave."""
+        m, changes = self.microbatches, self.changes
+        return max(accumulate((changes[code // m] for code in word), initial=0))
+
+    def has_rooms(self, words: Sequence[Word]) -> bool:
+        """Whether the micro-batches in flight fit on every rank."""
+        return all(self.use(word) <= room for word, room in zip(words, self.rooms, strict=True))
+
+    def fits(self, words: Sequence[Word], seconds: Sequence[float] | None = None) -> bool:
+        """Whether the memory suffices, exactly."""
+        peaks = self.peaks(words, seconds or self.seconds)
+        return all(peak <= limit for peak, limit in zip(peaks, self.limits, strict=True))
+
+    def peaks(self, words: Sequence[Word], seconds: Sequence[float]) -> tuple[int, ...]:
+        """The most bytes on each rank."""
+        return self.network.peaks(words, self.network.run(words, seconds))
+
+
+def last_end(words: Sequence[Word], arrived: Sequence[float]) -> float:
+    """The end of the last action."""
+    return max((arrived[word[-1]] for word in words if word), default=0.0)
+
+
+__all__ = ["INFINITY", "LETTERS", "Task", "Word", "last_end"]

@@ -1,0 +1,198 @@
+"""What is recomputed: by words, by patterns, by what memory forces; and what it costs."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.capture import capture
+from parcompiler.capture.simplify import simplify
+from parcompiler.cost import BlockCost
+from parcompiler.device import device
+from parcompiler.graph import Graph
+from parcompiler.lower import lower
+from parcompiler.options import Options
+from parcompiler.passes import DEFAULT
+from parcompiler.passes.estimate import costs, estimate
+from parcompiler.passes.recompute import chosen
+from parcompiler.plan import Plan, Shape
+from parcompiler.prices import message_seconds, stage_costs
+from parcompiler.problem import Priced, Problem
+from parcompiler.schedules import SCHEDULES
+from parcompiler.simulator import simulate_lowered
+from tests import zoo
+from tests.passes.handmade import VALUE, chain, small
+
+LAYERS = tuple(f"layers.{i}" for i in range(4))
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    return simplify(capture(*zoo.build(name)))
+
+
+def problem_of(
+    name: str = "gpt",
+    recompute: str | Mapping[str, bool] = "full",
+    *,
+    memory: int | None = None,
+    schedule: str = "1f1b",
+    stages: str = "even",
+) -> Problem:
+    hardware = device("cpu")
+    if memory is not None:
+        hardware = dataclasses.replace(hardware, name="small", memory=memory)
+    options = Options(4, schedule=schedule, stages=stages, recompute=recompute)
+    return Problem(graph_of(name), pc.Mesh(pipeline=2, device=hardware), options)
+
+
+def planned(problem: Problem) -> Plan:
+    plan = Plan(problem.graph.name, "", Shape(problem.mesh.pipeline), problem.options.microbatches)
+    for item in DEFAULT:
+        plan = item.run(problem, plan)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("none", ()),
+        ("full", ("embedding+positions", *LAYERS, "norm+head")),
+        ({"layers.*": True}, LAYERS),
+        ({"layers.[01]": True}, LAYERS[:2]),
+        ({"*": True, "layers": False}, ("embedding+positions", "norm+head")),
+        ({"layers.1": False, "*": True}, ("embedding+positions", *LAYERS, "norm+head")),
+        ({"layers.*": False}, ()),
+    ],
+)
+def test_words_and_patterns_choose_blocks(
+    wanted: str | Mapping[str, bool], found: tuple[str, ...]
+) -> None:
+    assert planned(problem_of("gpt-dropout", wanted)).recompute == found
+
+
+def test_a_pattern_holds_for_the_pieces_of_a_layer() -> None:
+    assert chosen(problem_of(), 2, {"layers.1": True}) == ("layers.1.attention", "layers.1.ffn")
+    assert chosen(problem_of(), 2, {"layers.1.ffn": True}) == ("layers.1.ffn",)
+    assert planned(problem_of(recompute={"layers.1.ffn": True})).recompute == ()  # layers are whole
+
+
+def test_a_pattern_that_matches_no_block_is_refused_with_the_blocks() -> None:
+    message = "the pattern 'layer.*' of recompute matches no block (embedding+positions, layers.0, "
+    with pytest.raises(pc.InputError, match=re.escape(message)):
+        planned(problem_of(recompute={"layers.0": True, "layer.*": True}))
+
+
+def test_running_statistics_are_updated_once() -> None:
+    assert planned(problem_of("resnet", "full")).recompute == ("head",)
+    message = "block 'stages.0' cannot be recomputed: it updates buffers (running statistics)"
+    with pytest.raises(pc.InputError, match=re.escape(message)) as caught:
+        planned(problem_of("resnet", {"stages.*": True}))
+    assert "Exclude it: recompute={..., 'stages.0': False}" in str(caught.value)
+
+
+def test_a_plan_says_what_is_recomputed_and_reads_back() -> None:
+    plan = planned(problem_of(recompute={"layers.2": True}))
+    assert plan.recompute == ("layers.2",)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def handmade(seconds: float = 3.0) -> Priced:
+    """Three blocks that keep 900 bytes each, and read the value before them."""
+    priced = chain([seconds] * 3, saved=[900] * 3).priced(1)
+    cost = BlockCost((), (), saved=900, saved_inputs=VALUE, output_bytes=VALUE,
+                     parameter_bytes=0, estimated=(), kept_inputs=(0,))  # fmt: skip
+    first = dataclasses.replace(cost, kept_inputs=())
+    return dataclasses.replace(priced, costs=(first, cost, cost))
+
+
+def test_a_recomputed_block_keeps_what_it_reads_and_runs_twice() -> None:
+    priced = handmade()
+    assert priced.saved == (900 + VALUE, 900 + VALUE, 900)
+    assert (priced.forward, priced.backward) == ((1.0,) * 3, (2.0,) * 3)
+    again = priced.recomputing(["layers.0", "head"])
+    assert again.saved == (900 + VALUE, VALUE, 0)
+    assert again.backward == (2.0, 3.0, 3.0)
+    assert again.weight == priced.weight
+    assert again.again == (0, 900, 900)
+    assert [again.recomputed_bytes(range(3), left) for left in (0, 1, 2)] == [900, 1800, 3600]
+    assert again.recomputed_bytes([0], 0) == 0
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "pipedream"])
+@pytest.mark.parametrize("wanted", ["none", "full", {"layers.[02]": True}])
+def test_the_passes_and_the_simulator_count_the_same(
+    schedule: str, wanted: str | Mapping[str, bool]
+) -> None:
+    problem = problem_of("gpt-dropout", wanted, schedule=schedule)
+    plan = planned(problem)
+    lowered = lower(problem.graph, plan, problem.under(plan).cut)
+    own, found = costs(problem, plan), stage_costs(problem, plan, lowered)
+    for mine, theirs in zip(own, found, strict=True):
+        assert mine.forward == pytest.approx(theirs.forward)
+        assert mine.backward == pytest.approx(theirs.backward)
+        assert (mine.resident, mine.saved) == (theirs.resident, theirs.saved)
+    step = simulate_lowered(lowered, found, message_seconds(problem))
+    assert estimate(problem, plan).step_time == pytest.approx(step.step_time)
+    assert estimate(problem, plan).peak_memory == step.peak_memory
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    def step(wanted: str) -> tuple[float, int]:
+        problem = problem_of("gpt-dropout", wanted, schedule="gpipe")
+        found = estimate(problem, planned(problem))
+        return found.step_time, max(found.peak_memory)
+
+    (short, large), (long, little) = step("none"), step("full")
+    assert 1.1 * short < long < 1.6 * short
+    assert little < 0.7 * large
+
+
+def least(problem: Problem) -> int:
+    """The bytes of the fullest rank, as the simulator has it."""
+    return max(estimate(problem, planned(problem)).peak_memory)
+
+
+def test_nothing_is_recomputed_where_memory_suffices() -> None:
+    assert planned(problem_of(recompute="auto")).recompute == ()
+    assert planned(problem_of(recompute="auto", stages="auto", schedule="auto")).recompute == ()
+
+
+@pytest.mark.parametrize("stages", ["even", "auto"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "auto"])
+def test_memory_forces_recomputation(schedule: str, stages: str) -> None:
+    def problem(memory: int | None, wanted: str) -> Problem:
+        return problem_of("gpt-dropout", wanted, memory=memory, schedule=schedule, stages=stages)
+
+    memory = 200_000
+    with pytest.raises(pc.InfeasibleError):
+        planned(problem(memory, "none"))
+    plan = planned(problem(memory, "auto"))
+    assert plan.recompute
+    assert max(estimate(problem(memory, "auto"), plan).peak_memory) <= memory
+
+
+def test_a_rank_that_fits_without_is_spared() -> None:
+    """Under 1F1B the first rank holds two micro-batches, the last one."""
+    problem = chain([1.0] * 4, saved=[4000] * 4, on=small(25_000))
+    problem = dataclasses.replace(
+        problem, options=Options(4, schedule="1f1b", stages="even", recompute="auto")
+    )
+    plan = planned(problem)
+    tight = dataclasses.replace(problem, mesh=pc.Mesh(pipeline=2, device=small(13_000)))
+    forced = planned(tight)
+    assert plan.recompute == ()
+    assert forced.recompute == ("embedding", "layers.0")
+    assert forced.solution is not None
+    assert forced.solution.status == "feasible"
+    assert 0 < forced.solution.bound < forced.solution.objective
+
+
+def test_the_error_says_what_would_do_with_everything_recomputed() -> None:
+    with pytest.raises(pc.InfeasibleError) as caught:
+        planned(problem_of("gpt-dropout", "auto", memory=100_000, stages="auto"))
+    (note,) = (n for n in caught.value.__notes__ if n.startswith("with every block recomputed"))
+    assert "the least that would do is" in note

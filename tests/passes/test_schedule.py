@@ -1,0 +1,122 @@
+"""The schedule pass: the fastest that fits, by simulation; and the search that starts from it."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.device import device
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.schedules import build
+from parcompiler.schedules.planned import planned
+from tests import zoo
+
+
+@cache
+def captured() -> pc.Program:
+    model, inputs = zoo.build("gpt")
+    return pc.compile(model, pc.Mesh(), inputs, microbatches=1)
+
+
+def compiled(pipeline: int = 2, **options: Any) -> pc.Program:
+    return pc.compile(captured(), pc.Mesh(pipeline=pipeline), **options)
+
+
+def roomy(memory: int) -> pc.Mesh:
+    sized = dataclasses.replace(device("cpu"), name="sized", memory=memory)
+    return pc.Mesh(pipeline=2, device=sized)
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_auto_is_the_fastest_in_simulation(pipeline: int) -> None:
+    chosen = compiled(pipeline, microbatches=6)
+    seconds = {
+        name: compiled(pipeline, schedule=name, microbatches=6).simulate().step_time
+        for name in CANDIDATES
+    }
+    assert chosen.plan.schedule in CANDIDATES
+    assert chosen.simulate().step_time <= min(seconds.values()) / (1 - 0.01)
+    weighed = {item.schedule: item.seconds for item in chosen.plan.weighed or ()}
+    assert weighed == pytest.approx({name: seconds[name] for name in weighed}, rel=1e-9)
+    assert chosen.plan.schedule in str(chosen.report())
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_estimate_is_what_the_simulator_says(name: str) -> None:
+    program = compiled(schedule=name, microbatches=5)
+    found = estimate(program.problem, program.plan).step_time
+    assert found == pytest.approx(program.simulate().step_time, rel=1e-9)
+
+
+def test_auto_takes_only_what_fits() -> None:
+    """Where memory is short, those that keep much in flight lose, and the report says why."""
+    peaks = {
+        name: max(compiled(schedule=name, microbatches=8).simulate().peak_memory)
+        for name in CANDIDATES
+    }
+    room = (min(peaks.values()) + max(peaks.values())) // 2
+    program = pc.compile(captured(), roomy(room), microbatches=8, recompute="none")
+    lost = [item for item in program.plan.weighed or () if item.seconds is None]
+    assert lost
+    assert all("memory" in (item.reason or "") for item in lost)
+    assert max(program.simulate().peak_memory) <= room
+    assert "fits the memory limit" in program.report().to_text(300)
+
+
+def test_stages_on_a_rank_are_a_wish() -> None:
+    program = compiled(virtual_stages=3, microbatches=4)
+    assert program.plan.schedule == "interleaved"
+    assert [choice.rank for choice in program.plan.stages or ()] == [0, 1, 0, 1, 0, 1]
+    assert compiled(schedule="interleaved", microbatches=4).plan.virtual_stages == 2
+
+
+def test_counts_say_how_many_stages_a_rank_has() -> None:
+    program = compiled(stages=(2, 1, 1, 2), microbatches=4)
+    assert [len(choice.blocks) for choice in program.plan.stages or ()] == [2, 1, 1, 2]
+    assert program.plan.virtual_stages == 2
+
+
+def test_too_few_blocks_for_two_stages_on_a_rank() -> None:
+    with pytest.raises(pc.InfeasibleError, match=r"more stages than blocks.*stages"):
+        compiled(16, schedule="zb-v", microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "message"),
+    [
+        ("1f1b", 2, "1f1b has one stage on each rank"),
+        ("zb-v", 3, "zb-v always has 2 stages on each rank"),
+    ],
+)
+def test_stages_that_a_schedule_cannot_have_are_refused(
+    schedule: str, virtual_stages: int, message: str
+) -> None:
+    with pytest.raises(pc.InputError, match=message):
+        compiled(schedule=schedule, virtual_stages=virtual_stages)
+
+
+def test_a_search_is_never_slower_than_the_best_by_name() -> None:
+    best = compiled(3, microbatches=5)
+    found = compiled(3, microbatches=5, schedule="search")
+    assert found.plan.schedule == "search"
+    assert found.plan.search is not None
+    step = found.simulate().step_time
+    assert step == pytest.approx(found.plan.search.objective, rel=1e-9)
+    assert found.plan.search.bound <= step <= best.simulate().step_time * (1 + 1e-9)
+    assert planned(found.plan) != build("1f1b", 3, 5)
+    assert "search" in str(found.report())
+    assert pc.Plan.from_json(found.plan.to_json()) == found.plan
+
+
+def test_a_search_is_the_same_every_time() -> None:
+    plans = {compiled(microbatches=4, schedule="search").plan.to_json() for _ in range(2)}
+    assert len(plans) == 1
+
+
+def test_a_searched_order_trains_as_the_model_does() -> None:
+    found = compiled(2, microbatches=3, schedule="search").verify()
+    assert found.ok, str(found)
+    assert found.native.bitwise

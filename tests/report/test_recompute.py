@@ -1,0 +1,44 @@
+"""What a report says of recomputation: a line when there is any, and its cost."""
+
+import pytest
+
+from parcompiler.report import Report
+from tests.report.programs import Made, make, small_gpt
+
+LAYERS = [f"layers.{i}" for i in range(4)]
+
+
+def recomputing(*names: str) -> Made:
+    return make(small_gpt().problem.graph, (4, 2), recompute=names)
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (LAYERS, "layers.0 ... layers.3 (4 blocks)"),
+        (["layers.1"], "layers.1 (1 block)"),
+        ([*LAYERS[1:], "norm+embedding"], "layers.1 ... layers.3 (3), norm+embedding (4 blocks)"),
+    ],
+)
+def test_the_overview_names_what_is_recomputed(names: list[str], line: str) -> None:
+    report = recomputing(*names).report
+    (found,) = (text for text in report.to_text(100).splitlines() if "recomputed" in text)
+    assert found.split(maxsplit=1)[1].strip() == line
+    assert Report.from_json(report.to_json()) == report
+    assert report.choices.recompute == tuple(names)
+
+
+def test_nothing_is_said_where_nothing_is_recomputed() -> None:
+    assert "recompute" not in small_gpt().report.to_text(100)
+    assert "recompute" not in small_gpt().report.to_json().replace('"recomputed"', "")
+
+
+def test_stages_count_what_they_compute_twice_and_the_step_does_not() -> None:
+    plain, again = small_gpt().report, recomputing(*LAYERS[:3]).report
+    first, then = plain.stages[0], again.stages[0]
+    assert first.backward_flops < then.backward_flops <= first.backward_flops + first.forward_flops
+    assert then.backward == pytest.approx(first.backward + first.forward, rel=0.2)
+    assert then.activations < first.activations / 4
+    assert again.stages[1] == plain.stages[1]
+    assert again.step.flops == plain.step.flops
+    assert again.step.mfu < plain.step.mfu

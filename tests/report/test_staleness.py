@@ -1,0 +1,92 @@
+"""What a report says of an asynchronous schedule: the age of weights, and memory of versions."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.models import gpt
+from parcompiler.prices import staleness, stashed_bytes, versions
+from parcompiler.report import Report
+from tests.report.programs import Made, captured, make, small_gpt, small_t5, tokens
+
+
+@cache
+def program(schedule: str = "pipedream", microbatches: int = 8) -> Made:
+    """Four untied layers, one of them with frozen weights, on four stages."""
+    config = gpt.Config(
+        layers=4, heads=4, hidden=64, vocabulary=512, sequence=32, tied=False, dropout=0.0
+    )
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    model.get_submodule("layers.1").requires_grad_(False)
+    batch = tokens(2, 32)
+    return make(captured(model, (batch, batch)), (2, 1, 1, 2), microbatches, schedule=schedule)
+
+
+def test_weights_are_as_old_as_their_stage_is_far_from_the_end() -> None:
+    lowered = program().lowered
+    assert staleness(lowered) == (3, 2, 1, 0)
+    assert versions(lowered) == (4, 3, 2, 1)
+
+
+def test_fewer_micro_batches_need_fewer_versions() -> None:
+    lowered = program(microbatches=4).lowered
+    assert staleness(lowered) == (3, 2, 1, 0)
+    assert versions(lowered) == (2, 3, 2, 1)  # the first forwards of stage 0 share one
+    assert staleness(program(microbatches=1).lowered) == (0, 0, 0, 0)
+    assert versions(program(microbatches=1).lowered) == (1, 1, 1, 1)
+
+
+def test_synchronous_schedules_have_no_old_weights() -> None:
+    lowered = program("1f1b").lowered
+    assert staleness(lowered) == (0,) * 4
+    assert versions(lowered) == (1,) * 4
+    assert [stashed_bytes(lowered, j) for j in range(4)] == [0] * 4
+
+
+def test_the_simulated_memory_has_the_versions_of_trainable_weights() -> None:
+    made, same = program(), program("1f1b")
+    for j, stage in enumerate(made.lowered.stages):
+        tensors = [made.lowered.graph.by_name[name] for name in stage.tensors]
+        weights = sum(item.nbytes for item in tensors if item.trainable)
+        assert any(item.trainable for item in tensors) == (j != 1)
+        extra = made.timeline.peak_memory[j] - same.timeline.peak_memory[j]
+        assert extra == (3 - j) * weights == made.report.staleness[j].nbytes
+    assert made.timeline.step_time == same.timeline.step_time
+
+
+def test_the_report_says_so_for_a_reader() -> None:
+    text = program().report.to_text(120)
+    line = next(line for line in text.splitlines() if line.strip().startswith("staleness"))
+    assert "stage 0 uses weights up to 3 updates old, 4 versions, " in line
+    assert line.endswith("besides the current one")
+    assert "Staleness of weights" in text
+
+
+def test_the_page_says_so_too(tmp_path: Path) -> None:
+    program().report.to_html(tmp_path / "report.html")
+    assert "up to 3 updates old" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_json_keeps_it() -> None:
+    report = program().report
+    data = json.loads(report.to_json())
+    assert [stage["updates"] for stage in data["staleness"]] == [3, 2, 1, 0]
+    assert Report.from_json(report.to_json()) == report
+    del data["staleness"][3]
+    with pytest.raises(InputError, match=r"report\.staleness must have 4 entries \(3 found\)"):
+        Report.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("made", [small_gpt, small_t5])
+def test_reports_of_other_schedules_do_not_mention_it(made: object) -> None:
+    assert callable(made)
+    report = made().report
+    assert report.staleness == ()
+    assert "staleness" not in json.loads(report.to_json())
+    assert "tale" not in report.to_text()
+    assert Report.from_json(report.to_json()) == report
