@@ -27,13 +27,14 @@ WORDS = {
 }
 RANKS = 16  # more are no longer a picture
 WIDEST = 160
+LEAST = 2
 IDLE = Cell(".", "dim")
 
 
 def gantt(report: Report, width: int) -> Drawing:
     """The step in `width` columns; empty when it does not fit.
 
-    It fits when the shortest forward or backward has a column of its own.
+    It fits when a forward or backward has `LEAST` columns on average.
     """
     ranks = len(report.ranks)
     label = len(f"rank {ranks - 1}  ")
@@ -42,7 +43,7 @@ def gantt(report: Report, width: int) -> Drawing:
     times = [event.end - event.begin for event in events if event.end > event.begin]
     seconds = max(report.step.seconds, *(event.end for event in report.trail.events), 0.0)
     title = f"Schedule: {quantity(seconds, SECONDS)} of {_legend(events)}, . idle"
-    if ranks > RANKS or not times or columns * min(times) < seconds:
+    if ranks > RANKS or not times or columns * sum(times) < LEAST * seconds * len(times):
         return Drawing(title, ())
     several, lines = len(report.stages) > ranks, []
     for rank in range(ranks):
