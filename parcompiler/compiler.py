@@ -20,6 +20,7 @@ from parcompiler.mesh import Mesh
 from parcompiler.options import Options, offered
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.recompute import check_patterns, chosen
+from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan, Shape
 from parcompiler.prices import stage_costs
@@ -74,13 +75,14 @@ def compile(
         schedule=schedule,
         virtual_stages=virtual_stages,
         stages=stages,
+        sharding=sharding,
         recompute=recompute,
         precision=precision,
         optimizer=optimizer,
     )
     _check_order(mesh, options)
     _check_replicas(mesh, model, plan)
-    _check_offer(mesh, vocabulary, sharding, optimizer)
+    _check_offer(vocabulary, optimizer)
     with Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss)
@@ -91,16 +93,17 @@ def compile(
             plan = _start(problem)
             for item in DEFAULT if passes is None else passes:
                 with steps(f"pass {item.name}"):
-                    plan = item.run(problem, plan)
+                    plan = item.run(local(problem, plan), plan)
         else:
             with steps("check plan"):
                 _check_plan(problem, plan)
-                plan = reconsidered(problem, plan)
+                plan = reconsidered(local(problem, plan), plan)
         with steps("lower"):
-            lowered = lower(problem.graph, plan, problem.priced(_granularity(plan)).cut)
+            own = local(problem, plan)
+            lowered = lower(own.graph, plan, own.priced(_granularity(plan)).cut)
         with steps("verify"):
             limits = [problem.device.memory] * lowered.size
-            verify(lowered, Memory(stage_costs(problem, plan, lowered), limits))
+            verify(lowered, Memory(stage_costs(own, plan, lowered), limits))
     if isinstance(model, Program):
         source, loss = model.model, model.loss
     else:
@@ -184,18 +187,9 @@ def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
         raise InputError(message)
 
 
-def _check_offer(
-    mesh: Mesh,
-    vocabulary: str,
-    sharding: object,
-    optimizer: str,
-) -> None:
+def _check_offer(vocabulary: str, optimizer: str) -> None:
     """Refuse, before anything starts, what this release does not do yet."""
-    if mesh.tensor != 1:
-        message = f"this release has no tensor axis (tensor={mesh.tensor})"
-        raise InputError(message)
     offered("vocabulary", vocabulary, ("auto", "whole"))
-    offered("sharding", sharding, ("auto",))
     offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
 
 
@@ -223,14 +217,16 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
                 "plan= to make a new one"
             )
             raise PlanError(message)
-    decisions = ("schedule", "granularity", "stages", "recompute")
+    decisions = ["schedule", "granularity", "stages", "recompute"]
+    decisions += ["sharding"] if problem.mesh.tensor > 1 else []
     missing = [n for n in decisions if getattr(plan, n) is None]
     if missing:
         message = f"the plan leaves {missing[0]!r} undecided"
         raise PlanError(message)
     _check_schedule(problem.options, plan)
-    _check_blocks(problem, plan)
-    _check_recompute(problem, plan)
+    own = local(problem, plan)
+    _check_blocks(own, plan)
+    _check_recompute(own, plan)
 
 
 def _check_schedule(options: Options, plan: Plan) -> None:

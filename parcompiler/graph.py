@@ -9,7 +9,7 @@ ids, rotary tables) form the *prologue*, which every stage may compute for itsel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,13 @@ class Parameter:
     mutated: bool = False
     aliases: tuple[str, ...] = ()
     shard: Shard | None = None
+
+    @property
+    def whole(self) -> Parameter:
+        """The parameter that tensor ranks hold pieces of."""
+        if self.shard is None:
+            return self
+        return replace(self, shape=self.shard.shape(self.shape), shard=None)
 
     @property
     def numel(self) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -105,7 +106,10 @@ class Priced:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is given. A pass reads it and never changes it."""
+    """What is given. A pass reads it and never changes it.
+
+    `local` keeps the problems of one tensor rank, by sharding (see passes/shard/local.py).
+    """
 
     graph: Graph
     mesh: Mesh
@@ -114,6 +118,7 @@ class Problem:
     _recomputing: dict[tuple[int, frozenset[str]], Priced] = field(
         default_factory=dict, repr=False, compare=False
     )
+    local: dict[Any, Problem] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def device(self) -> Device:

@@ -19,6 +19,7 @@ from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
+from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import collective_seconds, message_seconds, stage_costs
 from parcompiler.problem import Problem
@@ -44,7 +45,7 @@ class Program:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        costs = stage_costs(self.problem, self.plan, self.lowered)
+        costs = stage_costs(local(self.problem, self.plan), self.plan, self.lowered)
         return simulate_lowered(
             self.lowered,
             costs,
@@ -115,7 +116,8 @@ class Program:
         """The same plan on another precision or other values of the same graph."""
         problem = Problem(graph, self.problem.mesh, self.problem.options)
         assert self.plan.granularity is not None
-        lowered = lower(graph, self.plan, cut(graph, self.plan.granularity, self._sent(graph)))
+        own = local_graph(self.problem, self.plan, graph)
+        lowered = lower(own, self.plan, cut(own, self.plan.granularity, self._sent(own)))
         verify(lowered)
         return dataclasses.replace(self, problem=problem, lowered=lowered)
 

@@ -56,7 +56,6 @@ class Original:
         tensors = self.parameters | dict(self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
-
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers by name."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}

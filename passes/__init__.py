@@ -4,8 +4,13 @@ from parcompiler.passes.base import Pass
 from parcompiler.passes.order import OrderPass
 from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
+from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.stage import StagePass
 
-DEFAULT: tuple[Pass, ...] = (RecomputePass(), SchedulePass(), StagePass(), OrderPass())
+DEFAULT: tuple[Pass, ...] = (
+    ShardPass(), RecomputePass(), SchedulePass(), StagePass(), OrderPass(),
+)  # fmt: skip
 
-__all__ = ["DEFAULT", "OrderPass", "Pass", "RecomputePass", "SchedulePass", "StagePass"]
+__all__ = [
+    "DEFAULT", "OrderPass", "Pass", "RecomputePass", "SchedulePass", "ShardPass", "StagePass",
+]  # fmt: skip

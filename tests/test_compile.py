@@ -65,12 +65,12 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         ("virtual_stages", 0, "virtual_stages must be a positive integer (0 given)"),
         ("virtual_stages", 1.5, "virtual_stages must be a positive integer (1.5 given)"),
         ("vocabulary", "vocab-1", "vocabulary must be one of 'auto', 'whole' ('vocab-1' given)"),
-        ("sharding", {"*": "S(0)"}, "sharding must be one of 'auto' ({'*': 'S(0)'} given)"),
+        ("sharding", "columns", "sharding must be one of 'auto' ('columns' given)"),
+        ("sharding", {"*": "P"}, "sharding cannot hold '*' as summands ('P'): 'R' or 'S(0)'"),
         ("recompute", "all", "recompute must be one of 'auto', 'none', 'full' ('all' given)"),
         ("recompute", {"layers.*": 1}, "recompute must be 'auto', 'none', 'full' or a dict such"),
         ("recompute", {0: True}, "a dict such as {'layers.*': True} ({0: True} given)"),
         ("recompute", True, "recompute must be 'auto', 'none', 'full' or a dict such"),
-        ("mesh", pc.Mesh(tensor=2), "no tensor axis (tensor=2)"),
         ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
         ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
         ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),
@@ -501,3 +501,30 @@ def test_a_model_in_evaluation_mode_keeps_its_semantics() -> None:
     assert state is not None
     assert all(torch.equal(state[n], t) for n, t in model.named_buffers())
     assert not model.training
+
+
+def test_data_ranks_cannot_update_inside_the_step() -> None:
+    mesh, inputs = pc.Mesh(pipeline=2, data=2), batch(1)
+    with pytest.raises(pc.InputError, match=r"'pipedream' updates parameters inside .*\(data=2\)"):
+        pc.compile(mixed(), mesh, inputs, microbatches=2, schedule="pipedream")
+
+
+def test_statistics_of_all_data_ranks_are_refused_by_the_path_of_their_module() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    )
+    with pytest.raises(
+        pc.InputError, match=r"'1' is a SyncBatchNorm, .* \(data=2\): use BatchNorm"
+    ):
+        pc.compile(model, pc.Mesh(data=2), (torch.ones(4, 2),), loss=torch.sum)
+    pc.compile(model, pc.Mesh(), (torch.ones(4, 2),), loss=torch.sum, microbatches=1)
+
+
+def test_every_rank_of_the_mesh_has_its_instructions() -> None:
+    model, inputs = zoo.build("gpt")
+    program = pc.compile(model, pc.Mesh(pipeline=2, data=3), inputs, microbatches=2)
+    texts = [str(program.instructions(rank)) for rank in range(6)]
+    assert "to 3" in texts[0] and "to 4" in texts[1] and "to 5" in texts[2]
+    assert all("ranks 0,1,2" in text for text in texts[:3])
+    with pytest.raises(pc.InputError, match=r"there is no rank 6 \(ranks: 0 to 5\)"):
+        program.instructions(6)

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 rank.py PROGRAM OUT ..., started by run.py
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import parcompiler as pc
 from parcompiler.models import gpt
 
-CONFIG = gpt.Config(layers=4, heads=4, hidden=256, vocabulary=8192, sequence=128, tied=True)
+SEQUENCE, VOCABULARY = 128, 8192
 ROWS = 4  # of a micro-batch
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
@@ -25,20 +25,21 @@ Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 def batch(microbatches: int, seed: int) -> dict[str, torch.Tensor]:
     """Random tokens for one data rank."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (ROWS * microbatches, CONFIG.sequence)
-    tokens = torch.randint(CONFIG.vocabulary, shape, generator=generator)
+    shape = (ROWS * microbatches, SEQUENCE)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def model() -> gpt.GPT:
+def model(hidden: int) -> gpt.GPT:
     """The model with the same weights wherever it is made."""
     torch.manual_seed(0)
-    return gpt.GPT(CONFIG)
+    sizes = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "hidden": hidden}
+    return gpt.GPT(gpt.Config(layers=4, heads=4, tied=True, **sizes))
 
 
-def theirs(microbatches: int, *, view: bool) -> tuple[Step, torch.nn.Module]:
+def theirs(hidden: int, microbatches: int, *, view: bool) -> tuple[Step, torch.nn.Module]:
     """A step of DistributedDataParallel: one all-reduce whatever the number of micro-batches."""
-    wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=view)
+    wrapped = DistributedDataParallel(model(hidden), gradient_as_bucket_view=view)
 
     def step(whole: dict[str, torch.Tensor]) -> torch.Tensor:
         wrapped.zero_grad(set_to_none=True)
@@ -54,11 +55,20 @@ def theirs(microbatches: int, *, view: bool) -> tuple[Step, torch.nn.Module]:
     return step, wrapped.module
 
 
+def differences(ours: dict[str, torch.nn.Parameter], module: torch.nn.Module) -> Iterator[float]:
+    """How far our gradients are from those of a module, relative to the largest of each tensor."""
+    for name, parameter in module.named_parameters():
+        found, wanted = ours[name].grad, parameter.grad
+        assert found is not None and wanted is not None
+        yield float((found - wanted).abs().max() / wanted.abs().max())
+
+
 def main() -> None:
     """Time every variant in turn; write CPU and wall seconds of each step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("program", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -66,8 +76,8 @@ def main() -> None:
     rank = dist.get_rank()
     with pc.load(options.program).worker() as worker:
         count = worker.program.microbatches
-        plain, module = theirs(count, view=False)
-        viewed, _ = theirs(count, view=True)
+        plain, module = theirs(options.hidden, count, view=False)
+        viewed, _ = theirs(options.hidden, count, view=True)
         steps: dict[str, Step] = {"ours": worker.step, "ddp": plain, "ddp, views": viewed}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for number in range(options.steps + 2):
@@ -79,10 +89,7 @@ def main() -> None:
                 measured = time.process_time() - cpu, time.perf_counter() - wall
                 if number >= 2:
                     times[name].append(measured)
-        error = max(
-            float((p.grad - dict(worker.named_parameters())[n].grad).abs().max() / p.grad.abs().max())
-            for n, p in module.named_parameters()
-        )
+        error = max(differences(dict(worker.named_parameters()), module))
     dist.destroy_process_group()
     result = {"times": times, "error": error}
     (options.out / f"rank_{rank}.json").write_text(json.dumps(result))

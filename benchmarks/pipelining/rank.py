@@ -32,9 +32,11 @@ LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One step of one runtime on one rank, in seconds: CPU time of all threads, and wall time."""
+    """One step of one runtime on one rank, in seconds: CPU time of all threads and of the one that
+    runs the step, and wall time."""
 
     processor: float
+    main: float
     wall: float
 
 
@@ -90,9 +92,10 @@ def _cost(step: Callable[[], Any]) -> Cost:
     """Of one step that all ranks begin together."""
     gc.collect(0)
     dist.barrier()
-    wall, processor = time.perf_counter(), time.process_time()
+    begin = time.process_time(), time.thread_time(), time.perf_counter()
     step()
-    return Cost(time.process_time() - processor, time.perf_counter() - wall)
+    end = time.process_time(), time.thread_time(), time.perf_counter()
+    return Cost(*(late - early for late, early in zip(end, begin, strict=True)))
 
 
 def _buffers(step: Callable[[], Any]) -> int:

@@ -1,9 +1,9 @@
 """What does a step cost here, beside torch.distributed.pipelining with the same stages and order?
 
-    python benchmarks/pipelining/run.py [--ranks 2 4] [--schedules 1f1b ...] [--pairs 40]
+    python benchmarks/pipelining/run.py [--models small ...] [--ranks 2 4] [--rounds 3] [--pairs 20]
 
-Every row starts its own processes on this machine, one thread each. Both runtimes live in them and
-take turns, step by step.
+Every row starts its own processes on this machine, one thread each, `rounds` times. Both runtimes
+live in them and take turns, step by step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Row:
 
     processor: tuple[float, float]
     processor_ratio: tuple[float, float, float]
-    wall: tuple[float, float]
+    main_ratio: float
     wall_ratio: float
     buffers: list[tuple[int, int]]
     error: float
@@ -52,13 +53,13 @@ def main() -> None:
     options = _options()
     print(
         "| model | ranks | schedule | CPU ours (ms) | CPU theirs (ms) | CPU ratio (quartiles) | "
-        "wall ratio | buffers ours / theirs, by rank (KiB) | largest difference |"
+        "of main threads | wall ratio | buffers ours / theirs, by rank (KiB) | largest difference |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for model in options.models:
         for size in options.ranks:
             for schedule in options.schedules:
-                row = _row(model, size, schedule, options.pairs)
+                row = _row(model, size, schedule, options.rounds, options.pairs)
                 print(f"| {model} | {size} | {schedule} | {_cells(row)} |", flush=True)
 
 
@@ -68,26 +69,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of steps in each row (40)")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of processes for a row (3)")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps in each round (20)")
     options = parser.parse_args()
-    if options.pairs < 1:
-        parser.error(f"--pairs must be at least 1 ({options.pairs} given)")
+    if min(options.pairs, options.rounds) < 1:
+        parser.error(f"--rounds and --pairs must be at least 1 ({options.rounds}, {options.pairs})")
     return options
 
 
-def _row(model: str, size: int, schedule: str, pairs: int) -> Row:
+def _row(model: str, size: int, schedule: str, rounds: int, pairs: int) -> Row:
     """Export the program, run its processes, and gather what they found."""
-    with tempfile.TemporaryDirectory() as folder:
-        _export(Path(folder), model, size, schedule)
-        multiprocessing.spawn(rank_main, (size, folder, schedule, pairs), nprocs=size)
-        found = [
-            json.loads((Path(folder) / f"rank_{rank}.json").read_text(encoding="utf-8"))
-            for rank in range(size)
-        ]
-    row = _summary(found)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _export(folder, model, size, schedule)
+        row = _summary([_round(folder, size, schedule, pairs) for _ in range(rounds)])
     if row.error > TOLERANCE:
         sys.exit(f"the two disagree by {row.error:.1e} ({model}, {size} ranks, {schedule})")
     return row
+
+
+def _round(folder: Path, size: int, schedule: str, pairs: int) -> list[dict[str, Any]]:
+    """What each rank found."""
+    (folder / "store").unlink(missing_ok=True)
+    multiprocessing.spawn(rank_main, (size, str(folder), schedule, pairs), nprocs=size)
+    texts = [(folder / f"rank_{rank}.json").read_text(encoding="utf-8") for rank in range(size)]
+    return [json.loads(text) for text in texts]
 
 
 def _export(folder: Path, model: str, size: int, schedule: str) -> None:
@@ -115,26 +121,31 @@ def _export(folder: Path, model: str, size: int, schedule: str) -> None:
     order.to_csv(folder / "orders.csv")
 
 
-def _summary(found: list[dict[str, Any]]) -> Row:
-    """Sums over ranks of each pair, then medians."""
-    steps = list(zip(*(rank["pairs"] for rank in found), strict=True))
-    processor = [
-        tuple(1e3 * sum(rank[side]["processor"] for rank in ranks) for side in (0, 1))
-        for ranks in steps
-    ]
-    wall = [
-        tuple(1e3 * max(rank[side]["wall"] for rank in ranks) for side in (0, 1)) for ranks in steps
-    ]
+def _summary(rounds: list[list[dict[str, Any]]]) -> Row:
+    """Sums over ranks of each pair (the slowest, of wall time), then medians over all pairs."""
+    steps = [pair for ranks in rounds for pair in zip(*(r["pairs"] for r in ranks), strict=True)]
+    processor = [_both(sum, ranks, "processor") for ranks in steps]
+    main = [_both(sum, ranks, "main") for ranks in steps]
+    wall = [_both(max, ranks, "wall") for ranks in steps]
     ratios = [ours / theirs for ours, theirs in processor]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    ranks = [rank for ranks in rounds for rank in ranks]
     return Row(
         processor=_medians(processor),
         processor_ratio=(low, middle, high),
-        wall=_medians(wall),
+        main_ratio=statistics.median(ours / theirs for ours, theirs in main),
         wall_ratio=statistics.median(ours / theirs for ours, theirs in wall),
-        buffers=[tuple(rank["buffers"]) for rank in found],
-        error=max(max(rank["loss_error"], rank["gradient_error"]) for rank in found),
+        buffers=[tuple(rank["buffers"]) for rank in rounds[0]],
+        error=max(max(rank["loss_error"], rank["gradient_error"]) for rank in ranks),
     )
+
+
+def _both(
+    over: Callable[[Iterable[float]], float], ranks: Iterable[Any], key: str
+) -> tuple[float, float]:
+    """One pair of steps: a cost of ours and of theirs, in milliseconds, over the ranks."""
+    ours, theirs = zip(*ranks, strict=True)
+    return 1e3 * over(cost[key] for cost in ours), 1e3 * over(cost[key] for cost in theirs)
 
 
 def _medians(pairs: list[Any]) -> tuple[float, float]:
@@ -149,7 +160,7 @@ def _cells(row: Row) -> str:
     buffers = ", ".join(f"{ours / 1024:.0f} / {theirs / 1024:.0f}" for ours, theirs in row.buffers)
     return (
         f"{row.processor[0]:.1f} | {row.processor[1]:.1f} | {middle:.2f} ({low:.2f}–{high:.2f}) | "
-        f"{row.wall_ratio:.2f} | {buffers} | {row.error:.0e}"
+        f"{row.main_ratio:.2f} | {row.wall_ratio:.2f} | {buffers} | {row.error:.0e}"
     )
 
 

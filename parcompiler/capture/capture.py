@@ -273,7 +273,7 @@ _NO_GRADIENT = frozenset(
 
 def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
     """Names of the nodes that carry gradients: floating, and reached from a trainable parameter."""
-    found = set(trainable)
+    found, effects = set(trainable), Effects(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not _is_floating(node):
             continue
@@ -285,11 +285,20 @@ def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
             continue
         if any(operand.name in found for operand in node.all_input_nodes):
             found.add(node.name)
-            # An update in place makes its target carry the gradient too.
-            found.update(
-                operand.name for operand in mutated_operands(node) if operand.op != "placeholder"
-            )
+            # An update in place makes its target carry the gradient too, with what that is a view
+            # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
+            for operand in mutated_operands(node):
+                found.update(_in_memory_of(operand, graph, effects))
     return frozenset(found)
+
+
+def _in_memory_of(updated: fx.Node, graph: fx.Graph, effects: Effects) -> Iterator[str]:
+    """The names of the floating nodes, no placeholders, that lie in the memory of one."""
+    root = effects.root(updated)
+    for node in graph.nodes:
+        if node.op == "call_function" and effects.root(node) is root and _is_floating(node):
+            if getattr(node.target, "_opname", "") != "detach":
+                yield node.name
 
 
 def _is_floating(node: fx.Node) -> bool:

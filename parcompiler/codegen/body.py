@@ -21,7 +21,7 @@ from parcompiler.codegen.quoting import comment
 from parcompiler.codegen.registry import home_of
 from parcompiler.codegen.wishes import wishes
 from parcompiler.graph import Graph
-from parcompiler.spmd.exchange import Exchange
+from parcompiler.spmd.exchange import Exchange, is_conversion
 
 INDENT = 8
 
@@ -142,6 +142,8 @@ class Body:
         position = self._position[node] if now is None else now
         operand = next(self._reads(node if index is None else node.all_input_nodes[0]), None)
         text = self._names.get(operand, "") if operand is not None else ""
+        if is_conversion(node):
+            text = text.removeprefix("self.")  # a tensor of the layer, held in another way
         candidates = list(wishes(node, text if text.isidentifier() else None, index))
         for candidate in candidates:
             if self._is_free(candidate, node, position):
@@ -196,10 +198,13 @@ def _remark(node: fx.Node) -> str:
     said: Exchange | None = node.meta.get("exchange")
     if said is None:
         return ""
-    sides = {"forward": said.forward, "backward": said.backward}
-    told = [f"{side}: {', '.join(dict.fromkeys(a for a, _ in actions))}"
-            for side, actions in sides.items() if actions]  # fmt: skip
-    return "; ".join(told)
+    there, back = (
+        " and ".join(dict.fromkeys(action for action, _ in actions))
+        for actions in (said.forward, said.backward)
+    )
+    if there.replace("-", "_") == getattr(node.target, "name", ""):
+        there = f"{said.n} ranks"  # the name says the rest
+    return ", ".join(part for part in (there, f"back: {back}" if back else "") if part)
 
 
 def _updated(node: fx.Node) -> fx.Node | None:

@@ -14,7 +14,7 @@ from torch import fx
 from parcompiler.capture.effects import overload_name
 from parcompiler.capture.templates import identifier
 from parcompiler.lower.source import FORMS, assigned_name, chained_name, module_name
-from parcompiler.spmd.exchange import RuntimeCall
+from parcompiler.spmd.exchange import is_conversion
 
 # Operators whose names mean something else to Python, or little to a reader.
 WORDS = {
@@ -71,7 +71,7 @@ def wishes(node: fx.Node, operand: str | None, index: int | None = None) -> Iter
     name takes a number when none is free.
     """
     own = assigned_name(node)
-    if isinstance(node.target, RuntimeCall) and "exchange" in node.meta and operand is not None:
+    if operand is not None and is_conversion(node):
         yield operand  # the same value, held in another way
     if own is not None:
         yield own

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from parcompiler.cost.exchange import exchanged, note
 from parcompiler.cost.operation import Operation, describe, label
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.stand_in import CPU, is_differentiable, stand_in, tensors
+from parcompiler.graph import dtype_of
 
 Environment = dict[fx.Node, Any]
 
@@ -32,13 +34,24 @@ def execute(nodes: Iterable[fx.Node], values: Environment, recorder: Recorder) -
                 target, (args, kwargs) = _target(node), _arguments(node, values)
                 noted, grad_mode = len(recorder.operations), torch.is_grad_enabled()
                 try:
-                    values[node] = target(*args, **kwargs)
+                    values[node] = _run(node, target, args, kwargs, recorder)
                 except Exception:  # whatever it is: the recorded shapes still say what comes out
                     del recorder.operations[noted:]
                     torch.set_grad_enabled(grad_mode)
                     values[node] = _estimate(node, args, kwargs, recorder)
                     estimated.append(label(node.target))
     return estimated
+
+
+def _run(node: fx.Node, target: Any, args: Any, kwargs: Any, recorder: Recorder) -> Any:
+    """The result of a node; ranks may exchange something in it."""
+    said = node.meta.get("exchange")
+    if said is None:
+        return target(*args, **kwargs)
+    if target.likeness is None:
+        return exchanged(node, args, recorder)
+    note(said, dtype_of(node), recorder)
+    return target(*args, **kwargs)
 
 
 def differentiate(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from parcompiler.cost.exchange import EXCHANGE
 from parcompiler.cost.operation import Operation
 from parcompiler.device import Device
 
@@ -24,7 +25,12 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 
 
 def operation_seconds(operation: Operation, device: Device) -> float:
-    """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s."""
+    """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
+
+    What ranks exchange takes the time of the link between them.
+    """
+    if operation.kind == EXCHANGE:
+        return device.link.seconds(operation.nbytes)
     peak = device.peak(operation.dtype) * device.efficiency.of(operation.kind)
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth
     return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead

@@ -79,6 +79,35 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharded:
+    """How the tensor ranks hold the tensors of a template, and which of its nodes are not split.
+
+    `blocks` are named where only some of the template's are meant.
+    """
+
+    template: str
+    blocks: tuple[str, ...]
+    tensors: tuple[str, ...]
+    whole: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch.
+
+    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes.
+    """
+
+    template: str
+    blocks: int
+    action: str
+    value: str
+    shape: tuple[int, ...]
+    sent: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The predicted step. `flops` are those of all ranks, without anything computed twice.
 

@@ -20,8 +20,8 @@ from parcompiler.simulator import Event, StageCost, Timeline
 
 
 def model(graph: Graph) -> data.Model:
-    """What is trained."""
-    own = [item for item in graph.parameters if not item.buffer]
+    """What is trained, on all tensor ranks together."""
+    own = [item.whole for item in graph.parameters if not item.buffer]
     return data.Model(
         name=graph.name,
         parameters=sum(item.numel for item in own),
@@ -86,7 +86,7 @@ def step(
     costs: Sequence[StageCost],
     timeline: Timeline,
 ) -> data.Step:
-    """The predicted step."""
+    """The predicted step; `priced` are the blocks of the whole model."""
     seconds, ranks = timeline.step_time, [0.0] * lowered.size
     for stage, cost in zip(lowered.stages, costs, strict=True):
         ranks[stage.rank] += cost.forward + cost.backward
@@ -167,9 +167,7 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     return tuple(_averaged(lowered, rank, own, computed) for rank, own in enumerate(sums))
 
 
-def _averaged(
-    lowered: Lowered, rank: int, sums: Sequence[Event], computed: float
-) -> data.Averaged:
+def _averaged(lowered: Lowered, rank: int, sums: Sequence[Event], computed: float) -> data.Averaged:
     """What one rank sums, where all ranks have computed by the second `computed`."""
     names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
     return data.Averaged(

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
+from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs
 from parcompiler.problem import Problem
-from parcompiler.report import checks, data, gather, page, render, serial, timing
+from parcompiler.report import checks, data, gather, page, placements, render, serial, timing
 from parcompiler.report.trace import trace_text
 from parcompiler.simulator import Timeline
 
@@ -54,14 +55,20 @@ class Report:
     measurement: data.Measured | None = None
     staleness: tuple[data.Stale, ...] = ()
     averaged: tuple[data.Averaged, ...] = ()
+    sharded: tuple[data.Sharded, ...] = ()
+    exchanged: tuple[data.Exchanged, ...] = ()
     version: int = VERSION
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan, lowered: Lowered, timeline: Timeline) -> Report:
-        """The report of a plan, of the program lowered from it, and of its simulated step."""
+        """The report of a plan, of the program lowered from it, and of its simulated step.
+
+        `problem` is about the whole model, also where tensor ranks compute pieces of it.
+        """
         assert plan.granularity is not None, "a report needs a finished plan"
-        priced = problem.priced(plan.granularity)
-        costs = stage_costs(problem, plan, lowered)
+        own, whole = local(problem, plan), problem.priced(plan.granularity)
+        priced = own.priced(plan.granularity)
+        costs = stage_costs(own, plan, lowered)
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
@@ -69,7 +76,7 @@ class Report:
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=gather.weighed(plan),
-            step=gather.step(problem, priced, lowered, costs, timeline),
+            step=gather.step(problem, whole, lowered, costs, timeline),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(timeline),
             values=gather.values(lowered, plan),
@@ -80,6 +87,8 @@ class Report:
             trail=gather.trail(timeline),
             staleness=gather.staleness(lowered),
             averaged=gather.averaged(lowered, timeline),
+            sharded=placements.sharded(plan),
+            exchanged=placements.exchanged(priced),
         )
         return serial.rounded(report)
 

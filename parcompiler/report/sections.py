@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from parcompiler.report import division, overview, traffic
+from parcompiler.report import division, overview, placements, traffic
 from parcompiler.report.gantt import gantt
 from parcompiler.report.table import Section
 
@@ -22,6 +22,9 @@ TABLES = (
     division.memory,
     division.versions,
     division.averaged,
+    placements.held,
+    placements.told,
+    placements.unsplit,
     traffic.between,
     traffic.cuts,
     traffic.direct,

@@ -45,14 +45,18 @@ def piece(size: int) -> int:
     return pieces.piece(size, axis.size, axis.rank).size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Axis:
     """A line of `size` ranks, of which this is number `rank` and computes on `device`."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     device: torch.device
+
+    def close(self) -> None:
+        """Let go of the group: what was computed may hold the line, but not its connections."""
+        self.group = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -91,9 +95,9 @@ class Axis:
         if not shard.even(self.size):
             return shard.take(self.total(summand), self.size, self.rank).contiguous()
         parts = [shard.take(summand, self.size, rank) for rank in range(self.size)]
-        sent = torch.stack(parts)
+        sent = torch.cat([part.reshape(-1) for part in parts])
         own = sent.new_empty(parts[0].numel())
-        dist.reduce_scatter_single(_wire(own), _wire(sent.view(-1)), group=self.group)
+        dist.reduce_scatter_single(_wire(own), _wire(sent), group=self.group)
         return own.view(parts[0].shape)
 
     def exchanged(self, own: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:

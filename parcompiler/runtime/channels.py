@@ -92,7 +92,7 @@ class Channels:
         self._to: dict[int, Line] = {}
         self._from: dict[int, Line] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._line: dist.ProcessGroup | None = None
+        self.axis: Axis | None = None  # the tensor ranks of this rank's line, if there are others
         self._all: dist.ProcessGroup | None = None
         self._works: dict[int, dist.Work] = {}
         self._numbers = count()
@@ -110,14 +110,8 @@ class Channels:
             self._shared[ranks] = self._group(ranks)
         if grid.tensor > 1:
             groups = [self._group(ranks) for ranks in grid.lines()]
-            self._line = next(group for group in groups if group is not None)
-
-    def axis(self) -> Axis | None:
-        """The tensor ranks of this rank's line; None where it is alone."""
-        if self._line is None:
-            return None
-        at = self._program.coordinate
-        return Axis(at.tensor, self._program.tensor, self._line, self.device)
+            line = next(group for group in groups if group is not None)
+            self.axis = Axis(self._program.coordinate.tensor, grid.tensor, line, self.device)
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the line from one rank to another if this rank is at an end of it."""
@@ -209,9 +203,11 @@ class Channels:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
         self._works.clear()
-        groups = [*self._pairs, *self._shared.values(), self._line, self._all]
+        line = None if self.axis is None else self.axis.group
+        groups = [*self._pairs, *self._shared.values(), line, self._all]
         self._pairs, self._to, self._from, self._shared, self._all = [], {}, {}, {}, None
-        self._line = None
+        if self.axis is not None:
+            self.axis.close()
         for group in groups:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

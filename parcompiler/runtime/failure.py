@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -70,6 +71,15 @@ def explain(
     if isinstance(error, ParcompilerError):
         return error
     return LaunchError(f"rank {rank} failed {where}: {type(error).__name__}: {_first_line(error)}")
+
+
+def let_go(error: BaseException) -> None:
+    """Let go of the process groups in the frames that an error has come through: while anything
+    holds a group its connections stay open, and other ranks wait on them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if "distributed" in frame.f_code.co_filename:
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
 
 
 def _is_network(error: Exception) -> bool:

@@ -143,8 +143,8 @@ class Interpreter:
     def _end(self, start: float, record: list[Record] | None) -> None:
         """Wait for what was only started: sums of gradients (the last instruction waits), sends."""
         begin = time.perf_counter()
-        for self.current in self._reduction.wait():
-            pass  # when one fails, this is the instruction that says so
+        for line in self._reduction.wait():
+            self.current = line  # when one fails, this is the instruction that says so
         if record:
             self._synchronize()
             end, last = time.perf_counter(), record[-1]

@@ -144,13 +144,14 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         piece.view_as(tensor)
         for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
     ]
-    gradients = [tensor.grad for tensor in tensors]
-    for view, gradient in zip(views, gradients, strict=True):
-        if gradient is None:
-            view.zero_()
-    pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+    targets, gradients = [], []
     for tensor, view in zip(tensors, views, strict=True):
-        tensor.grad = None if tensor.grad is None else view
+        if tensor.grad is None:
+            view.zero_()
+        else:
+            targets.append(view)
+            gradients.append(tensor.grad)
+            tensor.grad = view
+    if targets:
+        torch._foreach_copy_(targets, gradients)
     return flat

@@ -54,10 +54,17 @@ def _places(
     """Where indices stand in this rank's piece (0 outside), which are inside, and the padding."""
     axis = current()
     own = pieces.piece(size, axis.size, axis.rank)
+    _check_within(indices, size)
     position = indices - own.start
     inside = (position >= 0) & (position < own.size)
     padding = padding_idx - own.start
     return position.where(inside, 0), inside, padding if 0 <= padding < own.size else -1
+
+
+def _check_within(indices: torch.Tensor, size: int) -> None:
+    """Fail for an index that is in nobody's piece, as the operator on the whole would."""
+    within = ((indices >= 0) & (indices < size)).all()
+    torch._assert_async(within, f"an index is not in a table or among classes of {size}")
 
 
 def cross_entropy(
@@ -103,6 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         powers = shifted.exp()
         position = target - own.start
         counts = target != ignore_index
+        _check_within(target.where(counts, 0), size)
         inside = (position >= 0) & (position < own.size) & counts
         position = position.where(inside, 0)
         chosen = shifted.gather(1, position.unsqueeze(1)).squeeze(1).where(inside, 0)

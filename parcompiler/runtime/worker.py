@@ -24,7 +24,7 @@ from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.device import backend_of, rank_device
-from parcompiler.runtime.failure import Notes, explain
+from parcompiler.runtime.failure import Notes, explain, let_go
 from parcompiler.runtime.gather import gather
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.program import RankProgram
@@ -61,7 +61,7 @@ class Worker:
         self._channels = Channels(program, self.device, timeout)
         with self._failing_together():
             self._channels.open()
-            self._axis = self._channels.axis()
+            self._axis = self._channels.axis
             with self._along_axis(), torch.device(self.device):
                 self.stages = {j: make() for j, make in stages.items()}
             self._interpreter = Interpreter(program, self.stages, self._channels)
@@ -237,6 +237,7 @@ class Worker:
             yield
         except Exception as error:
             known = self._explained(error)
+            let_go(error)
             self._close(f"it failed: {known}")
             if known is error:
                 raise

@@ -111,7 +111,9 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
     else:
         operands = tuple(_operands(arguments, differentiable))
     results = tuple(_tensors(node.meta.get("val")))
-    reached = carries and any(operand.differentiable for operand in operands)
+    # A node that is named carries a gradient, be it only by an update of its memory later.
+    named = differentiable is not None
+    reached = carries and (named or any(operand.differentiable for operand in operands))
     reaches = tuple(reached and is_floating(result) for result in results)
     return Call(node, name, overload, arguments, operands, results, reaches)
 

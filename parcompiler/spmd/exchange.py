@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
+
 from parcompiler.pieces import Shard, piece
 from parcompiler.spmd.conversions import Action, conversion, moved
 from parcompiler.spmd.placement import Placement, R, shard_of
@@ -83,13 +85,30 @@ class Exchange:
     forward: Said = ()
     backward: Said = ()
 
-    def sent(self, *, backward: bool = False) -> float:
-        """Bytes that each rank sends."""
-        actions = self.backward if backward else self.forward
-        return sum(moved(action, nbytes, self.n) for action, nbytes in actions)
+    def sent_by(self, action: Action, nbytes: float) -> float:
+        """Bytes that each rank sends in one action."""
+        return moved(action, nbytes, self.n)
+
+    @property
+    def sent(self) -> tuple[float, float]:
+        """Bytes that each rank sends, forward and backward."""
+        forward, backward = (
+            sum(moved(action, nbytes, self.n) for action, nbytes in said)
+            for said in (self.forward, self.backward)
+        )
+        return forward, backward
 
 
 TALKING = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether a node only turns a value from one placement to another."""
+    return (
+        isinstance(node.target, RuntimeCall)
+        and node.target.likeness is None
+        and ("exchange" in node.meta)
+    )
 
 
 def converting(

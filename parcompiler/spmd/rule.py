@@ -39,7 +39,7 @@ def replicated(call: Call) -> tuple[Strategy, ...]:
     """
     draws: Draws = "same" if is_random(call) else ""
     everywhere = Strategy((R,) * len(call.operands), (R,) * len(call.results), draws=draws)
-    if not any(call.gradients):
+    if not any((*call.gradients, *call.carries)):
         return (everywhere,)
     inputs = tuple(I if carries else R for carries in call.gradients)
     outputs = tuple(I if carries else R for carries in call.carries)

@@ -112,17 +112,21 @@ class _Sharding:
 
     def _placeholder(self, node: fx.Node, placement: Placement) -> None:
         """A parameter, buffer or input."""
-        made = self._kept(node, self.local.placeholder(node.name), (placement,))
+        self._kept(node, self.local.placeholder(node.name), (placement,))
         item = self.whole.by_node.get(node.name)
         if item is not None:
             if placement.kind == "S":
-                size = item.shape[placement.dim]
-                item = dataclasses.replace(
-                    item,
-                    shape=tuple(made.meta["val"].shape),
-                    shard=shard_of(placement, size),
-                )
+                item = self._cut(item, placement)
             self.parameters[item.name] = item
+
+    def _cut(self, item: Parameter, placement: Placement) -> Parameter:
+        """A tensor of the model of which ranks hold pieces."""
+        found = shard_of(placement, item.shape[placement.dim])
+        shape = list(item.shape)
+        # Segments are split evenly, a dimension without them perhaps not.
+        parts = [local_size(size, self.n) for size in found.sizes]
+        shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
+        return dataclasses.replace(item, shape=tuple(shape), shard=found)
 
     def _node(self, node: fx.Node) -> None:
         """One call: its operands as the strategy needs them, then what a rank computes."""
@@ -269,6 +273,8 @@ class _Sharding:
         """A value as `user` needs it; all users in one layer share it."""
         (source,) = self.types[node]
         made = self.nodes[node]
+        if source == target:  # its size may be unknown
+            return made
         carries = carries and made.name in self.carrying
         key = node, target, carries, self.home[user]
         if key in self.converted:

@@ -1,8 +1,8 @@
 """Rules on what ranks do together: sum gradients, and share the loss.
 
 The ranks of a group meet in the order in which their collectives stand; two that are swapped on one
-rank would add the gradients of different tensors. A bucket is summed by one rank here, together with
-its data replicas, which have the same list.
+rank would add the gradients of different tensors. A bucket is summed by one rank here, together
+with its data replicas, which have the same list.
 """
 
 from __future__ import annotations

@@ -31,13 +31,14 @@ def lowered_by(
     sent: Sequence[str] = (),
     schedule: str = "1f1b",
     recompute: Sequence[str] = (),
+    tensor: int = 1,
     data: int = 1,
 ) -> Lowered:
     """The program whose stages hold these blocks, one stage a rank."""
     plan = Plan(
         model=graph.name,
         fingerprint=graph.fingerprint,
-        mesh=Shape(pipeline=len(stages), data=data),
+        mesh=Shape(pipeline=len(stages), tensor=tensor, data=data),
         microbatches=microbatches,
         schedule=schedule,
         granularity=granularity,

@@ -57,5 +57,7 @@ def test_lowering_does_not_grow_with_the_number_of_data_ranks() -> None:
 
 
 def test_programs_on_other_numbers_of_data_ranks_are_told_apart() -> None:
-    digests = {rank_program(program("chain", 2, "1f1b", 3, data=d), 0, "cpu").digest for d in (2, 4)}
+    digests = {
+        rank_program(program("chain", 2, "1f1b", 3, data=d), 0, "cpu").digest for d in (2, 4)
+    }
     assert len(digests) == 2

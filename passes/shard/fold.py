@@ -1,0 +1,169 @@
+"""A graph folded along its templates: of all blocks of one template the first stands for all.
+
+    blocks    embedding ─► layers.0 ─► layers.1 ─► … ─► layers.125 ─► head
+    folded    Embedding ─► Layer ⟲ (125 ×) ─► Head                        Layer counts 126 times
+
+What blocks of a template decide they decide alike, so that a programme over the folded graph is as
+large for 126 layers as for 2. Blocks of one template that the user pins differently are folded
+apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from parcompiler.capture.blocks import Cut, cut, levels
+from parcompiler.capture.effects import Effects
+from parcompiler.graph import Block, Graph, Parameter
+
+MORE = 1.25  # so many times the fewest nodes are few as well
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Blocks that decide alike; the first stands for all. `mark` tells those apart that have the
+    same name because they are pinned differently."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    mark: str = ""
+
+    @property
+    def first(self) -> Block:
+        """The block that stands for all."""
+        return self.blocks[0]
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Tensors in the same place of the blocks of a template: of one kind in all that follows.
+
+    A tensor that is read in several places (tied weights) makes one holder of these. `node` is the
+    placeholder of the first.
+    """
+
+    items: tuple[Parameter, ...]
+    node: fx.Node
+    outside: bool  # read by the prologue as well
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The templates of a graph at a granularity, and how values lead between them."""
+
+    graph: Graph
+    level: int
+    templates: tuple[Template, ...]
+    prologue: tuple[fx.Node, ...]
+
+    @cached_property
+    def stands_for(self) -> Mapping[fx.Node, fx.Node]:
+        """For each node of a block that of the first block of its template."""
+        return {
+            node: first
+            for template in self.templates
+            for block in template.blocks
+            for node, first in zip(block.nodes, template.first.nodes, strict=True)
+        }
+
+    @cached_property
+    def home(self) -> Mapping[fx.Node, int]:
+        """The template of each node that stands for others."""
+        return {
+            node: number
+            for number, template in enumerate(self.templates)
+            for node in template.first.nodes
+        }
+
+    def sources(self, number: int, place: int) -> Counter[fx.Node | None]:
+        """What the blocks of a template read as an input: which nodes that stand for others, how
+        often. None stands for the prologue and the batch."""
+        template = self.templates[number]
+        return Counter(self.stands_for.get(block.inputs[place]) for block in template.blocks)
+
+    @cached_property
+    def holders(self) -> tuple[Holder, ...]:
+        """The parameters and buffers that blocks read, together where they must be alike."""
+        return tuple(dict.fromkeys(self.holder_of.values()))
+
+    @cached_property
+    def holder_of(self) -> Mapping[str, Holder]:
+        """The holder of each parameter and buffer that a block reads, by its name."""
+        return _holders(self)
+
+    @cached_property
+    def fixed(self) -> frozenset[fx.Node]:
+        """The nodes (of all blocks) whose values may not be converted: later, something updates
+        the memory that they lie in."""
+        effects = Effects(self.graph.fx_graph)
+        position = {node: place for place, node in enumerate(self.graph.fx_graph.nodes)}
+        last = {root: max(map(position.__getitem__, w)) for root, w in effects.writers.items()}
+        return frozenset(
+            self.stands_for.get(node, node)
+            for node in position
+            if position[node] < last.get(effects.root(node), -1)
+        )
+
+
+def fold(graph: Graph, pinned: Callable[[str], str] = lambda name: "", level: int = 0) -> Fold:
+    """Fold a graph; at the coarsest level (or the one given) where templates have few nodes.
+
+    `pinned` says what the user wants of a parameter: blocks of which he wants other things are
+    other templates.
+    """
+    tried = {at: cut(graph, at) for at in ((level,) if level else levels(graph))}
+    fewest = min(map(_distinct, tried.values()))
+    best = next(at for at in sorted(tried) if _distinct(tried[at]) <= MORE * fewest)
+    groups: dict[tuple[str, ...], list[Block]] = {}
+    for block in tried[best].blocks:
+        wishes = [pinned(binding.name) for binding in block.tensors]
+        groups.setdefault((block.template, *(wishes if any(wishes) else ())), []).append(block)
+    seen: Counter[str] = Counter()
+    templates = []
+    for (name, *_), blocks in groups.items():
+        seen[name] += 1
+        mark = f"#{seen[name]}" if seen[name] > 1 else ""
+        templates.append(Template(name, tuple(blocks), mark))
+    return Fold(graph, best, tuple(templates), tried[best].prologue)
+
+
+def _distinct(parts: Cut) -> int:
+    """The nodes of the distinct templates of a cut."""
+    return sum({block.template: len(block.nodes) for block in parts.blocks}.values())
+
+
+def _holders(folded: Fold) -> dict[str, Holder]:
+    """Tensors in the same place of a template, or read in two places, are of one kind."""
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            name = leader[name]
+        return name
+
+    for template in folded.templates:
+        for block in template.blocks:
+            for binding, first in zip(block.tensors, template.first.tensors, strict=True):
+                ours, theirs = find(binding.name), find(first.name)
+                leader[ours] = theirs
+    members: dict[str, list[Parameter]] = {}
+    for name in sorted(leader):
+        members.setdefault(find(name), []).append(folded.graph.by_name[name])
+    nodes = {node.name: node for node in folded.graph.fx_graph.nodes if node.op == "placeholder"}
+    read = {operand for node in folded.prologue for operand in node.all_input_nodes}
+    found = {}
+    for items in members.values():
+        outside = any(nodes[item.node] in read for item in items)
+        holder = Holder(tuple(items), nodes[items[0].node], outside)
+        found.update({item.name: holder for item in items})
+    return found

@@ -1,0 +1,113 @@
+"""What the user demands of parameters: `{"*.mlp.*": "S(0)"}`, patterns of names and placements.
+
+`R` and `I` both say whole; `S(0)` says in pieces along dimension 0, within segments or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from parcompiler.errors import InfeasibleError, InputError
+from parcompiler.graph import Graph, Parameter
+from parcompiler.passes.shard.fold import Holder
+from parcompiler.spmd import Placement
+from parcompiler.spmd.placement import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """The patterns that a programme keeps to, and the parameters of each."""
+
+    matches: Mapping[str, frozenset[str]]
+    placements: Mapping[str, Placement]
+
+    def wish(self, name: str) -> str:
+        """What is demanded of a parameter, as text; empty where nothing is."""
+        patterns = self.of(name)
+        return str(self.placements[patterns[0]]) if patterns else ""
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """The patterns that name a parameter."""
+        return tuple(pattern for pattern, names in self.matches.items() if name in names)
+
+    def allowed(self, holder: Holder, types: Sequence[Placement]) -> tuple[Placement, ...]:
+        """The types that agree with what is demanded.
+
+        Raises InfeasibleError, naming the patterns, when none does.
+        """
+        patterns = sorted({p for item in holder.items for p in self.of(item.name)})
+        agreeing = tuple(
+            t for t in types if all(agrees(t, self.placements[pattern]) for pattern in patterns)
+        )
+        if not agreeing:
+            raise InfeasibleError(_refusal(holder.items[0], patterns, self.placements, types))
+        return agreeing
+
+    def without(self, pattern: str) -> Pins:
+        """All but one."""
+        kept = {name: found for name, found in self.matches.items() if name != pattern}
+        return Pins(kept, {name: self.placements[name] for name in kept})
+
+    def __str__(self) -> str:
+        """As the user gave them."""
+        return " and ".join(f"{name!r}: '{at}'" for name, at in self.placements.items())
+
+
+def read(given: str | Mapping[str, str], graph: Graph) -> Pins:
+    """The pins of an option. Raises InputError for a pattern that names no parameter."""
+    if isinstance(given, str):
+        return Pins({}, {})
+    matches = {pattern: frozenset(_named(pattern, graph.parameters)) for pattern in given}
+    for pattern, names in matches.items():
+        if not names:
+            known = ", ".join(item.name for item in graph.parameters if not item.buffer)
+            message = (
+                f"sharding pins {pattern!r}, which names no parameter (parameters: "
+                f"{known[:300]}{'...' if len(known) > 300 else ''})"
+            )
+            raise InputError(message)
+    return Pins(matches, {pattern: parse(text) for pattern, text in given.items()})
+
+
+def agrees(found: Placement, wanted: Placement) -> bool:
+    """Whether a type is what a pin demands.
+
+    >>> from parcompiler.spmd import I, R, S
+    >>> agrees(I, R), agrees(S(0, (8, 4)), S(0)), agrees(S(0), S(1))
+    (True, True, False)
+    """
+    if wanted.is_whole:
+        return found.is_whole
+    pieces = found.kind == "S" and found.dim == wanted.dim
+    return pieces and wanted.segments in ((), found.segments)
+
+
+def _named(pattern: str, parameters: Collection[Parameter]) -> Iterator[str]:
+    """The parameters that a pattern names, under any of their names."""
+    for item in parameters:
+        names = (item.name, *item.aliases)
+        if not item.buffer and any(fnmatchcase(name, pattern) for name in names):
+            yield item.name
+
+
+def _refusal(
+    item: Parameter,
+    patterns: Sequence[str],
+    placements: Mapping[str, Placement],
+    types: Sequence[Placement],
+) -> str:
+    """What to say of demands that no placement agrees with."""
+    demands = " and ".join(f"{pattern!r}: '{placements[pattern]}'" for pattern in patterns)
+    possible = ", ".join(dict.fromkeys(map(_plain, types)))
+    shape = " x ".join(map(str, item.shape))
+    return (
+        f"sharding pins {demands}, but {item.name} ({shape}) can only be {possible}: "
+        "change the pins that name it"
+    )
+
+
+def _plain(placement: Placement) -> str:
+    """A placement as a user would write it."""
+    return "R" if placement.is_whole else f"S({placement.dim})"

@@ -1,0 +1,189 @@
+"""What a strategy and a conversion cost on one rank: seconds by the roofline, bytes by the types.
+
+A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks with the piece that
+a rank has of what is split, and the bytes that it moves with those of its operands and results: a
+product of a whole matrix with a piece of another reads the whole of the first. The number of
+kernels stays. Collectives take the link between devices of one node: the ranks of the tensor axis
+are neighbours; a rank copies what it sends or gets (see `runtime.axis`).
+
+Nodes are traced as on the CPU. The one operator of which that says too much is rms_norm, 20 kernels
+there and one each way on accelerators: it counts as that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from parcompiler.cost import Operation, seconds, trace_block
+from parcompiler.device import Device
+from parcompiler.graph import Graph
+from parcompiler.spmd import Placement, Strategy
+from parcompiler.spmd.call import Call, Shape, shape_of
+from parcompiler.spmd.conversions import BYTES, Action, conversion, moved
+from parcompiler.spmd.placement import local_shape
+
+TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "index"})
+
+# Between programmes of equal time (to a nanosecond) that with fewer collectives is taken, then that
+# which splits more.
+COLLECTIVE = 1e-9
+WHOLE = 1e-11
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a node does, whole: its kernels, and what it keeps for its backward.
+
+    `keeps` are its operands that are kept, `keeps_result` says that its result is, and `inner` are
+    the bytes of what is kept besides.
+    """
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    keeps: frozenset[fx.Node]
+    keeps_result: bool
+    inner: int
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it takes no time: views, mostly."""
+        return not self.forward and not self.backward
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The costs of the nodes of a graph on `n` ranks of a device."""
+
+    graph: Graph
+    device: Device
+    n: int
+
+    @cached_property
+    def _parameters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The placeholders of what is trained, and of other tensors of the model."""
+        trained = frozenset(item.node for item in self.graph.parameters if item.trainable)
+        return trained, frozenset(item.node for item in self.graph.parameters) - trained
+
+    def work(self, node: fx.Node) -> Work:
+        """What a node does when it is whole."""
+        inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
+        cost = trace_block([node], inputs, [node], *self._parameters, self.graph.differentiable)
+        forward, backward = cost.forward, cost.backward
+        if getattr(node.target, "_opname", "") == "rms_norm" and len(forward) > 1:
+            forward, backward = _fused(node, forward, 2), _fused(node, backward, 3)
+        return Work(
+            forward,
+            backward,
+            frozenset(inputs[place] for place in cost.kept_inputs),
+            bool(cost.kept_outputs),
+            cost.saved - cost.saved_outputs,
+        )
+
+    def node(self, call: Call, work: Work, strategy: Strategy) -> float:
+        """Seconds of a node, forward and backward, with what it exchanges inside."""
+        arithmetic, traffic = shares(call, strategy, self.n)
+        split = arithmetic if strategy.special == "vocabulary lookup" else None
+        forward = work.forward if split else _scaled(work.forward, arithmetic, traffic)
+        backward = _scaled(work.backward, split or arithmetic, split or traffic)
+        inside = _masks(call) if split else ()
+        total = seconds((*forward, *backward, *inside), self.device)
+        return total + self.inside(call, strategy) + WHOLE * traffic * (not work.is_free)
+
+    def inside(self, call: Call, strategy: Strategy) -> float:
+        """Seconds of the collectives inside a strategy: those of a loss on pieces of the logits."""
+        if strategy.special != "classes":
+            return 0.0
+        rows = call.shapes[0][0] * max(4, call.operands[0].value.dtype.itemsize)
+        sums = 3 if call.arguments.get("label_smoothing") else 2
+        return self._action("all-reduce", rows) + self._action("all-reduce", sums * rows)
+
+    def conversion(
+        self, source: Placement, target: Placement, nbytes: float, *, flows: bool
+    ) -> float | None:
+        """Seconds of a conversion of a value of `nbytes`, and of its backward if a gradient flows
+        there; None where there is no such conversion."""
+        row = conversion(source, target, differentiable=flows)
+        if row is None:
+            return None
+        backward = self._action(row.backward, nbytes) if flows else 0.0
+        return self._action(row.forward, nbytes) + backward
+
+    def _action(self, action: Action, nbytes: float) -> float:
+        """Seconds of a collective, or of the copy that a rank makes."""
+        if action == "nothing":
+            return 0.0
+        touched = {
+            "take": 2 / self.n,
+            "pad": 1 + 1 / self.n,
+            "all-to-all": 4 / self.n,
+        }.get(action, 2.0)
+        bandwidth = self.device.memory_bandwidth * self.device.efficiency.bandwidth
+        copied = touched * nbytes / bandwidth + self.device.launch_overhead
+        if action not in BYTES:
+            return copied
+        sent = self.device.link.seconds(moved(action, nbytes, self.n))
+        return copied + sent + self.device.launch_overhead + COLLECTIVE
+
+
+def share(shape: Shape, placement: Placement, n: int) -> float:
+    """The part of a value of `shape` that the rank with the largest piece holds.
+
+    >>> from parcompiler.spmd import R, S
+    >>> share((6, 8), S(1), 2), share((6, 8), R, 2)
+    (0.5, 1.0)
+    """
+    whole = math.prod(shape)
+    return math.prod(local_shape(shape, placement, n)) / whole if whole > 0 else 1.0
+
+
+def shares(call: Call, strategy: Strategy, n: int) -> tuple[float, float]:
+    """The parts of its arithmetic, and of the bytes that it moves, that a rank does of a call."""
+    shapes = [*call.shapes, *call.result_shapes]
+    types = [*strategy.inputs, *strategy.outputs]
+    parts = [share(s, p, n) for s, p in zip(shapes, types, strict=True)]
+    split = [part for part, p in zip(parts, types, strict=True) if p.kind == "S"]
+    sizes = list(map(_nbytes, [operand.value for operand in call.operands]))
+    sizes += map(_nbytes, call.results)
+    if call.base in TABLES and call.operands:  # no more of a table is read than is yielded
+        sizes[0] = min(sizes[0], sizes[len(call.operands)])
+    total = sum(sizes)
+    held = sum(part * size for part, size in zip(parts, sizes, strict=True))
+    return max(split, default=1.0), held / total if total else 1.0
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return math.prod(size for size in shape_of(value) if size >= 0) * value.itemsize
+
+
+def _scaled(work: Iterable[Operation], arithmetic: float, traffic: float) -> Sequence[Operation]:
+    """Kernels with a part of their arithmetic and of what they move."""
+    return [
+        dataclasses.replace(item, flops=item.flops * arithmetic, nbytes=item.nbytes * traffic)
+        for item in work
+    ]
+
+
+def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Operation, ...]:
+    """One kernel that reads and writes a result so many times, for several."""
+    if not kernels:
+        return ()
+    value: torch.Tensor = node.meta["val"]
+    most = max(item.flops for item in kernels)
+    nbytes = float(passes * _nbytes(value))
+    return (Operation(str(node.target), "other", most, nbytes, kernels[0].dtype),)
+
+
+def _masks(call: Call) -> Sequence[Operation]:
+    """What a lookup in a piece of a table does besides: it masks its rows and their gradients."""
+    (result,) = call.results[:1]
+    both = 2.0 * _nbytes(result)
+    mask = Operation("masked_fill", "other", float(result.numel()), both, result.dtype)
+    indices = dataclasses.replace(mask, flops=0.0, nbytes=0.0)
+    return (*[indices] * 3, mask, mask)

@@ -1,0 +1,174 @@
+"""On several tensor ranks a program computes what the model computes: loss, gradients, a step.
+
+First with strategies chosen by hand or at random, so that what carries them out is proved for more
+than what a solver would choose; then with those of the solver, on a device whose links cost
+nothing, so that it splits even tiny models.
+"""
+
+import dataclasses
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.device import Link, device
+from parcompiler.models import gpt
+from tests.distributed import failing
+from tests.distributed.sharding import captured, sharded
+from tests.distributed.torchrun import torchrun
+from tests.spmd import choosing
+
+MEGATRON = partial(choosing.greedy, pins={**choosing.LLAMA, **choosing.GPT, **choosing.GPT2})
+CHEAP = dataclasses.replace(
+    device("cpu"), name="cheap", link=Link(1e13, 1e-10), launch_overhead=1e-9
+)
+BY_HAND = [
+    ("gpt-tied", 1, 4, 1), ("llama", 1, 2, 1), ("t5", 2, 2, 1), ("hf-gpt2", 1, 2, 1),
+    ("gpt-dropout", 2, 2, 2),
+]  # fmt: skip
+AT_RANDOM = [
+    ("gpt-dropout", 1, 1, 2), ("resnet", 0, 1, 2), ("t5", 1, 2, 2), ("bert", 0, 1, 2),
+    ("hf-llama", 0, 1, 4),
+]  # fmt: skip
+MODELS = ("gpt-tied", "gpt-dropout", "llama", "t5", "bert", "resnet", "hf-gpt2")
+MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]  # pipeline, tensor, data
+OFTEN = [("gpt-dropout", 2, 2, 1), ("resnet", 1, 2, 1), ("hf-gpt2", 1, 4, 1), ("t5", 1, 2, 2)]
+
+
+def check(program: pc.Program) -> None:
+    found = program.verify()
+    assert found.ok, str(found)
+    assert found.lifted is not None
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+def exchanges(program: pc.Program) -> int:
+    return sum("exchange" in node.meta for node in program.lowered.graph.fx_graph.nodes)
+
+
+@pytest.mark.parametrize(("name", "pipeline", "tensor", "data"), BY_HAND)
+def test_megatron_by_hand_equals_one_process(
+    name: str, pipeline: int, tensor: int, data: int
+) -> None:
+    program = sharded(name, MEGATRON, pc.Mesh(pipeline=pipeline, tensor=tensor, data=data))
+    assert exchanges(program)
+    check(program)
+
+
+def test_replicated_ranks_are_bitwise_equal() -> None:
+    program = sharded("gpt-dropout", choosing.replicated, pc.Mesh(tensor=2))
+    assert program.verify().native.bitwise
+
+
+@pytest.mark.parametrize(("name", "seed", "pipeline", "tensor"), AT_RANDOM)
+def test_strategies_at_random_equal_one_process(
+    name: str, seed: int, pipeline: int, tensor: int
+) -> None:
+    chooser = partial(choosing.at_random, seed=seed)
+    check(sharded(name, chooser, pc.Mesh(pipeline=pipeline, tensor=tensor)))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("name", MODELS)
+def test_many_strategies_at_random_equal_one_process(name: str, seed: int) -> None:
+    chooser = partial(choosing.at_random, seed=seed)
+    check(sharded(name, chooser, pc.Mesh(tensor=2)))
+
+
+@cache
+def odd(*, tied: bool) -> pc.Program:
+    """Nothing divides evenly: 97 words, 7 positions, 3 rows, 34 units."""
+    torch.manual_seed(0)
+    config = gpt.Config(
+        layers=2, heads=4, hidden=16, vocabulary=97, sequence=7, ffn=34, dropout=0.1, tied=tied
+    )
+    tokens = torch.randint(97, (3, 8))
+    inputs = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    return pc.compile(gpt.GPT(config).train(), pc.Mesh(), inputs, microbatches=1)
+
+
+def test_an_uneven_vocabulary_is_split_over_four() -> None:
+    program = sharded(odd(tied=True), MEGATRON, pc.Mesh(tensor=4))
+    table = program.lowered.graph.by_name["embedding.weight"]
+    assert (table.shape, table.shard is None) == ((25, 16), False)
+    check(program)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_uneven_pieces_cross_stages(seed: int) -> None:
+    chooser = partial(choosing.at_random, seed=seed)
+    check(sharded(odd(tied=False), chooser, pc.Mesh(pipeline=2, tensor=2)))
+
+
+def compiled(name: str, pipeline: int, tensor: int, data: int) -> None:
+    mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=data, device=CHEAP)
+    program = pc.compile(captured(name), mesh, microbatches=2)
+    assert exchanges(program), "nothing is split"
+    check(program)
+
+
+@pytest.mark.parametrize(("name", "pipeline", "tensor", "data"), OFTEN)
+def test_a_compiled_model_equals_one_process(
+    name: str, pipeline: int, tensor: int, data: int
+) -> None:
+    compiled(name, pipeline, tensor, data)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("pipeline", "tensor", "data"), MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_compiled_model_equals_one_process(
+    name: str, pipeline: int, tensor: int, data: int
+) -> None:
+    compiled(name, pipeline, tensor, data)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("zb-h1", "full"), ("zb-v", "none"), ("pipedream", "none")]
+)
+def test_schedules_and_recomputation_work_on_pieces(schedule: str, recompute: str) -> None:
+    name = "gpt" if schedule == "pipedream" else "gpt-dropout"
+    mesh = pc.Mesh(pipeline=2, tensor=2, device=CHEAP)
+    program = pc.compile(
+        captured(name), mesh, microbatches=3, schedule=schedule, recompute=recompute
+    )
+    assert exchanges(program)
+    check(program)
+
+
+def test_a_copied_folder_trains_with_torch_alone(tmp_path: Path) -> None:
+    program = sharded("gpt-dropout", MEGATRON, pc.Mesh(tensor=2))
+    program.export(tmp_path / "out", standalone=True)
+    text = torchrun(2, tmp_path / "out" / "main.py", "--steps", "2")
+    assert "step 1 loss" in text
+
+
+WAYS = ("label out of range", "exception in a module on rank 0", "death of rank 1")
+
+
+@cache
+def raised(folder: Path) -> str:
+    """What ranks print that fail in some ways."""
+    program = sharded("gpt", MEGATRON, pc.Mesh(tensor=2))
+    program.export(folder)
+    return torchrun(2, Path(failing.__file__), str(folder), *WAYS)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    text = raised(tmp_path_factory.mktemp("failing") / "out")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_fails_ends_the_others_in_a_collective(
+    way: str, answers: list[dict[str, str]]
+) -> None:
+    own = [answer for answer in answers if answer["way"] == way]
+    assert len(own) == 2
+    assert sum(bool(answer["raised"]) for answer in own) >= (1 if "death" in way else 2), own
+    assert all(float(answer["s"]) < 20 for answer in own)

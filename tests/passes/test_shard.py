@@ -1,0 +1,328 @@
+"""What the shard pass decides: the layers that people found by hand, pins, and plans read back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import parcompiler as pc
+from parcompiler.capture import capture
+from parcompiler.device import Device, device
+from parcompiler.errors import InfeasibleError, InputError, PlanError
+from parcompiler.graph import Graph
+from parcompiler.models import gpt, llama
+from parcompiler.options import Options
+from parcompiler.passes.shard import ShardPass, assignment, decided
+from parcompiler.passes.shard.candidates import Candidates
+from parcompiler.passes.shard.fold import fold
+from parcompiler.passes.shard.pins import Pins
+from parcompiler.passes.shard.price import Prices
+from parcompiler.passes.shard.programme import decide, size
+from parcompiler.passes.shard.telling import tell
+from parcompiler.plan import Plan, Shape, Sharding
+from parcompiler.problem import Problem
+from parcompiler.spmd.shard import shard
+
+H100 = device("h100")
+FEW = 1 << 16  # bytes: the gradients of biases and norms, statistics of losses
+
+
+@cache
+def captured(kind: str, hidden: int = 1024, sequence: int = 1024, **more: Any) -> Graph:
+    """A language model without data."""
+    module: Any = {"gpt": gpt, "llama": llama}[kind]
+    sizes = {"layers": 2, "heads": hidden // 64, "vocabulary": 50257, **more}
+    with torch.device("meta"):
+        config = module.Config(hidden=hidden, sequence=sequence, **sizes)
+        model = module.GPT(config) if kind == "gpt" else module.Llama(config)
+    tokens = torch.zeros(1, sequence, dtype=torch.long)
+    return capture(model, {"tokens": tokens, "labels": tokens})
+
+
+def problem(graph: Graph, n: int = 2, on: Device = H100, p: int = 1, **options: Any) -> Problem:
+    mesh = pc.Mesh(tensor=n, pipeline=p, device=on)
+    return Problem(graph, mesh, Options(**{"microbatches": 4, **options}))
+
+
+def plan(found: Sharding, n: int = 2, p: int = 1) -> Plan:
+    return Plan("model", "0f", Shape(p, n), 4, sharding=found)
+
+
+def said(graph: Graph, found: Sharding, n: int, layer: str) -> tuple[Counter[str], Counter[str]]:
+    """The collectives of a layer, forward and backward, that move more than a few bytes."""
+    forward, backward = Counter[str](), Counter[str]()
+    for node in shard(graph, assignment(graph, plan(found, n)), n).fx_graph.nodes:
+        stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        if "exchange" in node.meta and any(path.endswith(layer) for path in stack):
+            exchange = node.meta["exchange"]
+            forward.update(action for action, nbytes in exchange.forward if nbytes > FEW)
+            backward.update(action for action, nbytes in exchange.backward if nbytes > FEW)
+    return forward, backward
+
+
+def held(found: Sharding, template: str) -> dict[str, str]:
+    """How the tensors of a template are held."""
+    (entry,) = (entry for entry in found.templates if entry.template == template)
+    return dict(line.split(": ", 1) for line in entry.tensors)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("hidden", [1024, 2048])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_layer_is_split_by_columns_and_rows_with_two_all_reduces(
+    kind: str, hidden: int, n: int
+) -> None:
+    graph = captured(kind, hidden)
+    found = decided(problem(graph, n))
+    assert said(graph, found, n, "layers.1") == ({"all-reduce": 2}, {"all-reduce": 2})
+    tensors = held(found, "Layer")
+    columns = {"gpt": ("attention_qkv", "ffn_up"), "llama": ("attention_query", "ffn_gate")}[kind]
+    assert all(tensors[f"{name}_weight"] == "S(0)" for name in columns)
+    assert tensors["attention_out_weight"] == tensors["ffn_down_weight"] == "S(1)"
+    assert tensors["ffn_norm_weight"] == "I"
+    assert found.solution is not None
+    assert (found.solution.status, round(found.solution.gap, 9)) == ("optimal", 0.0)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_long_sequences_are_split_between_the_products(kind: str) -> None:
+    graph = captured(kind, 8192, 8192)
+    found = decided(problem(graph, 4))
+    pairs = {"reduce-scatter": 2, "all-gather": 2}
+    assert said(graph, found, 4, "layers.1") == (pairs, pairs)
+    assert held(found, "Layer")["ffn_up_weight"] == "S(0)"
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_sequences_are_split_where_memory_is_tight(kind: str) -> None:
+    graph = captured(kind)
+    free = decided(problem(graph, recompute="none"))
+    assert free.memory is not None
+    tight = dataclasses.replace(H100, memory=round(0.985 * free.memory / 0.9))
+    found = decided(problem(graph, on=tight, recompute="none"))
+    assert found.memory is not None
+    assert found.memory <= 0.9 * tight.memory
+    forward, _ = said(graph, found, 2, "layers.1")
+    assert forward["reduce-scatter"] >= 1
+    assert forward["all-gather"] >= 1
+
+
+def test_what_is_in_flight_and_optimizer_states_count() -> None:
+    graph = captured("gpt")
+    memory = [
+        decided(problem(graph, p=p, microbatches=m, optimizer=optimizer)).memory or 0
+        for p, m, optimizer in ((1, 4, "adamw"), (1, 4, "sgd"), (2, 4, "adamw"), (2, 1, "adamw"))
+    ]
+    assert memory[1] < memory[0]
+    assert memory[3] < memory[2] < memory[0] * 1.2
+
+
+class Experts(nn.Module):
+    """Experts whose weights are stacked; each token goes to two."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, hidden, 2 * hidden))
+        self.down = nn.Parameter(torch.empty(experts, 2 * hidden, hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        score, index = self.router(rows).softmax(-1).topk(2)
+        gate = torch.zeros(len(rows), len(self.up), device=x.device).scatter(1, index, score)
+        each = rows.unsqueeze(0).expand(len(self.up), -1, -1)
+        each = torch.bmm(F.gelu(torch.bmm(each, self.up)), self.down)
+        y = (each * gate.t().unsqueeze(-1)).sum(0)
+        return x + y.view_as(x)
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: int = 8, hidden: int = 1024) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(experts, hidden) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_stacked_experts_are_split_by_experts(n: int) -> None:
+    with torch.device("meta"):
+        model = Mixture()
+    graph = capture(model, {"x": torch.zeros(1, 512, 1024)})
+    tensors = held(decided(problem(graph, n)), "Experts")
+    assert tensors["up"] == tensors["down"] == "S(0)"
+
+
+def told(layers: int) -> tuple[Candidates, Any]:
+    graph = captured("gpt", 256, 64, layers=layers, vocabulary=512)
+    candidates = Candidates(fold(graph), Prices(graph, H100, 2))
+    return candidates, tell(candidates, Pins({}, {}), {}, None).programme
+
+
+def test_the_programme_of_many_layers_is_that_of_two() -> None:
+    few, many = told(2)[1], told(12)[1]
+    assert size(few) == size(many)
+    assert [len(group.seconds) for group in few.groups] == [len(g.seconds) for g in many.groups]
+    layers = [decide(data).solution.objective for data in (few, many)]
+    assert 3 < layers[1] / layers[0] < 6
+    assert decide(few).choices == decide(many).choices
+
+
+def test_the_plan_of_many_layers_says_each_once() -> None:
+    graphs = [captured("gpt", 256, 64, layers=layers, vocabulary=512) for layers in (2, 12)]
+    few, many = (plan(decided(problem(graph))).to_json() for graph in graphs)
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_vocabulary_that_does_not_divide_is_split(n: int) -> None:
+    graph = captured("gpt", 2048, tied=True)
+    found = decided(problem(graph, n))
+    lines = [line for entry in found.templates for line in entry.nodes]
+    assert "cross_entropy_loss: S(1) R -> I, classes" in lines
+    assert "embedding: S(0) R -> P, vocabulary lookup" in lines
+    whole = [
+        exchange
+        for node in shard(graph, assignment(graph, plan(found, n)), n).fx_graph.nodes
+        if (exchange := node.meta.get("exchange"))
+        and any(nbytes >= 50257 * 1024 * 4 for _, nbytes in (*exchange.forward, *exchange.backward))
+    ]
+    assert whole == []  # neither logits nor a table are ever put together
+
+
+def test_what_nothing_divides_is_whole_and_said_to_be() -> None:
+    graph = captured("gpt", 256, 64, heads=4, vocabulary=512)
+    found = decided(problem(graph, 7))
+    assert all(s.is_replicated for s in assignment(graph, plan(found, 7)).values() if s.outputs)
+    (layer,) = (entry for entry in found.templates if entry.template == "Layer")
+    wanted = "7 divides no dimension of 1x64x256 and 768x256 and 768 that aten.linear.default"
+    assert any(line.startswith(f"linear: {wanted}") for line in layer.whole)
+    assert not [line for entry in decided(problem(graph)).templates for line in entry.whole]
+
+
+def test_without_a_tensor_axis_nothing_is_decided() -> None:
+    before = Plan("model", "0f", Shape(2), 4)
+    assert ShardPass().run(problem(captured("gpt"), 1, p=2), before) is before
+    assert "sharding" not in before.to_json()
+
+
+def test_the_same_problem_gives_the_same_bytes() -> None:
+    graph = captured("llama")
+    start = Plan("model", "0f", Shape(1, 2), 4)
+    texts = {ShardPass().run(problem(graph), start).to_json() for _ in range(2)}
+    assert len(texts) == 1
+    (text,) = texts
+    assert Plan.from_json(text).to_json() == text
+
+
+# Pins
+
+
+def test_pins_are_kept() -> None:
+    graph = captured("gpt")
+    found = decided(problem(graph, sharding={"*.ffn.up.*": "R", "*.ffn.down.*": "I"}))
+    tensors = held(found, "Layer")
+    assert tensors["ffn_up_weight"] == tensors["ffn_down_weight"] == "I"
+    assert tensors["attention_qkv_weight"] == "S(0)"
+    rows = decided(problem(graph, sharding={"*.ffn.up.weight": "S(1)"}))
+    assert held(rows, "Layer")["ffn_up_weight"] == "S(1)"
+
+
+def test_a_pin_of_one_layer_is_of_that_layer_alone() -> None:
+    graph = captured("gpt", layers=4)
+    found = decided(problem(graph, sharding={"layers.2.ffn.*": "R"}))
+    entries = [entry for entry in found.templates if entry.template == "Layer"]
+    assert [entry.blocks for entry in entries] == [
+        ("layers.0", "layers.1", "layers.3"),
+        ("layers.2",),
+    ]
+    chosen = assignment(graph, plan(found))
+    parameters = {item.name: item for item in shard(graph, chosen, 2).parameters}
+    assert parameters["layers.2.ffn.up.weight"].shape == (4096, 1024)
+    assert parameters["layers.3.ffn.up.weight"].shape == (2048, 1024)
+
+
+def test_a_pin_that_names_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"pins '\*\.mlp\.\*', which names no parameter"):
+        decided(problem(captured("gpt"), sharding={"*.mlp.*": "S(0)"}))
+
+
+def test_pins_that_exclude_each_other_are_named() -> None:
+    graph = captured("gpt")
+    pins = {"*.ffn.up.weight": "S(0)", "layers.*.up.*": "R", "*.attention.*": "R"}
+    with pytest.raises(InfeasibleError) as caught:
+        decided(problem(graph, sharding=pins))
+    assert "'*.ffn.up.weight': 'S(0)' and 'layers.*.up.*': 'R'" in str(caught.value)
+    assert "attention" not in str(caught.value)
+
+
+def test_a_pin_that_no_rule_can_keep_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match=r"layers.0.ffn_norm.weight \(1024\) can only be R"):
+        decided(problem(captured("gpt"), sharding={"*.ffn_norm.weight": "S(0)"}))
+
+
+@pytest.mark.parametrize("pins", ["S(0)", {"*": "P"}, {"*": "S(-1)"}, {"*": 0}, 3])
+def test_what_is_no_pin_is_refused(pins: Any) -> None:
+    with pytest.raises(InputError):
+        Options(microbatches=1, sharding=pins)
+
+
+def test_pins_that_only_together_cannot_be_kept_are_named() -> None:
+    """Tied tables have one placement, and pieces of a matrix fit those of its bias."""
+    graph = captured("gpt")
+    pins = {"*.ffn.up.weight": "S(1)", "*.ffn.up.bias": "S(0)", "*.qkv.weight": "S(0)"}
+    with pytest.raises(InfeasibleError) as caught:
+        decided(problem(graph, sharding=pins))
+    assert "'*.ffn.up.weight': 'S(1)' and '*.ffn.up.bias': 'S(0)' exclude" in str(caught.value)
+
+
+# Plans that were edited
+
+
+def edited(found: Sharding, before: str, after: str) -> Plan:
+    text = plan(found).to_json()
+    assert before in text
+    return Plan.from_json(text.replace(before, after, 1))
+
+
+def test_an_edited_plan_is_read() -> None:
+    graph = captured("gpt")
+    found = decided(problem(graph))
+    changed = edited(found, '"gelu: S(2) -> S(2)"', '"gelu: R -> R"')
+    gelu = next(node for node in graph.fx_graph.nodes if node.name == "gelu")
+    assert str(assignment(graph, changed)[gelu]) == "R -> R"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("gelu: S(2) -> S(2)", "gelu: S(7) -> S(7)", "no strategy of node 'gelu'"),
+        ("gelu: S(2) -> S(2)", "gelo: S(2) -> S(2)", "where node 'gelu' stands"),
+        ("gelu: S(2) -> S(2)", "gelu", "where node 'gelu' stands|no strategy"),
+        ("add_2: I I -> I", "add_2: R R -> R", "needs 'add_2' as I, which is R"),
+        ('"template": "Layer"', '"template": "Player"', "nothing of block 'layers.0'"),
+        ('"level": 1', '"level": 0', "level 0"),
+    ],
+)
+def test_a_wrong_edit_is_refused(before: str, after: str, message: str) -> None:
+    graph = captured("gpt")
+    with pytest.raises(PlanError, match=message):
+        assignment(graph, edited(decided(problem(graph)), before, after))
+
+
+def test_a_plan_of_another_form_is_refused() -> None:
+    text = plan(decided(problem(captured("gpt")))).to_json()
+    with pytest.raises(InputError, match=r"plan.sharding.level"):
+        Plan.from_json(text.replace('"level": 1', '"level": "one"'))
+    with pytest.raises(InputError, match="unknown field"):
+        Plan.from_json(text.replace('"whole"', '"holes"', 1))

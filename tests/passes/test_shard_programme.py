@@ -1,0 +1,135 @@
+"""The programme of the shard pass: its answers are those of trying everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from parcompiler.errors import InfeasibleError
+from parcompiler.passes.shard.programme import (
+    Charge,
+    Choosing,
+    Edge,
+    End,
+    Event,
+    Group,
+    Passing,
+    Programme,
+    bytes_of,
+    decide,
+    is_possible,
+    seconds_of,
+    size,
+)
+from parcompiler.spmd import I, P, R, S
+
+TYPES = (R, I, P, S(0), S(1))
+
+
+def tried(data: Programme) -> float | None:
+    """The fewest seconds of all choices that are possible; None if none is."""
+    every = itertools.product(*(range(len(group.seconds)) for group in data.groups))
+    possible = [seconds_of(data, choices) for choices in every if is_possible(data, choices)]
+    return min(possible, default=None)
+
+
+def some(seed: int) -> Programme:
+    """A random programme: a chain or a net of a few groups, with shared conversions."""
+    chance = random.Random(seed)
+    groups = tuple(
+        Group(
+            f"g{number}",
+            tuple(chance.randrange(20) * 1e-6 for _ in range(count)),
+            tuple(chance.randrange(20) * 1e3 for _ in range(count)),
+        )
+        for number, count in enumerate(chance.choices((1, 2, 3, 4), k=chance.randint(2, 6)))
+    )
+
+    def end(number: int) -> End:
+        return End(number, tuple(chance.choice(TYPES) for _ in groups[number].seconds))
+
+    edges: list[Edge] = []
+    charges: list[Charge] = []
+    for source in range(len(groups) - 1):
+        start = end(source)
+        readers = chance.sample(range(source + 1, len(groups)), chance.randint(1, 2)
+                                if source + 2 < len(groups) else 1)  # fmt: skip
+        own = range(len(edges), len(edges) + len(readers))
+        for reader in readers:
+            target = end(reader)
+            pairs = {(a, t) for a in start.types for t in target.types}
+            allowed = {pair for pair in sorted(pairs, key=str) if chance.random() < 0.8}
+            allowed |= {(a, t) for a, t in pairs if a == t}
+            edges.append(Edge(f"{source}.{reader}", start, target, frozenset(allowed)))
+        for pair in itertools.product(TYPES, TYPES):
+            events: list[Event] = [Passing(k, frozenset({pair})) for k in own]
+            if chance.random() < 0.2:
+                events.append(Choosing(source, frozenset({0})))
+            if pair[0] != pair[1]:
+                charge = chance.randrange(9) * 1e-6, chance.randrange(9) * 1e3
+                charges.append(Charge(tuple(events), *charge))
+    budget = chance.choice((None, None, 40e3, 60e3, 90e3))
+    return Programme(groups, tuple(edges), tuple(charges), budget)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_the_objective_is_that_of_trying_everything(part: int) -> None:
+    for seed in range(40 * part, 40 * part + 40):
+        data = some(seed)
+        best = tried(data)
+        if best is None:
+            with pytest.raises(InfeasibleError):
+                decide(data)
+            continue
+        answer = decide(data)
+        assert is_possible(data, answer.choices), seed
+        assert seconds_of(data, answer.choices) == pytest.approx(best, rel=1e-9, abs=1e-12), seed
+        assert answer.solution.objective == pytest.approx(best, rel=1e-7, abs=1e-12)
+        assert answer.solution.status == "optimal"
+        assert answer.nbytes == bytes_of(data, answer.choices)
+
+
+def test_random_programmes_are_of_every_sort() -> None:
+    programmes = [some(seed) for seed in range(320)]
+    found = [tried(data) for data in programmes]
+    assert sum(best is None for best in found) > 10
+    limited = [
+        data
+        for data, best in zip(programmes, found, strict=True)
+        if best is not None
+        and data.budget is not None
+        and best > (tried(dataclasses.replace(data, budget=None)) or 0)
+    ]
+    assert len(limited) > 10
+
+
+def test_an_edge_with_one_type_at_an_end_has_no_variables() -> None:
+    wide, narrow = (R, S(0), S(1)), (R,)
+    every = frozenset(itertools.product(wide, wide))
+    groups = tuple(Group(f"g{k}", (0.0,) * 3, (0.0,) * 3) for k in range(2))
+    edge = Edge("k", End(0, wide), End(1, wide), every)
+    assert size(Programme(groups, (edge,), ()))[0] == 6 + 9
+    constant = Edge("k", End(0, wide), End(1, narrow * 3), every)
+    assert size(Programme(groups, (constant,), ()))[0] == 6
+
+
+def test_a_conversion_that_two_readers_share_is_paid_once() -> None:
+    groups = (Group("a", (0.0,), (0.0,)), *(Group(f"b{k}", (0.0,), (0.0,)) for k in range(2)))
+    edges = tuple(
+        Edge(f"k{k}", End(0, (P,)), End(k + 1, (I,)), frozenset({(P, I)})) for k in range(2)
+    )
+    events = tuple(Passing(k, frozenset({(P, I)})) for k in range(2))
+    assert decide(Programme(groups, edges, (Charge(events, 1.0),))).solution.objective == 1.0
+
+
+def test_the_least_memory_is_found_where_nothing_fits() -> None:
+    groups = (Group("a", (1.0, 2.0, 3.0), (30e6, 10e6, 20e6)),)
+    data = Programme(groups, (), (), budget=5e6)
+    with pytest.raises(InfeasibleError):
+        decide(data)
+    answer = decide(dataclasses.replace(data, budget=None), least_memory=True)
+    assert answer.choices == (1,)
+    assert answer.nbytes == 10e6

@@ -1,0 +1,76 @@
+"""What a report says of data ranks: how much they sum, how long that takes, what of it shows."""
+
+import json
+from functools import cache
+
+import torch
+
+import parcompiler as pc
+from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.models import gpt
+from parcompiler.report import Report
+from parcompiler.report.trace import trace_text
+
+
+@cache
+def program(data: int) -> pc.Program:
+    config = gpt.Config(layers=4, heads=4, hidden=512, vocabulary=1024, sequence=64, tied=True)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+        tokens = torch.zeros(2, 64, dtype=torch.long)
+    mesh = pc.Mesh(pipeline=2, data=data, device="a100-80g")
+    inputs = {"tokens": tokens, "labels": tokens.clone()}
+    return pc.compile(model, mesh, inputs, microbatches=4, schedule="1f1b")
+
+
+def test_the_report_counts_what_each_rank_sums() -> None:
+    report, lowered = program(4).report(), program(4).lowered
+    for rank, item in enumerate(report.averaged):
+        sums = [s for s in lowered.sums if rank in s.ranks]
+        assert item.sums == len(sums) >= 2
+        held = {name for stage in lowered.on_rank(rank) for name in stage.tensors}
+        assert item.nbytes == sum(
+            p.nbytes for p in lowered.graph.parameters if p.trainable and p.name in held
+        )
+        assert item.exposed > 0 < item.seconds
+    text = report.to_text()
+    assert "Gradients averaged, x data 4" in text
+    assert "pipeline 2 x data 4 x tensor 1" in text
+    assert "4 a step on each data rank" in text
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_one_data_rank_has_no_such_section() -> None:
+    report = program(1).report()
+    assert report.averaged == ()
+    assert "averaged" not in report.to_text()
+    assert "averaged" not in json.loads(report.to_json())
+
+
+def test_a_ring_takes_its_latencies_and_twice_nearly_all_bytes() -> None:
+    made = program(4)
+    link = made.problem.device.link
+    (bucket, *_) = made.lowered.buckets
+    nbytes = sum(made.lowered.graph.by_name[name].nbytes for name in bucket.names)
+    events = [e for e in made.simulate().events if e.instruction.value == bucket.label]
+    (event,) = events
+    wanted = 6 * link.latency + 6 / 4 * nbytes / link.bandwidth
+    assert abs(event.end - event.begin - wanted) <= 1e-9 * wanted
+
+
+def test_sums_are_not_part_of_the_compute_and_end_with_the_step() -> None:
+    timeline = program(4).simulate()
+    computed = max(e.end for e in timeline.events if e.instruction.kind in COMPUTE)
+    assert timeline.step_time > computed
+    assert timeline.events[-1].instruction.kind in (Kind.REDUCE_GRADIENTS, Kind.SHARE_LOSS)
+    trace = json.loads(trace_text(program(4).report()))
+    tracks = {e["tid"] for e in trace["traceEvents"] if e.get("cat") == "reduce_gradients"}
+    assert len(tracks) == 1
+    assert tracks.isdisjoint(e["tid"] for e in trace["traceEvents"] if e.get("cat") == "forward")
+
+
+def test_memory_counts_what_bringing_a_bucket_together_takes() -> None:
+    one, four = program(1).simulate(), program(4).simulate()
+    extra = program(4).problem.bucket_bytes
+    assert extra == 25 * 2**20
+    assert [b - a for a, b in zip(one.peak_memory, four.peak_memory, strict=True)] == [extra] * 2
