@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -176,6 +177,16 @@ def test_the_programme_of_many_layers_is_that_of_two() -> None:
     layers = [decide(data).solution.objective for data in (few, many)]
     assert 3 < layers[1] / layers[0] < 6
     assert decide(few).choices == decide(many).choices
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_the_programme_of_a_template_is_solved_within_a_second(kind: str) -> None:
+    graph = captured(kind)
+    candidates = Candidates(fold(graph), Prices(graph, H100, 4))
+    data = tell(candidates, Pins({}, {}), {}, None).programme
+    start = time.process_time()
+    assert decide(data).solution.status == "optimal"
+    assert time.process_time() - start < 1
 
 
 def test_the_plan_of_many_layers_says_each_once() -> None:
