@@ -125,7 +125,7 @@ class _Walk:
         for operand, wanted, carries in zip(
             call.operands, strategy.inputs, call.gradients, strict=True
         ):
-            types = self.types[operand.node]
+            types = list(self.types[operand.node])
             if len(types) > 1:
                 index = node.args[1] if call.is_item else 0
                 if types[int(str(index))] != wanted:
