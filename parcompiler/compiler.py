@@ -17,18 +17,19 @@ from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.mesh import Mesh
-from parcompiler.options import Options, offered
+from parcompiler.options import METHODS, Options, offered
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.recompute import check_patterns, chosen
+from parcompiler.passes.shard.kept import check_pins
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan, Shape
-from parcompiler.prices import stage_costs
+from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import planned, trunk
 from parcompiler.verifier import Memory, verify
 
 
@@ -77,12 +78,13 @@ def compile(
         stages=stages,
         sharding=sharding,
         recompute=recompute,
+        vocabulary=vocabulary,
         precision=precision,
         optimizer=optimizer,
     )
     _check_order(mesh, options)
     _check_replicas(mesh, model, plan)
-    _check_offer(vocabulary, optimizer)
+    offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
     with Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss)
@@ -103,7 +105,8 @@ def compile(
             lowered = lower(own.graph, plan, own.priced(_granularity(plan)).cut)
         with steps("verify"):
             limits = [problem.device.memory] * lowered.size
-            verify(lowered, Memory(stage_costs(own, plan, lowered), limits))
+            costs, spread = stage_costs(own, plan, lowered), vocabulary_cost(own, plan)
+            verify(lowered, Memory(costs, limits, spread))
     if isinstance(model, Program):
         source, loss = model.model, model.loss
     else:
@@ -162,15 +165,15 @@ def _check_order(mesh: Mesh, options: Options) -> None:
 
 
 def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
-    """Refuse what several data ranks cannot have: updates inside the step, statistics of all."""
+    """Refuse what several data ranks cannot have: updates inside the step, statistics of some."""
     if mesh.data == 1:
         return
     found = model.model if isinstance(model, Program) else model
     for path, module in found.named_modules() if isinstance(found, nn.Module) else ():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
             message = (
-                f"{path!r} is a SyncBatchNorm, which is captured as the BatchNorm of one data rank "
-                f"alone (data={mesh.data}): use BatchNorm, or data=1 with more micro-batches"
+                f"{path!r} is a SyncBatchNorm over a process group of its own, which may not be "
+                f"the data ranks of the mesh (data={mesh.data}): make it without process_group"
             )
             raise InputError(message)
     if plan is not None and plan.schedule is not None:
@@ -185,12 +188,6 @@ def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
             f"together (data={mesh.data}): take data=1 or a synchronous schedule"
         )
         raise InputError(message)
-
-
-def _check_offer(vocabulary: str, optimizer: str) -> None:
-    """Refuse, before anything starts, what this release does not do yet."""
-    offered("vocabulary", vocabulary, ("auto", "whole"))
-    offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
 
 
 def _start(problem: Problem) -> Plan:
@@ -224,14 +221,16 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
         message = f"the plan leaves {missing[0]!r} undecided"
         raise PlanError(message)
     _check_schedule(problem.options, plan)
+    _check_vocabulary(problem.options, plan)
     own = local(problem, plan)
+    check_pins(problem, plan)
     _check_blocks(own, plan)
     _check_recompute(own, plan)
 
 
 def _check_schedule(options: Options, plan: Plan) -> None:
     """Refuse a plan with another schedule than was asked for."""
-    schedule, wanted = planned(plan), options.schedule
+    schedule, wanted = trunk(plan), options.schedule
     if isinstance(wanted, Schedule):
         if schedule != wanted:
             message = f"the plan has another schedule ({plan.schedule!r}) than {wanted.name!r}"
@@ -244,6 +243,19 @@ def _check_schedule(options: Options, plan: Plan) -> None:
             f"the plan has {plan.virtual_stages} stages on each rank (asked for: "
             f"{options.virtual_stages})"
         )
+        raise PlanError(message)
+
+
+def _check_vocabulary(options: Options, plan: Plan) -> None:
+    """Refuse a plan with another way with the vocabulary than was asked for."""
+    found = plan.vocabulary
+    method = found.method if found else "whole"
+    if method not in ("whole", *METHODS):
+        message = f"the plan has vocabulary {method!r} (known: whole, {', '.join(METHODS)})"
+        raise PlanError(message)
+    able = method != "whole" or (found is not None and not found.kept)
+    if options.vocabulary not in ("auto", method) and able:
+        message = f"the plan has vocabulary {method!r} (asked for: {options.vocabulary!r})"
         raise PlanError(message)
 
 

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from os import PathLike
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from parcompiler import efficiency, figures
+from parcompiler.efficiency import Efficiency
 from parcompiler.errors import InputError
+
+__all__ = ["Device", "Efficiency", "Link", "device", "names"]
+
+DEVICES_PER_NODE = 8  # as on the boards of most vendors; a file may say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +37,12 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse figures that no link has."""
-        _require("bandwidth", self.bandwidth, positive=True)
-        _require("latency", self.latency)
+        figures.number("bandwidth", self.bandwidth, positive=True)
+        figures.number("latency", self.latency)
 
     def seconds(self, nbytes: float) -> float:
         """The time of one message in s: latency + bytes / bandwidth."""
         return self.latency + nbytes / self.bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """The fraction of a peak that each kind of work reaches, above 0 and at most 1.
-
-    `matmul`, `attention`, `convolution` and `other` are fractions of the peak arithmetic, by the
-    kind of an operation (one element of an `other` counts as one FLOP, also where it is an
-    exponential); `bandwidth` is a fraction of the peak memory bandwidth.
-    """
-
-    matmul: float
-    attention: float
-    convolution: float
-    other: float
-    bandwidth: float
-
-    def __post_init__(self) -> None:
-        """Refuse what is no fraction."""
-        for item in dataclasses.fields(self):
-            _require(item.name, getattr(self, item.name), positive=True, most=1)
-
-    def of(self, kind: str) -> float:
-        """The fraction of the peak arithmetic that operations of `kind` reach."""
-        fractions = {
-            "matmul": self.matmul,
-            "attention": self.attention,
-            "convolution": self.convolution,
-        }
-        return fractions.get(kind, self.other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +51,9 @@ class Device:
 
     `flops` are pairs of dtype name and peak FLOP/s, float32 among them; `memory_bandwidth` is in
     B/s, `memory` in bytes, `launch_overhead` in s per kernel. `link` joins ranks of one node,
-    `network` ranks of different nodes. `sources` says where each figure comes from; it does not
-    take part in comparisons. Raises InputError for figures that no device has.
+    which has `devices_per_node`, `network` ranks of different nodes. `sources` says where each
+    figure comes from; it does not take part in comparisons. Raises InputError for figures that no
+    device has.
     """
 
     name: str
@@ -87,6 +64,7 @@ class Device:
     efficiency: Efficiency
     link: Link
     network: Link
+    devices_per_node: int = DEVICES_PER_NODE
     sources: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,23 +75,34 @@ class Device:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 message = f"device figure 'flops.{dtype}' names no dtype of torch"
                 raise InputError(message)
-            _require(f"flops.{dtype}", peak, positive=True)
+            figures.number(f"flops.{dtype}", peak, positive=True)
         if "float32" not in dict(self.flops):
             message = "device figure 'flops.float32' is missing: other dtypes fall back to it"
             raise InputError(message)
-        _require("memory_bandwidth", self.memory_bandwidth, positive=True)
-        _require("memory", self.memory, positive=True)
-        _require("launch_overhead", self.launch_overhead)
+        figures.number("memory_bandwidth", self.memory_bandwidth, positive=True)
+        figures.number("memory", self.memory, positive=True)
+        figures.number("launch_overhead", self.launch_overhead)
+        figures.number("devices_per_node", self.devices_per_node, positive=True)
+        if self.devices_per_node != int(self.devices_per_node):
+            message = "device figure 'devices_per_node' must be a whole number "
+            message += f"({self.devices_per_node!r} given)"
+            raise InputError(message)
 
     def peak(self, dtype: torch.dtype) -> float:
         """The peak in FLOP/s for `dtype`; that of float32 where the device lists none."""
         peaks = dict(self.flops)
         return peaks.get(str(dtype).removeprefix("torch."), peaks["float32"])
 
+    def named(self, dtype: torch.dtype) -> str:
+        """The dtype under which the device lists its figures for `dtype`: its own or float32."""
+        name = str(dtype).removeprefix("torch.")
+        return name if name in dict(self.flops) else "float32"
+
     def to_json(self) -> str:
         """The device as sorted, indented JSON; `from_json` reads it back."""
         data = dataclasses.asdict(self)
         data["flops"], data["sources"] = dict(self.flops), dict(self.sources)
+        data["efficiency"] = self.efficiency.to_data()
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -127,15 +116,32 @@ class Device:
         except json.JSONDecodeError as error:
             message = f"a device file must be JSON ({error})"
             raise InputError(message) from error
-        figures = _figures(cls, data, "", optional=("sources",))
-        if not isinstance(figures["name"], str):
-            message = f"device figure 'name' must be a string ({figures['name']!r} given)"
+        found = figures.fields(cls, data, "", optional=("devices_per_node", "sources"))
+        if not isinstance(found["name"], str):
+            message = f"device figure 'name' must be a string ({found['name']!r} given)"
             raise InputError(message)
-        figures["flops"] = tuple(_mapping("flops", figures["flops"]).items())
-        figures["sources"] = tuple(_mapping("sources", figures.get("sources", {})).items())
+        found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
+        found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
         for name, part in (("efficiency", Efficiency), ("link", Link), ("network", Link)):
-            figures[name] = _part(part, figures[name], name)
-        return cls(**figures)
+            found[name] = _part(part, found[name], name)
+        return cls(**found)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """The device that a JSON file describes, such as `parcompiler calibrate` writes.
+
+        Raises InputError, naming file and figure, when it cannot be read or describes none.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"cannot read the device file {path} ({error})"
+            raise InputError(message) from error
+        try:
+            return cls.from_json(text)
+        except InputError as error:
+            message = f"{path}: {error}"
+            raise InputError(message) from error
 
 
 def names() -> tuple[str, ...]:
@@ -150,7 +156,7 @@ def device(name: str) -> Device:
     if name not in names():
         message = (
             f"no device {name!r} in the catalogue (known: {', '.join(names())}); "
-            "describe another with Device.from_json"
+            "describe another in a JSON file (Device.load)"
         )
         raise InputError(message)
     return Device.from_json((_catalogue() / f"{name}.json").read_text(encoding="utf-8"))
@@ -160,45 +166,11 @@ def _catalogue() -> Traversable:
     return resources.files("parcompiler") / "devices"
 
 
-def _figures(
-    cls: type[Any], data: object, prefix: str, optional: Collection[str] = ()
-) -> dict[str, Any]:
-    """The fields of `cls` in `data`: all that it must have, none that it does not know."""
-    figures = _mapping(prefix.rstrip(".") or "device", data)
-    known = [item.name for item in dataclasses.fields(cls)]
-    for name in figures:
-        if name not in known:
-            message = f"unknown device figure '{prefix}{name}' (known: {', '.join(known)})"
-            raise InputError(message)
-    for name in known:
-        if name not in figures and name not in optional:
-            message = f"device figure '{prefix}{name}' is missing"
-            raise InputError(message)
-    return dict(figures)
-
-
 def _part(cls: type[Any], data: object, name: str) -> Any:
-    figures = _figures(cls, data, f"{name}.")
+    """The efficiency or a link, from its JSON."""
+    found = efficiency.fractions(figures.fields(cls, data, f"{name}.", optional=("curves",)))
     try:
-        return cls(**figures)
+        return cls(**found)
     except InputError as error:
         message = str(error).replace("figure '", f"figure '{name}.", 1)
         raise InputError(message) from error
-
-
-def _mapping(name: str, data: object) -> Mapping[str, Any]:
-    if not isinstance(data, dict):
-        message = f"device figure '{name}' must be a JSON object ({data!r} given)"
-        raise InputError(message)
-    return data
-
-
-def _require(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:
-    """Refuse `value` unless it is a finite number from 0 (or above 0) to `most`."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value <= most and math.isfinite(value) and (value > 0 or not positive):
-            return
-    wanted = "a number above 0" if positive else "a number of at least 0"
-    wanted += f" and at most {most:g}" if math.isfinite(most) else ""
-    message = f"device figure '{name}' must be {wanted} ({value!r} given)"
-    raise InputError(message)

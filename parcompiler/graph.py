@@ -99,6 +99,54 @@ class Block:
     scope: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """An embedding whose table all ranks hold rows of; `node` yields the rows that are looked up.
+
+    `indices` computes them from tensors of the batch (placeholders of the same names).
+    """
+
+    node: fx.Node
+    weight: str
+    indices: fx.Graph
+    padding_idx: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The product with the vocabulary and the loss: `node` reads `x` [n, h] and is the loss.
+
+    loss = scale · cross_entropy(logits(x Wᵀ + bias), targets) for a weight [V, h]. `targets`
+    computes the classes [n] from tensors of the batch, `logits` is elementwise (None: nothing).
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight: str
+    targets: fx.Graph
+    bias: str | None = None
+    class_weight: str | None = None
+    logits: fx.Graph | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The layers that stand on no stage: all ranks hold rows of their tables."""
+
+    lookups: tuple[Lookup, ...] = ()
+    head: Head | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What these layers yield."""
+        ends = (self.head.node,) if self.head else ()
+        return (*(item.node for item in self.lookups), *ends)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured model: one micro-batch in, the scalar loss out.
@@ -106,7 +154,7 @@ class Graph:
     `fx_graph` has a placeholder per parameter, buffer and input, and ATen operators otherwise.
     `tensors` holds the model's own parameters and buffers by name (not copies).
     `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
-    that the model was captured on.
+    that the model was captured on. The nodes of `vocabulary` belong to no block.
     """
 
     name: str
@@ -120,6 +168,7 @@ class Graph:
     fingerprint: str = ""
     positional: bool = False
     random: bool = False
+    vocabulary: Vocabulary | None = None
 
     @cached_property
     def by_node(self) -> Mapping[str, Parameter]:

@@ -63,6 +63,24 @@ class Grid:
         for first in range(0, self.size, self.tensor):
             yield tuple(range(first, first + self.tensor))
 
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """The ranks of each pipeline and tensor coordinate, by their data coordinate."""
+        for position in range(self.pipeline):
+            for tensor in range(self.tensor):
+                yield self.replicas((position,), tensor)
+
+    def plane(self, data: int) -> tuple[int, ...]:
+        """The ranks of all pipeline and tensor coordinates at a data coordinate, sorted.
+
+        >>> Grid(pipeline=2, data=2, tensor=2).plane(1)
+        (2, 3, 6, 7)
+        """
+        return tuple(
+            self.rank(position, data, tensor)
+            for position in range(self.pipeline)
+            for tensor in range(self.tensor)
+        )
+
     def replicas(self, pipeline: Iterable[int], tensor: int = 0) -> tuple[int, ...]:
         """The ranks of all data coordinates at these pipeline coordinates, sorted."""
         return tuple(

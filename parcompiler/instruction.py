@@ -10,6 +10,8 @@ True
 True
 >>> print(Instruction(Kind.RECV, value="layers_1", gradient=True, microbatch=0, peer=1))
 RECV layers_1.grad mb 0 from 1
+>>> print(Instruction.parse("REDUCE wte mb 2 to 0"), Instruction.parse("S mb 2"), sep=", ")
+REDUCE wte mb 2 to 0, S mb 2
 """
 
 from __future__ import annotations
@@ -31,16 +33,32 @@ class Kind(StrEnum):
     UPDATE = "UPDATE"  # stage, mb: an optimizer step by the gradients of this micro-batch alone
     SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
     RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
+    EMBED = "EMBED"  # value, mb: look up the rows of this rank's piece of a table
+    EMBED_BACKWARD = "EMBED_BACKWARD"  # value, mb: gradients of those rows
+    S = "S"  # mb: logits of this rank's piece of the vocabulary, and their softmax by itself
+    NORMALIZE = "NORMALIZE"  # mb: powers and their sum, once the largest logit of all is known
+    T = "T"  # mb: gradients of this rank's piece of the head
+    BROADCAST = "BROADCAST"  # value mb peer: every rank gets that rank's tensor
+    REDUCE = "REDUCE"  # value mb peer: the sum of all ranks' parts goes to that rank
+    EXCHANGE = "EXCHANGE"  # value mb: numbers of each row, over all ranks
     REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stages
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
-_FIELDS = {
+# What all ranks do for the layers of the vocabulary, and the collectives between.
+EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
+HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
+TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
+_OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
+_VALUED = frozenset({Kind.REDUCE_GRADIENTS, Kind.EXCHANGE}) | EMBEDDING
+_FIELDS: dict[Kind, set[str]] = {
     **{kind: {"stage", "microbatch"} for kind in (*COMPUTE, Kind.UPDATE)},
-    **{kind: {"value", "gradient", "microbatch", "peer"} for kind in MESSAGES},
+    **{kind: {"value", "gradient", "microbatch", "peer"} for kind in (*MESSAGES, *TRANSFERS)},
+    **{kind: {"value", "microbatch"} for kind in (*EMBEDDING, Kind.EXCHANGE)},
+    **{kind: {"microbatch"} for kind in HEAD},
     Kind.REDUCE_GRADIENTS: {"value", "ranks"},
     Kind.SHARE_LOSS: {"peer"},
 }
@@ -68,7 +86,7 @@ class Instruction:
         if self.microbatch is not None:
             words += ["mb", str(self.microbatch)]
         if self.peer is not None:
-            words += ["to" if self.kind is Kind.SEND else "from", str(self.peer)]
+            words += ["to" if self.kind in _OUTWARD else "from", str(self.peer)]
         if self.ranks:
             words += ["ranks", ",".join(map(str, self.ranks))]
         return " ".join(words)
@@ -91,14 +109,14 @@ def _fields(words: list[str]) -> Iterator[tuple[str, object]]:
     kind = Kind(words[0])
     yield "kind", kind
     rest = words[1:]
-    if kind in MESSAGES:
+    if kind in MESSAGES | TRANSFERS:
         yield "value", rest[0].removesuffix(".grad")
         yield "gradient", rest[0].endswith(".grad")
         rest = rest[1:]
-    elif kind is Kind.REDUCE_GRADIENTS:
+    elif kind in _VALUED:
         yield "value", rest[0]
         rest = rest[1:]
-    way = "to" if kind is Kind.SEND else "from"
+    way = "to" if kind in _OUTWARD else "from"
     names = {"stage": "stage", "mb": "microbatch", way: "peer"}
     for key, text in zip(rest[::2], rest[1::2], strict=True):
         if key == "ranks":

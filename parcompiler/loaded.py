@@ -41,8 +41,17 @@ class LoadedProgram:
         raise InputError(message)
 
     def report(self) -> Report:
-        """The report that was made when the program was exported."""
-        return Report.from_json((self.path / "report.json").read_text(encoding="utf-8"))
+        """The report that was made when the program was exported.
+
+        Raises InputError when it is not there or damaged.
+        """
+        path = self.path / "report.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"cannot read {path} ({error}): export the program again"
+            raise InputError(message) from error
+        return Report.from_json(text)
 
     def worker(self) -> Worker:
         """This process's rank, with the exported weights. Call it in processes that torchrun
@@ -52,16 +61,15 @@ class LoadedProgram:
         return worker
 
     def _script(self, rank: int) -> ModuleType:
-        """`rank_N.py` as a module, with the stage modules of this folder."""
+        """`rank_N.py` as a module, with the other modules of this folder."""
         path = self._path(rank)
-        stages = {name for name in sys.modules if name.startswith("stage_")}
-        hidden = {name: sys.modules.pop(name) for name in stages}
+        hidden = {name: sys.modules.pop(name) for name in _modules()}
         sys.path.insert(0, str(self.path))
         try:
             return _module(path)
         finally:
             sys.path.remove(str(self.path))
-            for name in [name for name in sys.modules if name.startswith("stage_")]:
+            for name in _modules():
                 del sys.modules[name]
             sys.modules.update(hidden)
 
@@ -82,6 +90,11 @@ def load(path: str | Path) -> LoadedProgram:
         message = f"{folder} is no exported program: it has no plan.json"
         raise InputError(message)
     return LoadedProgram(folder, Plan.from_json(plan.read_text(encoding="utf-8")))
+
+
+def _modules() -> list[str]:
+    """The modules that are loaded under the names of those of exported folders."""
+    return [name for name in sys.modules if name.startswith("stage_") or name == "vocabulary"]
 
 
 def _module(path: Path) -> ModuleType:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import SupportsIndex
+from os import PathLike
+from typing import SupportsIndex, TypeGuard
 
 from parcompiler.device import Device, device
 from parcompiler.errors import InputError
@@ -24,14 +25,15 @@ __all__ = ["Coordinate", "Mesh", "whole"]
 class Mesh:
     """Ranks along the pipeline, tensor and data axes, all on the same kind of device.
 
-    `device` is a name of the catalogue or a `Device`. Raises InputError when a degree is no
-    positive integer or the device is unknown.
+    `device` is a name of the catalogue, a `Device`, or the path of a JSON file of one, which is
+    read at once. Raises InputError when a degree is no positive integer, the device is unknown, or
+    its file describes none.
     """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
-    device: str | Device = "cpu"
+    device: str | PathLike[str] | Device = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse degrees that are no positive integers, and unknown devices."""
@@ -42,6 +44,8 @@ class Mesh:
                 message = f"mesh axis {axis!r} needs a positive integer ({given!r} given)"
                 raise InputError(message)
             object.__setattr__(self, axis, degree)
+        if _is_file(self.device):
+            object.__setattr__(self, "device", Device.load(self.device))
         if not isinstance(self.device, str | Device):
             kind = type(self.device).__name__
             message = f"the mesh's device must be a name or a Device ({kind} given)"
@@ -61,7 +65,7 @@ class Mesh:
     @property
     def hardware(self) -> Device:
         """The device's figures."""
-        return self.device if isinstance(self.device, Device) else device(self.device)
+        return self.device if isinstance(self.device, Device) else device(str(self.device))
 
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` sits. Raises InputError outside 0 … size - 1."""
@@ -79,6 +83,11 @@ class Mesh:
                 message = f"no {axis} coordinate {index} in the mesh ({axis}={degree})"
                 raise InputError(message)
         return self.grid.rank(pipeline, data, tensor)
+
+
+def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:
+    """Whether a device is meant by its file: a path, or a string with the ending of one."""
+    return isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".json"))
 
 
 def whole(value: object) -> int | None:

@@ -12,6 +12,7 @@ from parcompiler.mesh import whole
 from parcompiler.schedules import SCHEDULES, Schedule
 from parcompiler.spmd.placement import parse
 
+METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
 PRECISIONS = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -28,6 +29,7 @@ class Options:
     stages: str | Sequence[int] = "auto"
     recompute: str | Mapping[str, bool] = "auto"
     sharding: str | Mapping[str, str] = "auto"
+    vocabulary: str = "auto"
     precision: str | None = None
     optimizer: str = "adamw"
 
@@ -37,6 +39,7 @@ class Options:
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
         if not isinstance(self.schedule, Schedule):
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
+        offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))

@@ -41,6 +41,31 @@ def piece(size: int, n: int, rank: int) -> Span:
     return Span(rank * short + min(rank, longer), short + (rank < longer))
 
 
+def rows(size: int, n: int) -> int:
+    """The rows that each of `n` ranks has for a vocabulary of `size`, as many everywhere.
+
+    A piece of the vocabulary is padded so that ranks take as long, and to a multiple of 8 (of 2
+    where it is small), which matrix units want.
+
+    >>> rows(50257, 4), rows(13, 2)
+    (12568, 8)
+    """
+    each = -(-size // n)
+    step = 8 if each >= 1024 else 2
+    return -(-each // step) * step
+
+
+def own_rows(size: int, n: int, rank: int) -> Span:
+    """The rows of a vocabulary that `rank` holds: the last ranks may have fewer than `rows`.
+
+    >>> own_rows(13, 2, 1), own_rows(3, 4, 3)
+    (Span(start=8, size=5), Span(start=3, size=0))
+    """
+    each = rows(size, n)
+    start = min(rank * each, size)
+    return Span(start, min(each, size - start))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """How a tensor is split: along `dim`, whose segments have these sizes (one when it has none).

@@ -61,6 +61,38 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
+class Method:
+    """A way with the vocabulary: the seconds of its step, or the reason why it cannot be."""
+
+    method: str
+    schedule: str | None
+    seconds: float | None
+    memory: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyChoice:
+    """How the layers of the vocabulary are computed.
+
+    "whole": on the stages they stand on. Otherwise all ranks hold rows of the tables of `lookups`
+    and of `head` (their names in the model). `kept` are layers that stay whole, and why; `weighed`
+    the methods that "auto" chose from, `memory` the most bytes on a rank.
+    """
+
+    method: str
+    lookups: tuple[str, ...] = ()
+    head: str | None = None
+    kept: tuple[str, ...] = ()
+    weighed: tuple[Method, ...] | None = None
+
+    @property
+    def spread(self) -> bool:
+        """Whether any layer is on all ranks."""
+        return self.method != "whole"
+
+
+@dataclass(frozen=True, slots=True)
 class Shards:
     """How the blocks of one template are computed on the ranks of the tensor axis.
 
@@ -118,6 +150,7 @@ class Plan:
     search: Solution | None = None
     weighed: tuple[Weighed, ...] | None = None
     sharding: Sharding | None = None
+    vocabulary: VocabularyChoice | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -125,16 +158,23 @@ class Plan:
         data = dataclasses.asdict(self)
         if self.sharding is None:  # there is no such decision without a tensor axis
             del data["sharding"]
+        if self.vocabulary is None:  # nor without a pipeline
+            del data["vocabulary"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan. Raises InputError that names the field and what was expected there."""
+        """Read a plan. Raises InputError that names the field and what was expected there.
+
+        What the command line writes beside a plan, its figures as "predicted", is left out.
+        """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             message = f"the plan is no JSON: {error}"
             raise InputError(message) from error
+        if isinstance(data, dict):
+            data.pop("predicted", None)
         plan = _read(cls, data, "plan")
         if plan.version != VERSION:
             message = f"the plan has version {plan.version}; this release reads version {VERSION}"

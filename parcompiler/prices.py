@@ -11,10 +11,21 @@ from collections.abc import Callable
 from parcompiler.instruction import Instruction
 from parcompiler.lower.lowered import Lowered
 from parcompiler.passes.estimate import costs
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import staleness as stale
 from parcompiler.simulator import StageCost
+
+__all__ = [
+    "collective_seconds",
+    "message_seconds",
+    "stage_costs",
+    "staleness",
+    "stashed_bytes",
+    "versions",
+    "vocabulary_cost",
+]  # fmt: skip
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:

@@ -14,14 +14,14 @@ from torch import fx, nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.codegen.folder import export
-from parcompiler.codegen.modules import stage_classes
+from parcompiler.codegen.modules import stage_classes, vocabulary_class
 from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
-from parcompiler.prices import collective_seconds, message_seconds, stage_costs
+from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
@@ -45,12 +45,13 @@ class Program:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        costs = stage_costs(local(self.problem, self.plan), self.plan, self.lowered)
+        own = local(self.problem, self.plan)
         return simulate_lowered(
             self.lowered,
-            costs,
+            stage_costs(own, self.plan, self.lowered),
             message_seconds(self.problem),
             collective_seconds=collective_seconds(self.problem, self.lowered),
+            vocabulary=vocabulary_cost(own, self.plan),
         )
 
     def simulate(self) -> Timeline:
@@ -109,8 +110,13 @@ class Program:
         grid = self.lowered.grid
         rank = current_rank(grid.size)
         position = grid.coordinate(rank).pipeline
-        classes = stage_classes(self.lowered, position, self.plan.mesh.device)
-        return Worker(self.rank_program(rank), classes, self._weights())
+        device = self.plan.mesh.device
+        return Worker(
+            self.rank_program(rank),
+            stage_classes(self.lowered, position, device),
+            self._weights(),
+            vocabulary=vocabulary_class(self.lowered, device),
+        )
 
     def on(self, graph: Graph) -> Program:
         """The same plan on another precision or other values of the same graph."""

@@ -1,4 +1,9 @@
-"""A progress line on stderr while the compiler works; silent in a pipe."""
+"""The steps of the compiler on stderr, each named and timed while it works; silent in a pipe.
+
+✓ capture            3.1 s
+✓ pass shard         0.9 s
+⠋ pass schedule      1.4 s
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,30 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress as Bar
+from rich.progress import ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
 
 
 class Progress:
-    """Names each step while it runs, when stderr is a terminal."""
+    """Names and times each step while it runs, when stderr is a terminal."""
 
     def __init__(self, wanted: bool) -> None:
-        self._status: Status | None = None
+        self._bar: Bar | None = None
         if wanted and sys.stderr.isatty():
-            self._status = Console(stderr=True).status("parcompiler")
+            # standard output stays that of the program: what is printed there may go into a pipe
+            self._bar = Bar(
+                SpinnerColumn(finished_text="✓"),
+                TextColumn("{task.description}", markup=False),
+                _Seconds(),
+                console=Console(stderr=True),
+                redirect_stdout=False,
+            )
 
     def __enter__(self) -> Progress:
         """Start showing."""
-        if self._status is not None:
-            self._status.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -31,13 +45,25 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop showing."""
-        if self._status is not None:
-            self._status.stop()
+        """Stop showing; the steps and their times stay."""
+        if self._bar is not None:
+            self._bar.stop()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Show `name` while the body runs."""
-        if self._status is not None:
-            self._status.update(f"parcompiler: {name}")
+        """Show `name` and its seconds while the body runs; a tick once it is done."""
+        if self._bar is None:
+            yield
+            return
+        task = self._bar.add_task(name, total=1)
         yield
+        self._bar.update(task, completed=1)
+
+
+class _Seconds(ProgressColumn):
+    """The seconds of a step."""
+
+    def render(self, task: Task) -> Text:
+        """One decimal, right-aligned."""
+        elapsed = task.finished_time if task.finished else task.elapsed
+        return Text(f"{elapsed or 0.0:7.1f} s")

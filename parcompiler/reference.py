@@ -56,6 +56,13 @@ class Original:
         tensors = self.parameters | dict(self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
+    def descended(self, rate: float) -> dict[str, torch.Tensor]:
+        """The state after a step of gradient descent."""
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        if trainable:
+            torch.optim.SGD(trainable, lr=rate).step()
+        return self.state()
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers by name."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -90,10 +97,7 @@ def accumulated(
     mean = torch.stack(losses).mean()
     named = original.parameters
     gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-    trainable = [p for p in named.values() if p.requires_grad]
-    if trainable:
-        torch.optim.SGD(trainable, lr=rate).step()
-    return Outcome(mean.reshape(1), gradients, original.state())
+    return Outcome(mean.reshape(1), gradients, original.descended(rate))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ An asynchronous program is compared with its re-enactment (`reenactment.py`), an
 left to compare: its updates have used them.
 
 With several data ranks the batch is that of all of them, and buffers are compared with those of
-the first.
+the first; a model with SyncBatchNorms runs on the batches of all at once (`joint.py`).
 
 It is done twice: as the program is, and lifted to float64, where a mistake cannot hide behind
 rounding. What runs is the exported folder, so the emitted code itself is proved. Random operators
@@ -31,9 +31,11 @@ import torch
 from parcompiler.batches import given_batch, random_batch
 from parcompiler.capture.lift import lift
 from parcompiler.capture.simplify import simplify
+from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.draws import draws
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
+from parcompiler.joint import joined
 from parcompiler.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.reenactment import reenacted
 from parcompiler.reference import Original, accumulated, materialised, one_thread
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5}
 LEARNING_RATE = 0.01
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
+OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
+MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Errors:
 
     `given` says that the batch was made of the given inputs, for the model refused a random one.
     An `asynchronous` program has no error of gradients: its updates have used them.
+    `rounding` is the error of the model in one process against itself in float64; it is found, and
+    counts, where the limit is passed although float64 shows no difference.
 
     The error of a tensor is its largest absolute difference over its own largest element; where
     that element is so small that four roundings of the largest element among all tensors would
@@ -68,15 +74,19 @@ class Errors:
     limit: float
     given: bool = False
     asynchronous: bool = False
+    rounding: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the limit."""
-        return max(self.loss, self.gradient, self.parameter) <= self.limit
+        """Whether every error is within the limit, or within a few of the model's own roundings."""
+        allowed = max(self.limit, OWN_ROUNDINGS * self.rounding)
+        return max(self.loss, self.gradient, self.parameter) <= allowed
 
     def __str__(self) -> str:
         """One line."""
         how = "bitwise equal" if self.bitwise else f"limit {self.limit:.0e}, worst {self.worst!r}"
+        if self.rounding:
+            how += f"; the model in one process is {self.rounding:.1e} from itself in float64"
         how += ", on the inputs given: the model takes no random ones" if self.given else ""
         if self.asynchronous:
             figures = f"loss {self.loss:.1e}, gradients used by the updates"
@@ -143,15 +153,30 @@ def check(program: Program, seed: int) -> Verification:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
     own = program.problem.graph
-    native = _compare(program, own, seed, program.problem.options.dtype)
+    native, wanted = _compare(program, own, seed, program.problem.options.dtype)
     if _is_double(own):
         return Verification(native, native)
     try:
         double = simplify(lift(program.captured, torch.float64))
-        lifted = _compare(program, double, seed, torch.float64)
+        lifted, exact = _compare(program, double, seed, torch.float64)
     except _NoReference as error:
         return Verification(native, None, f"no float64 comparison: {error}")
+    if not native.ok and lifted.ok and native.given == lifted.given:
+        native = _among_roundings(native, wanted, exact)
     return Verification(native, lifted)
+
+
+def _among_roundings(native: Errors, wanted: Outcome, exact: Outcome) -> Errors:
+    """The errors beside what rounding does to the model in one process: `wanted`, where `exact`
+    is the same in float64.
+
+    A batch norm of two values, say, turns the last bits of its operands into the fifth digit of
+    their gradients, and a program that adds in another order is as far from the model as the
+    model is from the truth. What float64 has shown to be equal is then not called different.
+    """
+    own = _errors(exact, wanted, exact.gradients.keys())
+    rounding = max(own.loss, own.gradient, own.parameter)
+    return dataclasses.replace(native, rounding=rounding) if rounding < MOST_ROUNDING else native
 
 
 class _NoReference(Exception):
@@ -164,8 +189,10 @@ def _is_double(graph: Graph) -> bool:
     return dtypes == {torch.float64}
 
 
-def _compare(program: Program, graph: Graph, seed: int, dtype: torch.dtype | None) -> Errors:
-    """Run the ranks on `graph` and the model in `dtype`, and compare them."""
+def _compare(
+    program: Program, graph: Graph, seed: int, dtype: torch.dtype | None
+) -> tuple[Errors, Outcome]:
+    """Run the ranks on `graph` and the model in `dtype`, and compare them; with it the model's."""
     variant = program.on(materialised(graph, seed))
     begin = time.perf_counter()
     with one_thread():
@@ -185,7 +212,8 @@ def _compare(program: Program, graph: Graph, seed: int, dtype: torch.dtype | Non
     own = [p.name for p in graph.parameters if p.trainable and not p.buffer]
     trained = own if variant.lowered.asynchronous else reference.gradients.keys()
     errors = _errors(reference, found, trained)
-    return dataclasses.replace(errors, given=given, asynchronous=variant.lowered.asynchronous)
+    asynchronous = variant.lowered.asynchronous
+    return dataclasses.replace(errors, given=given, asynchronous=asynchronous), reference
 
 
 def _on_some_batch(
@@ -219,7 +247,11 @@ def _reference(
         return reenacted(original, variant.lowered, [batch], descent)
     ranks = variant.lowered.data
     count = variant.plan.microbatches * ranks
-    return accumulated(original, batch, count, LEARNING_RATE, ranks)
+    if ranks > 1 and is_synchronized(original.graph.fx_graph):
+        others = [Original(variant, seed, dtype) for _ in range(ranks - 1)]
+        return joined([original, *others], batch, count, LEARNING_RATE)
+    with computing_as(alone):  # whatever torch.distributed does in this process
+        return accumulated(original, batch, count, LEARNING_RATE, ranks)
 
 
 def _errors(reference: Outcome, found: Outcome, trained: Collection[str]) -> Errors:

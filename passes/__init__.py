@@ -6,11 +6,13 @@ from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.stage import StagePass
+from parcompiler.passes.vocabulary import VocabularyPass
 
 DEFAULT: tuple[Pass, ...] = (
-    ShardPass(), RecomputePass(), SchedulePass(), StagePass(), OrderPass(),
+    VocabularyPass(), ShardPass(), RecomputePass(), SchedulePass(), StagePass(), OrderPass(),
 )  # fmt: skip
 
 __all__ = [
     "DEFAULT", "OrderPass", "Pass", "RecomputePass", "SchedulePass", "ShardPass", "StagePass",
+    "VocabularyPass",
 ]  # fmt: skip

@@ -12,7 +12,10 @@ from parcompiler.problem import Problem
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A decision. Its fields are its options; it reads a problem and returns a larger plan."""
+    """A decision. Its fields are its options; it reads a problem and returns a larger plan.
+
+    What a plan has decided already stays: a pass before may have decided it together with its own.
+    """
 
     name: ClassVar[str]
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.graph import Parameter, nbytes_of
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import planned
@@ -16,7 +17,8 @@ from parcompiler.schedules.waiting import waiting
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
     """The simulated step of a plan whose schedule and stages are decided."""
-    return timing(planned(plan), costs(problem, plan), messages(problem, plan))
+    everywhere = vocabulary_cost(problem, plan)
+    return timing(planned(plan), costs(problem, plan), messages(problem, plan), everywhere)
 
 
 def costs(

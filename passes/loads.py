@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from parcompiler.graph import nbytes_of
 from parcompiler.passes.divide import Flow, Load, evaluate
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules import Schedule
@@ -82,22 +83,29 @@ def held(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 def reserved(problem: Problem, plan: Plan, level: int) -> int:
     """Bytes that no rank may fill before it recomputes the largest block on each of its stages,
-    and before data ranks reduce gradients.
+    before data ranks reduce gradients, and for the layers of the vocabulary.
 
     Where weight gradients are left for later, the loads contain what is recomputed.
     """
     schedule = planned(plan)
     largest = max(problem.recomputing(level, plan.recompute or ()).again, default=0)
     again = 0 if _left(schedule) else largest * len(schedule.placement) // schedule.ranks
-    return again + problem.bucket_bytes
+    return again + problem.bucket_bytes + _spread(problem, plan)
+
+
+def _spread(problem: Problem, plan: Plan) -> int:
+    """Bytes on every rank for the layers of the vocabulary that all ranks compute."""
+    cost = vocabulary_cost(problem, plan)
+    return cost.resident + cost.saved if cost else 0
 
 
 def with_recomputed(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], memory: Sequence[int]
 ) -> list[int]:
-    """The bytes on each rank of which `memory` are all but those to recompute a block in, and to
-    reduce gradients in."""
-    schedule, found = planned(plan), [size + problem.bucket_bytes for size in memory]
+    """The bytes on each rank of which `memory` are all but those to recompute a block in, to reduce
+    gradients in, and of the layers of the vocabulary."""
+    schedule, everywhere = planned(plan), problem.bucket_bytes + _spread(problem, plan)
+    found = [size + everywhere for size in memory]
     priced = problem.recomputing(level, plan.recompute or ())
     for j, rank in enumerate(schedule.placement if not _left(schedule) else ()):
         blocks = [b for b, at in enumerate(stage_of) if at == j]

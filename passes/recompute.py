@@ -34,7 +34,7 @@ class RecomputePass(Pass):
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Raises InputError for patterns that match no block, or one that cannot run twice."""
         wanted = problem.options.recompute
-        if wanted == "auto":
+        if wanted == "auto" or plan.stages is not None:
             return plan
         if not isinstance(wanted, str):
             check_patterns(problem, wanted)

@@ -20,7 +20,7 @@ from parcompiler.passes.stage import StagePass, ideal
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import trunk
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
 
@@ -36,13 +36,15 @@ class SchedulePass(Pass):
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """The schedule that was asked for, or the fastest that fits; the search starts there."""
         wanted = problem.options.schedule
+        if plan.schedule is not None:
+            return plan
         if isinstance(wanted, Schedule):
             return _given(plan, wanted)
         if wanted == "auto":
             return self._fastest(problem, plan)
         if wanted == "search":
             best = self._fastest(problem, plan)
-            return dataclasses.replace(best, schedule=wanted, orders=planned(best).cells())
+            return dataclasses.replace(best, schedule=wanted, orders=trunk(best).cells())
         return _named(plan, wanted, problem.options.virtual_stages)
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
@@ -99,7 +101,7 @@ def _given(plan: Plan, schedule: Schedule) -> Plan:
     if schedule.name in SCHEDULES:
         with suppress(InputError):  # it may not be what its name says
             named = _named(plan, schedule.name, virtual_stages)
-            if planned(named) == schedule:
+            if trunk(named) == schedule:
                 return named
     return dataclasses.replace(
         plan, schedule=schedule.name, virtual_stages=virtual_stages, orders=schedule.cells()

@@ -24,6 +24,7 @@ from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.loads import data, data_under, held, needed, reserved, with_recomputed
 from parcompiler.passes.recompute import chosen
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned
@@ -49,6 +50,8 @@ class StagePass(Pass):
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Divide, and recompute what the user asked for or what memory forces."""
         wanted = problem.options.recompute
+        if plan.stages is not None:
+            return plan
         if wanted != "auto":
             return self._divided(problem, plan, wanted)
         with suppress(InfeasibleError, UndecidedError):
@@ -259,4 +262,7 @@ def ideal(problem: Problem, plan: Plan) -> float:
     assert plan.granularity is not None
     forced = problem.options.recompute == "auto"
     priced = problem.priced(plan.granularity) if forced else problem.under(plan)
-    return plan.microbatches * sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
+    spread = vocabulary_cost(problem, plan)
+    everywhere = spread.compute if spread else 0.0
+    blocks = sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
+    return plan.microbatches * (blocks + everywhere)

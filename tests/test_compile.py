@@ -64,7 +64,12 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         ("stages", 2, "positive integers (2 given)"),
         ("virtual_stages", 0, "virtual_stages must be a positive integer (0 given)"),
         ("virtual_stages", 1.5, "virtual_stages must be a positive integer (1.5 given)"),
-        ("vocabulary", "vocab-1", "vocabulary must be one of 'auto', 'whole' ('vocab-1' given)"),
+        (
+            "vocabulary",
+            "vocab-3",
+            "vocabulary must be one of 'auto', 'whole', 'naive', 'vocab-1', 'vocab-2', "
+            "'interlaced' ('vocab-3' given)",
+        ),
         ("sharding", "columns", "sharding must be one of 'auto' ('columns' given)"),
         ("sharding", {"*": "P"}, "sharding cannot hold '*' as summands ('P'): 'R' or 'S(0)'"),
         ("recompute", "all", "recompute must be one of 'auto', 'none', 'full' ('all' given)"),
@@ -509,13 +514,9 @@ def test_data_ranks_cannot_update_inside_the_step() -> None:
         pc.compile(mixed(), mesh, inputs, microbatches=2, schedule="pipedream")
 
 
-def test_statistics_of_all_data_ranks_are_refused_by_the_path_of_their_module() -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    )
-    with pytest.raises(
-        pc.InputError, match=r"'1' is a SyncBatchNorm, .* \(data=2\): use BatchNorm"
-    ):
+def test_statistics_of_a_group_of_ones_own_are_refused_by_the_path_of_their_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2, process_group=object()))
+    with pytest.raises(pc.InputError, match=r"'1' is a SyncBatchNorm over .* \(data=2\): make it"):
         pc.compile(model, pc.Mesh(data=2), (torch.ones(4, 2),), loss=torch.sum)
     pc.compile(model, pc.Mesh(), (torch.ones(4, 2),), loss=torch.sum, microbatches=1)
 

@@ -1,17 +1,29 @@
 """The catalogue of devices, and files that describe no device."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import parcompiler as pc
 from parcompiler.device import Device, device, names
 from parcompiler.errors import InputError
 
 
-def test_the_catalogue_has_a_core_and_four_accelerators() -> None:
-    assert names() == ("a100-40g", "a100-80g", "cpu", "h100", "h200")
+def test_the_catalogue_has_a_core_and_seven_accelerators() -> None:
+    known = ("a100-40g", "a100-80g", "b200", "cpu", "h100", "h200", "l40s", "mi300x")
+    assert names() == known
+
+
+@pytest.mark.parametrize("name", names())
+def test_ranks_of_a_node_are_no_farther_apart_than_nodes(name: str) -> None:
+    found = device(name)
+    assert found.devices_per_node == 8
+    assert found.link.bandwidth >= found.network.bandwidth
+    assert found.link.latency <= found.network.latency
+    assert found.peak(torch.bfloat16) >= found.peak(torch.float32) >= found.peak(torch.float64)
 
 
 @pytest.mark.parametrize("name", names())
@@ -40,7 +52,7 @@ def test_a_device_is_read_once() -> None:
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
-    known = "a100-40g, a100-80g, cpu, h100, h200"
+    known = "a100-40g, a100-80g, b200, cpu, h100, h200, l40s, mi300x"
     with pytest.raises(InputError, match=rf"no device 'tpu' in the catalogue \(known: {known}\)"):
         device("tpu")
 
@@ -88,6 +100,18 @@ def changed(path: str, value: Any) -> str:
         ("launch_overhead", float("nan"), "'launch_overhead' must be a number of at least 0"),
         ("efficiency.matmul", 1.5, "'efficiency.matmul' must be a number above 0 and at most 1"),
         ("name", 7, "device figure 'name' must be a string (7 given)"),
+        ("devices_per_node", 0, "'devices_per_node' must be a number above 0 (0 given)"),
+        ("devices_per_node", 2.5, "'devices_per_node' must be a whole number (2.5 given)"),
+        ("efficiency.curves", [1], "'efficiency.curves' must be a JSON object ([1] given)"),
+        ("efficiency.curves", {"matmul": {"any": [[1e3, 1.5]]}}, "curves.matmul.any' must be a nu"),
+        ("efficiency.curves", {"matmul": {"any": []}}, "must have a pair of size and fraction"),
+        ("efficiency.curves", {"matmul": {"any": [3]}}, "must be a list of pairs of size and frac"),
+        ("efficiency.curves", {"other": {"any": [[1, "fast"]]}}, "above 0 and at most 1 ('fast'"),
+        (
+            "efficiency.curves",
+            {"other": {"any": [[9, 0.1], [3, 0.1]]}},
+            "must have ascending sizes",
+        ),
         ("link", [1, 2], "device figure 'link' must be a JSON object ([1, 2] given)"),
     ],
 )
@@ -104,3 +128,44 @@ def test_a_text_that_is_no_json_is_refused() -> None:
 
 def test_sources_may_be_left_out() -> None:
     assert Device.from_json(changed("sources", ...)) == device("cpu")
+
+
+def test_a_node_has_eight_devices_unless_the_file_says_otherwise() -> None:
+    assert Device.from_json(changed("devices_per_node", ...)).devices_per_node == 8
+    assert Device.from_json(changed("devices_per_node", 4)).devices_per_node == 4
+
+
+def test_a_device_is_loaded_from_a_file_by_the_class_and_by_the_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(changed("name", "mine"))
+    assert pc.Device.load(path) == pc.Device.load(str(path))
+    for given in (path, str(path)):
+        mesh = pc.Mesh(device=given)
+        assert mesh.hardware.name == "mine"
+        assert mesh == pc.Mesh(device=pc.Device.load(path))
+
+
+def test_a_file_is_read_when_the_mesh_is_made_and_not_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(changed("name", "mine"))
+    mesh = pc.Mesh(device=path)
+    path.unlink()
+    assert mesh.hardware.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("memory", ...), ("memory", -1), ("memory", "much"), ("speed", 1)]
+)
+def test_a_wrong_file_is_refused_by_field_and_file(tmp_path: Path, path: str, value: Any) -> None:
+    file = tmp_path / "wrong.json"
+    file.write_text(changed(path, value))
+    for load in (lambda: Device.load(file), lambda: pc.Mesh(device=str(file))):
+        with pytest.raises(InputError) as caught:
+            load()
+        assert str(file) in str(caught.value)
+        assert f"'{path}'" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read the device file .*none\.json"):
+        pc.Mesh(device=tmp_path / "none.json")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from parcompiler.models import bert, gpt, llama, resnet, t5
+from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 
 Case = tuple[nn.Module, dict[str, Any]]
 VOCABULARY, ROWS, LENGTH = 96, 2, 12
@@ -60,6 +60,23 @@ def own_resnet() -> Case:
     return model, {"images": images, "labels": torch.tensor([0, 1])}
 
 
+def own_moe() -> Case:
+    config = moe.Config(
+        layers=4, heads=2, hidden=16, vocabulary=VOCABULARY, sequence=LENGTH, experts=4, ffn=32
+    )
+    return moe.MoE(config), {"tokens": tokens(), "labels": tokens()}
+
+
+def own_dlrm() -> Case:
+    config = dlrm.PRESETS["tiny"]
+    generator = torch.Generator().manual_seed(1)
+    columns = [torch.randint(size, (8,), generator=generator) for size in config.tables]
+    numbers = torch.randn(8, config.numbers, generator=generator)
+    labels = torch.randint(2, (8,), generator=generator).to(numbers.dtype)
+    inputs = {"numbers": numbers, "categories": torch.stack(columns, 1), "labels": labels}
+    return dlrm.DLRM(config), inputs
+
+
 def language_model(name: str, **sizes: Any) -> Callable[[], Case]:
     """A language model of transformers: causal, masked, or encoder and decoder."""
 
@@ -86,7 +103,7 @@ def image_model(name: str, **sizes: Any) -> Callable[[], Case]:
     return make
 
 
-_SMALL = {
+SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "num_attention_heads": 4,
@@ -97,7 +114,7 @@ _SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_GROUPED = {**SMALL, "num_key_value_heads": 2}
 _SEQ2SEQ = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
@@ -123,6 +140,8 @@ OWN: dict[str, Callable[[], Case]] = {
     "bert": own_bert,
     "t5": own_t5,
     "resnet": own_resnet,
+    "moe": own_moe,
+    "dlrm": own_dlrm,
 }
 HUGGING_FACE: dict[str, Callable[[], Case]] = {
     "hf-gpt2": language_model(
@@ -137,8 +156,8 @@ HUGGING_FACE: dict[str, Callable[[], Case]] = {
     ),
     "hf-llama": language_model("LlamaForCausalLM", **_GROUPED),
     "hf-qwen3": language_model("Qwen3ForCausalLM", head_dim=4, **_GROUPED),
-    "hf-bert": language_model("BertForMaskedLM", **_SMALL),
-    "hf-albert": language_model("AlbertForMaskedLM", embedding_size=8, **_SMALL),
+    "hf-bert": language_model("BertForMaskedLM", **SMALL),
+    "hf-albert": language_model("AlbertForMaskedLM", embedding_size=8, **SMALL),
     "hf-t5": language_model(
         "T5ForConditionalGeneration",
         vocab_size=VOCABULARY,
@@ -170,7 +189,7 @@ HUGGING_FACE: dict[str, Callable[[], Case]] = {
         "OPTForCausalLM",
         ffn_dim=32,
         word_embed_proj_dim=16,
-        **{k: v for k, v in _SMALL.items() if k != "intermediate_size"},
+        **{k: v for k, v in SMALL.items() if k != "intermediate_size"},
     ),
     "hf-mixtral": language_model("MixtralForCausalLM", num_local_experts=4, **_GROUPED),
 }

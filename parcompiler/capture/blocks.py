@@ -46,7 +46,7 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
     they stay in the block that makes them.
     """
     effects = Effects(graph.fx_graph)
-    nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
+    nodes = _divisible(graph)
     runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
     if level > depth(nodes):
         runs = [piece for run in runs for piece in _pieces(run, graph)]
@@ -61,8 +61,15 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
 
 def levels(graph: Graph) -> range:
     """The levels at which `cut` may be called: 1 … the depth of numbered modules, and pieces."""
-    nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
-    return range(1, depth(nodes) + 2)
+    return range(1, depth(_divisible(graph)) + 2)
+
+
+def _divisible(graph: Graph) -> list[fx.Node]:
+    """The nodes that blocks are made of: all calls but the vocabulary's, which all ranks share."""
+    apart = set(graph.vocabulary.nodes) if graph.vocabulary else set()
+    return [
+        node for node in graph.fx_graph.nodes if node.op == "call_function" and node not in apart
+    ]
 
 
 def depth(nodes: Iterable[fx.Node]) -> int:

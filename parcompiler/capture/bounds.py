@@ -9,7 +9,7 @@ from parcompiler.graph import shape_of
 
 _PASS_ON = frozenset(
     "view reshape to slice contiguous pad flatten unsqueeze squeeze clone alias transpose expand "
-    "select permute t".split()
+    "select permute t unbind split split_with_sizes chunk getitem".split()
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
@@ -23,7 +23,7 @@ def high(node: fx.Node) -> int | None:
     while pending:
         item = pending.pop()
         for user in item.users:
-            name = getattr(user.target, "_opname", "")
+            name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
             if name in _INDEX:
                 index, table, dim = _INDEX[name]
                 if len(user.args) > index and user.args[index] is item:
@@ -44,4 +44,5 @@ def high_of_example(tensor: torch.Tensor) -> int | None:
 def _size(table: object, dim: int) -> int:
     """A size of the table that is indexed, or of the classes that are told apart."""
     assert isinstance(table, fx.Node)
-    return shape_of(table)[dim]
+    shape = shape_of(table)
+    return shape[min(dim, len(shape) - 1)]  # the logits of one example have classes alone

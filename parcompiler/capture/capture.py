@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
+from parcompiler.capture.adaptive import computing_all_rows
 from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
@@ -32,8 +33,10 @@ from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import as_if_eager, quiet, unmoved
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
+from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.trace import shared, traced
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
@@ -58,7 +61,9 @@ def capture(
     _check_operators(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
+    keep_memory(graph)
     make_cuttable(graph, _input_nodes(exported))
+    mark(graph, WithLoss(model, loss))
     return _graph(model, exported, graph, inputs, positional=not kwargs)
 
 
@@ -106,7 +111,10 @@ def _export(
     """
     own = shared(model)
     first: Exception | None = None
-    with warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), Known():
+    with (
+        warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
+        computing_all_rows(), Known(),
+    ):  # fmt: skip
         warnings.simplefilter("ignore")
         for attempt in _attempts(model, own, kwargs):
             try:
@@ -280,6 +288,9 @@ def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
         contexts = node.meta.get("contexts", ())
         modes = [context[0] for context in contexts if context[0].endswith("_grad")]
         if modes and modes[-1] == "no_grad":
+            # What is updated in place there is the tensor that it was, and is used as such.
+            if any(operand.name in found for operand in mutated_operands(node)):
+                found.add(node.name)
             continue
         if getattr(node.target, "_opname", "") in _NO_GRADIENT:
             continue

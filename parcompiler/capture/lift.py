@@ -95,7 +95,7 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
     if any(argument.name == "dtype" for argument in node.target._schema.arguments):
         node.kwargs = {**node.kwargs, "dtype": dtype}
         return
-    operands = [item for item in node.all_input_nodes if _is_integral(item.meta.get("val"))]
+    operands = list(_counted(node))
     for operand in operands:
         with node.graph.inserting_before(node):
             cast = node.graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
@@ -109,9 +109,14 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
         node.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
 
 
-def _is_integral(value: object) -> bool:
-    """Whether a value is a tensor of integers, which arithmetic turns into floats."""
-    return isinstance(value, torch.Tensor) and value.dtype != torch.bool
+def _counted(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that arithmetic turns into floats: all but what chooses (`where`)."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    choosing = [value for argument, value in named if argument.name in ("condition", "mask")]
+    for item in node.all_input_nodes:
+        if item not in choosing and isinstance(item.meta.get("val"), torch.Tensor):
+            yield item
 
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
@@ -122,6 +127,7 @@ def _cast(item: Any, dtype: torch.dtype) -> Any:
 _CASTS = {"float", "half", "bfloat16", "double"}
 _COMPLEX_CASTS = {"cfloat", "chalf", "cdouble"}
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor"}
+_GROUPED = {"grouped_mm", "_grouped_mm"}
 
 
 class _Lifting(TorchFunctionMode):
@@ -139,6 +145,8 @@ class _Lifting(TorchFunctionMode):
             return args[0].to(self.dtype if name in _CASTS else self.dtype.to_complex())
         if name in _CONSTANTS:
             return self._constant(func, args, kwargs or {})
+        if name in _GROUPED and self.dtype == torch.float64:
+            return _grouped(*args, **(kwargs or {}))
         swap = _swap(self.dtype)
         return func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs or {}))
 
@@ -154,6 +162,23 @@ class _Lifting(TorchFunctionMode):
         finally:
             torch.set_default_dtype(before)
         return made.to(_in(self.dtype, made.dtype))
+
+
+def _grouped(
+    rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **more: object
+) -> torch.Tensor:
+    """`grouped_mm`, which has no float64 kernel: the rows [t, k] of each expert, which end at its
+    `offs`, times the matrix of its own, of `weight` [experts, k, n]."""
+    if (
+        offs is None
+        or (rows.dim(), weight.dim()) != (2, 3)
+        or any(v is not None for v in more.values())
+    ):
+        message = "grouped_mm in float64 of other than rows by experts"
+        raise NotImplementedError(message)
+    ends = offs.tolist()
+    pairs = zip([0, *ends], ends, weight, strict=False)
+    return torch.cat([rows[start:end] @ own for start, end, own in pairs])
 
 
 @contextmanager

@@ -116,8 +116,8 @@ def _structure(
     digest = hashlib.sha256()
     for node in nodes:
         arguments = fx.map_arg((node.args, node.kwargs), operand)
-        contexts = node.meta.get("contexts", ())
-        digest.update(repr((str(node.target), arguments, contexts, node in outputs)).encode())
+        how = node.meta.get("contexts", ()), "synchronized" in node.meta
+        digest.update(repr((str(node.target), arguments, how, node in outputs)).encode())
     for node in inputs:
         digest.update(repr((_type(node), node.name in graph.differentiable)).encode())
     for binding in tensors:

@@ -1,9 +1,12 @@
-"""The exported folder: plan, report, one script per rank, one module per stage, weights."""
+"""The exported folder: plan, report, one script per rank, one module per stage, weights.
+
+Where all ranks hold rows of the vocabulary's tables, there is a module of it as well.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +17,11 @@ from parcompiler.capture.templates import identifier
 from parcompiler.codegen.quoting import fenced, markdown
 from parcompiler.codegen.rank import rank_script
 from parcompiler.codegen.stage import StageWriter
+from parcompiler.codegen.vocabulary import held_whole, vocabulary_module
 from parcompiler.errors import InputError
-from parcompiler.lower.lowered import Lowered, Stage
+from parcompiler.graph import Graph
+from parcompiler.lower.lowered import Lowered, Spread
+from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.report.names import ranges
@@ -46,7 +52,10 @@ def export(
     for name, text in texts(lowered, programs, str(report), standalone=standalone).items():
         _write(path / name, text)
     for stage in lowered.stages:
-        _save_weights(path / "weights", lowered, stage, parameters=weights)
+        found = _stored(lowered.graph, stage.tensors, parameters=weights)
+        _save(path / "weights" / f"stage_{stage.index}.safetensors", found)
+    if lowered.vocabulary is not None:
+        _save_rows(path / "weights", lowered, lowered.vocabulary, parameters=weights)
     if standalone:
         _copy_runtime(path)
     return path
@@ -55,12 +64,15 @@ def export(
 def texts(
     lowered: Lowered, programs: Sequence[RankProgram], report: str, *, standalone: bool
 ) -> dict[str, str]:
-    """The files that people read, by name: one per stage and rank, `main.py` and `README.md`."""
+    """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
+    all ranks, `main.py` and `README.md`."""
     device = programs[0].device
     found = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, device).text()
         for stage in lowered.stages
     }
+    if lowered.vocabulary is not None:
+        found["vocabulary.py"] = vocabulary_module(lowered, device)
     found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
     environment = Environment(
@@ -83,7 +95,12 @@ def _facts(lowered: Lowered) -> dict[str, object]:
         for stage in lowered.stages
     ]
     model = identifier(lowered.graph.name)
-    return {"model": model, "size": lowered.grid.size, "stages": stages}
+    return {
+        "model": model,
+        "size": lowered.grid.size,
+        "stages": stages,
+        "vocabulary": lowered.vocabulary is not None,
+    }
 
 
 def _clear(path: Path) -> None:
@@ -101,11 +118,10 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _save_weights(folder: Path, lowered: Lowered, stage: Stage, *, parameters: bool) -> None:
-    """The tensors of a stage under the model's names; buffers always, parameters on request."""
-    graph = lowered.graph
+def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str, torch.Tensor]:
+    """Tensors under the model's names; buffers always, parameters on request."""
     found: dict[str, torch.Tensor] = {}
-    for name in stage.tensors:
+    for name in names:
         item, tensor = graph.by_name[name], graph.tensors[name]
         if parameters and tensor.is_meta:
             message = (
@@ -114,9 +130,29 @@ def _save_weights(folder: Path, lowered: Lowered, stage: Stage, *, parameters: b
             )
             raise InputError(message)
         if (parameters or item.buffer) and not tensor.is_meta:
-            found[name] = tensor.detach().to("cpu", item.dtype).contiguous().clone()
-    folder.mkdir(exist_ok=True)
-    save_file(found, folder / f"stage_{stage.index}.safetensors")
+            found[name] = tensor.detach().to("cpu", item.dtype)
+    return found
+
+
+def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bool) -> None:
+    """A file for each rank of a pipeline: its rows of what is in rows, and what it has whole."""
+    n = lowered.size * lowered.tensor
+    sizes = dict(zip(spread.tensors, spread.sizes, strict=True))
+    names = (*spread.tensors, *held_whole(lowered.graph, spread))
+    found = _stored(lowered.graph, names, parameters=parameters)
+    for index in range(n):
+        own = dict(found)
+        for name in found.keys() & sizes.keys():
+            span = own_rows(sizes[name], n, index)
+            dim = found[name].shape.index(sizes[name])
+            own[name] = found[name].narrow(dim, span.start, span.size)
+        _save(folder / f"vocabulary_{index}.safetensors", own)
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, each with memory of its own."""
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
 
 
 def _copy_runtime(path: Path) -> None:

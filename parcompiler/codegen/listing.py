@@ -4,15 +4,29 @@
 >>> print(columns(lines))
 FORWARD  stage 0  mb  0
 SEND     h_1      mb 10  to 1
+>>> lines = ["S mb 3", "EXCHANGE statistics mb 3", "REDUCE ln_f.grad mb 3 to 1"]
+>>> print(columns([Instruction.parse(text) for text in lines]))
+S                     mb 3
+EXCHANGE  statistics  mb 3
+REDUCE    ln_f.grad   mb 3  to 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parcompiler.instruction import COMPUTE, MESSAGES, Instruction, Kind
+from parcompiler.instruction import (
+    COMPUTE,
+    EMBEDDING,
+    HEAD,
+    MESSAGES,
+    TRANSFERS,
+    Instruction,
+    Kind,
+)
 
 STAGED = COMPUTE | {Kind.UPDATE}  # these name a stage and a micro-batch
+VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these a value and a micro-batch
 
 
 def columns(instructions: Sequence[Instruction]) -> str:
@@ -25,12 +39,14 @@ def columns(instructions: Sequence[Instruction]) -> str:
 
 def _cells(item: Instruction) -> list[str]:
     """The words of an instruction by column; those that stand alone are not in the table."""
-    if item.kind not in STAGED | MESSAGES:
-        return [str(item)]
     words = str(item).split()
     if item.kind in STAGED:
-        return [words[0], " ".join(words[1:3]), words[3], words[4]]
-    return [words[0], words[1], words[2], words[3], " ".join(words[4:])]
+        return [words[0], " ".join(words[1:3]), *words[3:]]
+    if item.kind in HEAD:
+        return [words[0], "", *words[1:]]
+    if item.kind in VALUED:
+        return [*words[:4], *([" ".join(words[4:])] if words[4:] else [])]
+    return [str(item)]
 
 
 def _line(row: list[str], widths: list[int]) -> str:

@@ -1,13 +1,15 @@
-"""Emitted stage modules as classes of this process, without a folder."""
+"""Emitted modules as classes of this process, without a folder."""
 
 from __future__ import annotations
 
 import linecache
 from types import ModuleType
+from typing import Any
 
 from parcompiler.codegen.stage import StageWriter
+from parcompiler.codegen.vocabulary import vocabulary_module
 from parcompiler.lower.lowered import Lowered
-from parcompiler.runtime import Stage
+from parcompiler.runtime import Stage, Vocabulary
 
 
 def stage_classes(lowered: Lowered, rank: int, device: str) -> dict[int, type[Stage]]:
@@ -15,15 +17,22 @@ def stage_classes(lowered: Lowered, rank: int, device: str) -> dict[int, type[St
     found = {}
     for stage in lowered.on_rank(rank):
         text = StageWriter(lowered, stage, device).text()
-        found[stage.index] = _import(text, stage.index)
+        found[stage.index] = _import(text, f"stage_{stage.index}", f"Stage{stage.index}")
     return found
 
 
-def _import(text: str, index: int) -> type[Stage]:
-    """Run the text as a module; tracebacks show its lines."""
-    name = f"<parcompiler stage_{index}.py>"
-    module = ModuleType(f"stage_{index}")
+def vocabulary_class(lowered: Lowered, device: str) -> type[Vocabulary] | None:
+    """The class of the layers on all ranks, if there are any."""
+    if lowered.vocabulary is None:
+        return None
+    made: type[Vocabulary] = _import(vocabulary_module(lowered, device), "vocabulary", "Vocabulary")
+    return made
+
+
+def _import(text: str, module_name: str, kind: str) -> Any:
+    """A class of the text as a module; tracebacks show its lines."""
+    name = f"<parcompiler {module_name}.py>"
+    module = ModuleType(module_name)
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     exec(compile(text, name, "exec"), module.__dict__)
-    made: type[Stage] = getattr(module, f"Stage{index}")
-    return made
+    return getattr(module, kind)

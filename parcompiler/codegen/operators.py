@@ -66,6 +66,8 @@ def expression(node: fx.Node, operand: Operand, *, deferring: bool = False) -> s
     call = bind(node, operand)
     if deferring:
         return fill(DEFERRED[call.key], call)
+    if "synchronized" in node.meta:
+        return fill(SYNCHRONIZED[call.key], call)
     write = SPECIALS.get(call.key, _spelled)
     text = write(call) if call.reads_as_written() else None
     return text or _in_full(call)
@@ -210,6 +212,14 @@ SPECIALS: Mapping[str, Callable[[Call], str | None]] = {
     "index_put_.default": _index_put,
     "embedding.default": _embedding,
     "einsum.default": _einsum,
+}
+
+# Batch norms over the batches of all data ranks (see capture/synchronized.py).
+SYNCHRONIZED: Mapping[str, Spelling] = {
+    "batch_norm.default": Spelling(
+        "runtime.sync_batch_norm(input, running_mean, running_var, weight, bias, training,"
+        " momentum, eps)"
+    ),
 }
 
 DEFERRED: Mapping[str, Spelling] = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.listing import columns
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring
 from parcompiler.grid import Coordinate, Grid
-from parcompiler.instruction import Instruction
+from parcompiler.instruction import TRANSFERS, Instruction
 from parcompiler.lower.lowered import Lowered
-from parcompiler.pieces import Shard
+from parcompiler.pieces import Shard, own_rows
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value, channels_of, digest_of
 from parcompiler.spmd.placement import local_shape
 
@@ -67,6 +68,7 @@ _SHARDS = (
     "# Tensors that the tensor ranks hold in pieces: along which dimension, and its size on the "
     "whole."
 )
+_ROWS = "# Tensors that all ranks of a pipeline hold rows of: how many there are on the whole."
 _ALIASES = "# Further names of tied tensors."
 
 
@@ -106,7 +108,15 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         data=grid.data,
         tensor=grid.tensor,
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
+        synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
+        rows=_rows(lowered),
     )
+
+
+def _rows(lowered: Lowered) -> dict[str, int]:
+    """The tensors that all ranks hold rows of, and how many rows each has."""
+    spread = lowered.vocabulary
+    return {} if spread is None else dict(zip(spread.tensors, spread.sizes, strict=True))
 
 
 def _shapes(lowered: Lowered, tensor: int) -> dict[str, tuple[int, ...]]:
@@ -123,19 +133,25 @@ def _shapes(lowered: Lowered, tensor: int) -> dict[str, tuple[int, ...]]:
 def on_rank(lines: Iterable[Instruction], at: Coordinate, grid: Grid) -> tuple[Instruction, ...]:
     """The list of a pipeline coordinate as that of the rank at `at`.
 
-    A peer is the rank at the peer's pipeline coordinate and this rank's other ones; a group that
-    sums gradients has the ranks of all data coordinates.
+    A peer is the rank at the peer's pipeline coordinate and this rank's other ones, but the first
+    of its tensor line where all ranks of a pipeline take part; a group that sums gradients has the
+    ranks of all data coordinates.
     """
     if grid.copies == 1:
         return tuple(lines)
     return tuple(
         replace(
             line,
-            peer=None if line.peer is None else grid.rank(line.peer, at.data, at.tensor),
+            peer=None if line.peer is None else _peer(line, line.peer, at, grid),
             ranks=grid.replicas(line.ranks, at.tensor),
         )
         for line in lines
     )
+
+
+def _peer(line: Instruction, position: int, at: Coordinate, grid: Grid) -> int:
+    """The rank that a line names by its pipeline coordinate."""
+    return grid.rank(position, at.data, 0 if line.kind in TRANSFERS else at.tensor)
 
 
 def _replicated(grid: Grid) -> Iterator[str]:
@@ -153,6 +169,10 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     imports += ["Tied"] if program.tied else []
     imports += ["Shard"] if program.shards else []
     classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
+    modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
+    modules += ["from vocabulary import Vocabulary"] if program.rows else []
+    arguments = f"PROGRAM, {{{classes}}}, weights"
+    arguments += ", vocabulary=Vocabulary" if program.rows else ""
     return _SCRIPT.format(
         rank=program.rank,
         size=program.size,
@@ -160,12 +180,12 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
         stages=f"stage {', '.join(str(stage.index) for stage in stages)}",
         replica=_replica(program),
         imports=", ".join(sorted(imports)),
-        stage_imports="\n".join(f"from stage_{s.index} import Stage{s.index}" for s in stages),
+        stage_imports="\n".join(modules),
         tables="\n".join(_tables(program)),
         instructions=columns(program.instructions),
         evaluation=columns(program.evaluation),
         program=wrap(f"PROGRAM = RankProgram.parsed({', '.join(_fields(program))},)"),
-        worker=wrap(f"return Worker(PROGRAM, {{{classes}}}, weights)", 4),
+        worker=wrap(f"return Worker({arguments})", 4),
     )
 
 
@@ -174,7 +194,20 @@ def _replica(program: RankProgram) -> str:
     at, words = program.coordinate, ""
     if program.tensor > 1:
         words += f", piece {at.tensor} of {program.tensor}"
+    if program.rows:
+        words += f", with {_own_rows(program)}"
     return words + (f" on batches of data coordinate {at.data}" if program.data > 1 else "")
+
+
+def _own_rows(program: RankProgram) -> str:
+    """Which rows of the vocabulary a rank holds, in words."""
+    ranks = program.grid.plane(program.coordinate.data)
+    words = []
+    for size in dict.fromkeys(program.rows.values()):
+        own = own_rows(size, len(ranks), ranks.index(program.rank))
+        which = f"rows {own.start} to {own.start + own.size - 1}" if own.size else "no rows"
+        words.append(f"{which} of a vocabulary of {size}")
+    return " and ".join(words)
 
 
 def _tables(program: RankProgram) -> Iterator[str]:
@@ -187,6 +220,7 @@ def _tables(program: RankProgram) -> Iterator[str]:
     yield from _table(_BUCKETS, "BUCKETS", buckets)
     shards = {name: _shard(item) for name, item in program.shards.items()}
     yield from _table(_SHARDS, "SHARDS", shards)
+    yield from _table(_ROWS, "ROWS", {n: literal(size) for n, size in program.rows.items()})
     yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
 
 
@@ -209,7 +243,7 @@ def _fields(program: RankProgram) -> Iterator[str]:
         yield f"data={program.data}"
     if program.tensor > 1:
         yield f"tensor={program.tensor}"
-    for name in ("inputs", "values", "tied", "buckets", "shards", "aliases"):
+    for name in ("inputs", "values", "tied", "buckets", "shards", "rows", "aliases"):
         if getattr(program, name):
             yield f"{name}={name.upper()}"
     if program.channels:
@@ -219,6 +253,8 @@ def _fields(program: RankProgram) -> Iterator[str]:
     yield "evaluation=EVALUATION"
     if program.positional:
         yield "positional=True"
+    if program.synchronized:
+        yield "synchronized=True"
 
 
 def _input(item: Input) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from torch import fx
@@ -12,11 +11,11 @@ from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
 from parcompiler.codegen.block import block_class
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.forward import Forward
+from parcompiler.codegen.heading import module_text
 from parcompiler.codegen.layers import Layers
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
-from parcompiler.codegen.quoting import comment, docstring, paragraph
-from parcompiler.codegen.registry import home_of
+from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.codegen.tensors import constructor, names_table
 from parcompiler.graph import Block, Parameter
 from parcompiler.lower.lowered import Lowered, Stage
@@ -37,19 +36,9 @@ class StageWriter:
     def text(self) -> str:
         """The whole file."""
         body = "\n\n\n".join([*self._classes(), self._stage_class()])
-        head = [f'"""{paragraph(self._title())}\n\n{paragraph(self._flow())}\n"""', ""]
-        head += [*_imports(body), "from parcompiler import runtime", *self._registrations()]
-        if "DEVICE" in body:
-            head += ["", f"DEVICE = runtime.rank_device({literal(self.device)})"]
-        return "\n".join(head) + "\n\n\n" + body + "\n"
-
-    def _registrations(self) -> Iterator[str]:
-        """Imports of the packages that define operators of their own, for what they register."""
+        opening = f"{paragraph(self._title())}\n\n{paragraph(self._flow())}"
         nodes = [node for call in self.stage.calls for node in call.block.nodes]
-        homes = {home_of(node): node.target for node in (*nodes, *self.stage.prologue)}
-        for home, target in sorted(homes.items(), key=str):
-            if home:
-                yield f"import {home}  # noqa: F401 (defines {comment(str(target))})"
+        return module_text(opening, body, (*nodes, *self.stage.prologue), self.device)
 
     def _title(self) -> str:
         """What this stage is."""
@@ -154,15 +143,3 @@ class StageWriter:
         placeholders = [n for n in self.graph.fx_graph.nodes if n.op == "placeholder"]
         found = {n: attributes.get(n.name) or self.lowered.variables.get(n) for n in placeholders}
         return {node: text for node, text in found.items() if text is not None}
-
-
-def _imports(body: str) -> Iterator[str]:
-    """The imports that the body uses."""
-    if re.search(r"\btorch\.", body):
-        yield "import torch"
-    names = [name for name in ("Tensor", "nn") if re.search(rf"\b{name}\b", body)]
-    if names:
-        yield f"from torch import {', '.join(names)}"
-    if re.search(r"\bF\.", body):
-        yield "from torch.nn import functional as F"
-    yield ""

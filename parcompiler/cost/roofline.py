@@ -1,7 +1,7 @@
 """The time of operators on a device: each is bound by its arithmetic or by its memory traffic.
 
 The roofline model of Williams, Waterman and Patterson (2009), with a fraction of each peak that is
-reached in practice, and an overhead per kernel.
+reached in practice, by size where the device knows that, and an overhead per kernel.
 
 >>> import torch
 >>> from parcompiler.device import device
@@ -29,8 +29,15 @@ def operation_seconds(operation: Operation, device: Device) -> float:
 
     What ranks exchange takes the time of the link between them.
     """
+    reached = device.efficiency
     if operation.kind == EXCHANGE:
-        return device.link.seconds(operation.nbytes)
-    peak = device.peak(operation.dtype) * device.efficiency.of(operation.kind)
-    bandwidth = device.memory_bandwidth * device.efficiency.bandwidth
+        nbytes = operation.nbytes
+        return device.link.seconds(nbytes / reached.exchange(operation.name, nbytes))
+    if reached.curves:
+        dtype = device.named(operation.dtype)
+        fraction = reached.arithmetic(operation.name, operation.kind, dtype, operation.flops)
+    else:  # the usual case, and asked of every operation
+        fraction = reached.of(operation.kind)
+    peak = device.peak(operation.dtype) * fraction
+    bandwidth = device.memory_bandwidth * reached.traffic(operation.nbytes)
     return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead

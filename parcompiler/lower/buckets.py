@@ -16,26 +16,36 @@ their data replicas at once, as `Tied`, and is in no bucket.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from parcompiler.graph import Graph, Parameter
 from parcompiler.instruction import MESSAGES, Instruction, Kind
-from parcompiler.lower.lowered import Bucket, Stage, Tied
+from parcompiler.lower.lowered import Bucket, Spread, Stage, Tied
 from parcompiler.problem import BUCKET
+from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what adds to gradients of parameters
+EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # what adds to gradients of rows of the vocabulary
 
 
 def buckets(
-    graph: Graph, stages: Sequence[Stage], tied: Iterable[Tied], lists: Sequence[Lines]
+    graph: Graph,
+    stages: Sequence[Stage],
+    tied: Iterable[Tied],
+    lists: Sequence[Lines],
+    spread: Spread | None = None,
 ) -> tuple[Bucket, ...]:
     """The buckets of every rank, in the order in which they become final there."""
     apart = {item.name for item in tied}
     found: list[Bucket] = []
     for rank, lines in enumerate(lists):
-        for stage, names in _final(graph, stages, rank, lines).items():
+        final = _final(graph, stages, rank, lines)
+        if spread is not None:
+            final[NOWHERE] = list(spread.tensors)
+        for stage, names in final.items():
             items = [graph.by_name[name] for name in names if name not in apart]
+            items = [item for item in items if item.trainable]
             for part in _filled(items):
                 own = tuple(item.name for item in part)
                 found.append(Bucket(f"bucket_{len(found)}", own, (rank,), stage))
@@ -66,25 +76,25 @@ def _placed(rank: int, lines: Lines, found: Sequence[Bucket]) -> Iterator[Instru
 
 def _last(lines: Lines) -> dict[int, int]:
     """Where each stage of a list goes back for the last time, the earliest first."""
-    places = {
-        line.stage: place
-        for place, line in enumerate(lines)
-        if line.kind in FINAL and line.stage is not None
-    }
+    places = {}
+    for place, line in enumerate(lines):
+        if line.kind in FINAL and line.stage is not None:
+            places[line.stage] = place
+        elif line.kind in EVERYWHERE:
+            places[NOWHERE] = place
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
-def _final(
-    graph: Graph, stages: Sequence[Stage], rank: int, lines: Lines
-) -> Mapping[int, list[str]]:
+def _final(graph: Graph, stages: Sequence[Stage], rank: int, lines: Lines) -> dict[int, list[str]]:
     """By stage of a rank, the parameters that are final after its last backward, in order."""
     own = {stage.index: stage for stage in stages if stage.rank == rank}
     homes: dict[str, int] = {}
     found: dict[int, list[str]] = defaultdict(list)
-    for j in _last(lines):
+    order = [j for j in _last(lines) if j != NOWHERE]
+    for j in order:
         for name in _read(graph, own[j]):
             homes[name] = j
-    for j in _last(lines):
+    for j in order:
         found[j] = [name for name in reversed(_read(graph, own[j])) if homes[name] == j]
     return found
 

@@ -7,6 +7,7 @@ from parcompiler.graph import Graph
 from parcompiler.lower import communicate
 from parcompiler.lower.buckets import buckets, placed
 from parcompiler.lower.lowered import Lowered
+from parcompiler.lower.spread import spread
 from parcompiler.lower.stages import Division
 from parcompiler.plan import Plan
 from parcompiler.schedules.planned import planned
@@ -17,10 +18,15 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     schedule = planned(plan)
     division = Division(graph, plan, cut)
     stages, values, tied = division.stages(), division.values(), division.tied()
+    method = plan.vocabulary.method if plan.vocabulary else "whole"
+    everywhere = spread(division, method)
     lists = communicate.training(
-        schedule.orders, stages, values, tied, asynchronous=schedule.asynchronous
+        schedule.orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
-    reduced = buckets(graph, stages, tied, lists) if plan.mesh.data > 1 else ()
+    reduced = buckets(graph, stages, tied, lists, everywhere) if plan.mesh.data > 1 else ()
+    evaluation = communicate.evaluation(
+        plan.mesh.pipeline, plan.microbatches, stages, values, everywhere
+    )
     return Lowered(
         graph=graph,
         microbatches=plan.microbatches,
@@ -28,10 +34,11 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         values=values,
         tied=tied,
         instructions=placed(lists, reduced),
-        evaluation=communicate.evaluation(plan.mesh.pipeline, plan.microbatches, stages, values),
+        evaluation=evaluation,
         variables=division.variables,
         asynchronous=schedule.asynchronous,
         data=plan.mesh.data,
         tensor=plan.mesh.tensor,
         buckets=reduced,
+        vocabulary=everywhere,
     )

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from parcompiler.graph import Block, Graph
+from parcompiler.graph import Block, Graph, Head, Lookup
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
 
@@ -23,6 +23,7 @@ class Value:
     """A tensor that one stage makes and others use; `shape` is that of one micro-batch.
 
     `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
+    What the layers of the vocabulary make or use has them as producer or consumer NOWHERE.
     """
 
     name: str
@@ -90,13 +91,59 @@ class Tied:
 class Bucket:
     """Trainable tensors of one rank whose gradients are summed together over the data ranks.
 
-    They are final after the last backward of `stage`; `ranks` is the one rank.
+    They are final after the last backward of `stage`, or of what is NOWHERE; `ranks` is the one
+    rank.
     """
 
     label: str
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadLookup:
+    """An embedding on all ranks: `value` is what it gives to `stage`, from `inputs` of the batch.
+
+    Other stages get the value from that one.
+    """
+
+    value: str
+    lookup: Lookup
+    stage: int
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadHead:
+    """The head on all ranks: `value` is what it takes from `stage`, with `inputs` of the batch."""
+
+    value: str
+    head: Head
+    stage: int
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The layers of the vocabulary, of whose tables every rank holds rows.
+
+    `tensors` are the parameters and buffers that are held so: a dimension of each is the vocabulary
+    of the size in `sizes`.
+    """
+
+    method: str
+    lookups: tuple[SpreadLookup, ...]
+    head: SpreadHead | None
+    tensors: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The tensors of the batch that they read."""
+        lists = [item.inputs for item in self.lookups]
+        lists += [self.head.inputs] if self.head else []
+        return tuple(dict.fromkeys(name for names in lists for name in names))
 
 
 @dataclass(frozen=True)
@@ -122,6 +169,7 @@ class Lowered:
     data: int = 1
     tensor: int = 1
     buckets: tuple[Bucket, ...] = ()
+    vocabulary: Spread | None = None
 
     @property
     def size(self) -> int:
@@ -140,7 +188,9 @@ class Lowered:
 
     @property
     def loss_rank(self) -> int:
-        """The rank whose stage computes the loss."""
+        """The rank whose stage computes the loss, or gives what the head takes."""
+        if self.vocabulary is not None and self.vocabulary.head is not None:
+            return self.stages[self.vocabulary.head.stage].rank
         return next(stage.rank for stage in self.stages if stage.loss is not None)
 
     @cached_property

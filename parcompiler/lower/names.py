@@ -1,7 +1,8 @@
 """Names for blocks and for the values that cross them, as one would choose them in a program.
 
 A block's result is called after the block (`h_3`); further results and the prologue after the
-variable that holds them in the user's source (`position_bias`, `cos`).
+variable that holds them in the user's source (`position_bias`, `cos`). What is looked up on all
+ranks is called after the module that looks it up (`wte`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from parcompiler.capture.blocks import Cut
+from parcompiler.capture.blocks import Cut, steps
 from parcompiler.capture.templates import EMITTED, identifier
 from parcompiler.graph import Graph
 from parcompiler.lower.source import spoken_name
@@ -30,6 +31,8 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     for item in graph.inputs:
         give(placeholders[item.node], identifier(item.label or item.node))
+    for node, wish in _looked_up(graph).items():
+        give(node, wish)
     read = {node for block in cut.blocks for node in block.inputs}
     for node in sorted(cut.prologue, key=lambda node: node not in read):
         give(node, spoken_name(node) or _buffer_name(graph, node) or identifier(node.name))
@@ -41,6 +44,18 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
             plain = spoken_name(node) or identifier(node.name)
             give(node, own.get(node) or f"{names[last]}_{plain}")
     return names
+
+
+def _looked_up(graph: Graph) -> dict[fx.Node, str]:
+    """What the embeddings on all ranks give: named by their module, else by that of the table."""
+    lookups = graph.vocabulary.lookups if graph.vocabulary else ()
+    paths = {}
+    for item in lookups:
+        stack = steps(item.node)
+        owner, _, own = item.weight.rpartition(".")
+        paths[item.node] = (stack[-1].path if stack else "") or owner or own
+    short = short_names(dict.fromkeys(paths.values()))
+    return {node: short[path] for node, path in paths.items()}
 
 
 def _own_names(cut: Cut) -> Mapping[fx.Node, str]:

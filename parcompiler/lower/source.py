@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ def _assignment(node: fx.Node) -> _Assignment | None:
     """The innermost statement that assigns a node's value to a variable."""
     trace = frames(node)
     for depth in range(len(trace), 0, -1):
-        if any(_shares(user, node, depth) for user in node.users):
+        if any(_shares(user, node, depth) for user in _readers(node)):
             return None  # the value is used within the line
         frame = trace[depth - 1]
         name = None if frame.is_torch else _target(frame.text, node, depth)
@@ -128,6 +129,12 @@ def _assignment(node: fx.Node) -> _Assignment | None:
         if not frame.is_torch and not frame.text.startswith("return"):
             return None
     return None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What uses a node's value, in the graph or in that which it was made from."""
+    yield from node.users
+    yield from node.meta.get("readers", ())
 
 
 @lru_cache(maxsize=4096)

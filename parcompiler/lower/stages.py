@@ -13,6 +13,7 @@ from parcompiler.graph import Block, Graph, dtype_of, order_of, shape_of
 from parcompiler.lower.lowered import Call, Stage, Tied, Value
 from parcompiler.lower.names import variables
 from parcompiler.plan import Plan
+from parcompiler.schedules.action import NOWHERE
 
 
 class Division:
@@ -35,6 +36,9 @@ class Division:
         }
         self.prologue = set(cut.prologue)
         self.recompute = frozenset(plan.recompute or ())
+        spread = graph.vocabulary
+        self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
+        self.headed = spread.head.x if spread and spread.head else None  # what the head takes
 
     def stages(self) -> tuple[Stage, ...]:
         """One program per stage."""
@@ -42,25 +46,24 @@ class Division:
 
     def values(self) -> dict[str, Value]:
         """The values that cross stages, by name, in order of execution."""
-        found = {}
-        for block in self.cut.blocks:
-            for node in block.outputs:
-                producer = self.stage_of[node]
-                consumers = {self.stage_of[u] for u in node.users if u in self.stage_of}
-                elsewhere = tuple(sorted(consumers - {producer}))
-                if elsewhere:
-                    name = self.variables[node]
-                    differentiable = node.name in self.graph.differentiable
-                    found[name] = Value(
-                        name=name,
-                        shape=shape_of(node),
-                        dtype=dtype_of(node),
-                        differentiable=differentiable,
-                        producer=producer,
-                        consumers=elsewhere,
-                        order=order_of(node),
-                    )
-        return found
+        made = [(node, NOWHERE) for node in self.embedded]
+        made += [(n, self.stage_of[n]) for block in self.cut.blocks for n in block.outputs]
+        values = (self._value(node, producer) for node, producer in made)
+        return {value.name: value for value in values if value.consumers}
+
+    def _value(self, node: fx.Node, producer: int) -> Value:
+        """A node's value and the other stages that use it."""
+        consumers = {self.stage_of[user] for user in node.users if user in self.stage_of}
+        consumers |= {NOWHERE} if node is self.headed else set()
+        return Value(
+            name=self.variables[node],
+            shape=shape_of(node),
+            dtype=dtype_of(node),
+            differentiable=node.name in self.graph.differentiable,
+            producer=producer,
+            consumers=tuple(sorted(consumers - {producer})),
+            order=order_of(node),
+        )
 
     def tied(self) -> tuple[Tied, ...]:
         """Trainable tensors that several ranks hold."""
@@ -82,11 +85,10 @@ class Division:
         prologue = self._prologue(needed)
         read = {operand for node in prologue for operand in node.all_input_nodes}
         inputs = [n for n in self.graph.fx_graph.nodes if n.name in self.graph.input_nodes]
-        received = [
-            n for b in self.cut.blocks for n in b.outputs if n in needed and self.stage_of[n] != j
-        ]
+        made = (n for b in self.cut.blocks for n in b.outputs if self.stage_of[n] != j)
+        received = [n for n in (*self.embedded, *made) if n in needed]
         given = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
-        has_loss = self.stage_of[self.graph.loss] == j
+        has_loss = self.stage_of.get(self.graph.loss) == j
         return Stage(
             index=j,
             rank=self.ranks[j],
@@ -117,7 +119,9 @@ class Division:
         return tuple(node for node in self.cut.prologue if node in wanted)
 
     def _leaves(self, node: fx.Node, j: int) -> bool:
-        """Whether another stage uses a node of stage `j`."""
+        """Whether another stage, or the head on all ranks, uses a node of stage `j`."""
+        if node is self.headed:
+            return True
         return any(self.stage_of.get(user, j) != j for user in node.users)
 
     def _stage_tensors(self, j: int, blocks: list[Block], read: set[fx.Node]) -> Iterator[str]:

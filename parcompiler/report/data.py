@@ -79,6 +79,55 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the vocabulary that all ranks hold rows of: [size, width], `own` rows on a rank.
+
+    `uses` are "embedding", "head" or both.
+    """
+
+    name: str
+    uses: tuple[str, ...]
+    size: int
+    width: int
+    own: int
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way with the vocabulary that was considered: its step, the fullest rank, or why not."""
+
+    method: str
+    schedule: str | None
+    seconds: float | None
+    memory: int | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What every rank does for the vocabulary, or a collective between them: seconds for one
+    micro-batch."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """How the layers of the vocabulary are computed. `kept` says of layers why they stay whole.
+
+    `state` are bytes on each rank: rows, their gradients and optimizer states.
+    """
+
+    method: str
+    tables: tuple[Table, ...] = ()
+    kept: tuple[str, ...] = ()
+    weighed: tuple[Method, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    state: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sharded:
     """How the tensor ranks hold the tensors of a template, and which of its nodes are not split.
 
@@ -93,9 +142,10 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch.
+    """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch or `once`.
 
-    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes.
+    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. Gradients of
+    parameters that they use in pieces are exchanged once a step.
     """
 
     template: str
@@ -105,6 +155,7 @@ class Exchanged:
     shape: tuple[int, ...]
     sent: int
     backward: bool
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

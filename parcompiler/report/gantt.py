@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.instruction import COMPUTE, HEAD, Kind
 from parcompiler.report.data import Event
 from parcompiler.report.table import Cell, Drawing
 from parcompiler.report.units import SECONDS, quantity
@@ -24,7 +24,11 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.S: "logits of own words",
+    Kind.NORMALIZE: "their powers",
+    Kind.T: "gradients of own words",
 }
+FORWARDS = frozenset({Kind.FORWARD, Kind.S, Kind.NORMALIZE})
 RANKS = 16  # more are no longer a picture
 WIDEST = 160
 LEAST = 2
@@ -39,7 +43,7 @@ def gantt(report: Report, width: int) -> Drawing:
     ranks = len(report.ranks)
     label = len(f"rank {ranks - 1}  ")
     columns = min(width - label, WIDEST)
-    events = [event for event in report.trail.events if event.kind in COMPUTE]
+    events = [event for event in report.trail.events if event.kind in COMPUTE | HEAD]
     times = [event.end - event.begin for event in events if event.end > event.begin]
     seconds = max(report.step.seconds, *(event.end for event in report.trail.events), 0.0)
     title = f"Schedule: {quantity(seconds, SECONDS)} of {_legend(events)}, . idle"
@@ -68,10 +72,10 @@ def _row(events: Sequence[Event], columns: int, scale: float, several: bool) -> 
     for event in events:
         begin, end = int(event.begin * scale + 0.5), int(event.end * scale + 0.5)
         line = event.instruction
-        style = "forward" if line.kind is Kind.FORWARD else "backward"
+        style = "forward" if line.kind in FORWARDS else "backward"
         letter = LETTERS[line.kind]
         label = f"{letter}{line.microbatch}"
-        labels = [f"{line.stage}{label}"] * several + [label, letter]
+        labels = [f"{line.stage}{label}"] * (several and line.stage is not None) + [label, letter]
         label = next((text for text in labels if len(text) <= end - begin), letter)
         drawn[begin:end] = [Cell(letter, style) for letter in label.ljust(end - begin, "-")]
     for style, run in groupby(drawn[:columns], key=lambda cell: cell.style):

@@ -16,6 +16,7 @@ from parcompiler.lower import Lowered, Stage
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.simulator import Event, StageCost, Timeline
 
 
@@ -85,9 +86,13 @@ def step(
     lowered: Lowered,
     costs: Sequence[StageCost],
     timeline: Timeline,
+    everywhere: float,
 ) -> data.Step:
-    """The predicted step; `priced` are the blocks of the whole model."""
-    seconds, ranks = timeline.step_time, [0.0] * lowered.size
+    """The predicted step; `priced` are the blocks of the whole model.
+
+    `everywhere` are the seconds that every rank computes for a micro-batch besides its stages.
+    """
+    seconds, ranks = timeline.step_time, [everywhere] * lowered.size
     for stage, cost in zip(lowered.stages, costs, strict=True):
         ranks[stage.rank] += cost.forward + cost.backward
     microbatches, copies = problem.options.microbatches, problem.mesh.data
@@ -187,7 +192,7 @@ def ranks(timeline: Timeline) -> tuple[data.Rank, ...]:
 
 
 def values(lowered: Lowered, plan: Plan) -> tuple[data.Value, ...]:
-    """What goes between stages, by the stage it leaves."""
+    """What goes between stages, by the stage it leaves; not what the vocabulary gives or takes."""
     cheaper = {name for node, name in lowered.variables.items() if node.name in (plan.sent or ())}
     found = (
         data.Value(
@@ -197,10 +202,11 @@ def values(lowered: Lowered, plan: Plan) -> tuple[data.Value, ...]:
             nbytes=value.nbytes,
             gradient=value.differentiable,
             source=value.producer,
-            targets=value.consumers,
+            targets=tuple(j for j in value.consumers if j != NOWHERE),
             cheaper=value.name in cheaper,
         )
         for value in lowered.values.values()
+        if value.producer != NOWHERE and value.consumers != (NOWHERE,)
     )
     return tuple(sorted(found, key=lambda value: value.source))
 
@@ -222,7 +228,7 @@ def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
 
 
 def shared(lowered: Lowered) -> tuple[data.Shared, ...]:
-    """Parameters with several names, or that several blocks use."""
+    """Parameters on stages with several names, or that several blocks use."""
     blocks: dict[str, list[str]] = defaultdict(list)
     holders: dict[str, list[Stage]] = defaultdict(list)
     for stage in lowered.stages:
@@ -241,7 +247,7 @@ def shared(lowered: Lowered) -> tuple[data.Shared, ...]:
             ranks=tuple(sorted({stage.rank for stage in holders[item.name]})),
         )
         for item in lowered.graph.parameters
-        if not item.buffer and (item.aliases or len(blocks[item.name]) > 1)
+        if not item.buffer and holders[item.name] and (item.aliases or len(blocks[item.name]) > 1)
     )
 
 
@@ -286,9 +292,10 @@ def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
 
 
 def _sent(lowered: Lowered, stage: Stage) -> int:
-    """Bytes of values that a stage gives to other ranks; once to each rank."""
+    """Bytes of values that a stage gives to other stages' ranks; once to each rank."""
+    stages = lowered.stages
     return sum(
-        value.nbytes * len({lowered.stages[j].rank for j in value.consumers} - {stage.rank})
+        value.nbytes * len({stages[j].rank for j in value.consumers if j != NOWHERE} - {stage.rank})
         for value in lowered.values.values()
         if value.producer == stage.index
     )
@@ -301,6 +308,7 @@ def _sent_back(lowered: Lowered, stage: Stage) -> int:
         value.nbytes
         for value in received
         if value.differentiable
+        and value.producer != NOWHERE
         and lowered.stages[value.producer].rank != stage.rank
         and stage.index == min(_users_on(lowered, stage.rank, value.consumers))
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -13,10 +13,13 @@ from parcompiler.problem import Priced
 from parcompiler.report import data
 from parcompiler.report.table import Column, Table, table, words
 from parcompiler.report.units import BYTES, column, quantity
-from parcompiler.spmd.exchange import Exchange
+from parcompiler.spmd.exchange import Exchange, RuntimeCall
 
 if TYPE_CHECKING:
+    from parcompiler.lower import Lowered
     from parcompiler.report.report import Report
+
+FAN_OUT = RuntimeCall("fan_out", shares=True)
 
 
 def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
@@ -29,8 +32,9 @@ def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
     )
 
 
-def exchanged(priced: Priced) -> tuple[data.Exchanged, ...]:
+def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.Exchanged, ...]:
     """The collectives of each template, in order; `priced` are the blocks of one tensor rank."""
+    trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
     blocks = priced.cut.blocks
     counts: dict[str, int] = {}
     for block in blocks:
@@ -40,20 +44,24 @@ def exchanged(priced: Priced) -> tuple[data.Exchanged, ...]:
         data.Exchanged(template, counts[template], *row)
         for template in counts
         for node in first[template].nodes
-        for row in _rows(node)
+        for row in _rows(node, trained)
     )
 
 
-def _rows(node: fx.Node) -> Iterator[tuple[str, str, tuple[int, ...], int, bool]]:
-    """The collectives in a node: what, of which value, its shape, bytes sent, whether backward."""
+def _rows(
+    node: fx.Node, trained: Container[str]
+) -> Iterator[tuple[str, str, tuple[int, ...], int, bool, bool]]:
+    """The collectives in a node: what, of which value, its shape, bytes sent, whether backward, and
+    whether once a step: the gradients of the parameters `trained`, which micro-batches add to."""
     said = node.meta.get("exchange")
     if not isinstance(said, Exchange):
         return
     value = node.all_input_nodes[0]
+    once = node.target == FAN_OUT and value.name in trained
     for backward, actions in ((False, said.forward), (True, said.backward)):
         for action, nbytes in actions:
             sent = round(said.sent_by(action, nbytes))
-            yield action, value.name, shape_of(value), sent, backward
+            yield action, value.name, shape_of(value), sent, backward, once
 
 
 def held(report: Report) -> Table:
@@ -68,7 +76,7 @@ def held(report: Report) -> Table:
 
 
 def told(report: Report) -> Table:
-    """What the tensor ranks exchange, for a micro-batch."""
+    """What the tensor ranks exchange, each time and in a step."""
     items = report.exchanged
     steps = report.choices.microbatches
     rows = zip(
@@ -78,7 +86,7 @@ def told(report: Report) -> Table:
         ("backward" if item.backward else "forward" for item in items),
         (item.value for item in items),
         column([item.sent for item in items], BYTES),
-        (quantity(item.sent * item.blocks * steps, BYTES) for item in items),
+        (quantity(item.sent * item.blocks * (1 if item.once else steps), BYTES) for item in items),
         strict=True,
     )
     headings = [words("template"), Column("blocks"), words("collective"), words("in"), words("of")]

@@ -20,9 +20,19 @@ from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
-from parcompiler.prices import stage_costs
+from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import checks, data, gather, page, placements, render, serial, timing
+from parcompiler.report import (
+    checks,
+    data,
+    gather,
+    page,
+    placements,
+    render,
+    serial,
+    timing,
+    vocabulary,
+)
 from parcompiler.report.trace import trace_text
 from parcompiler.simulator import Timeline
 
@@ -57,6 +67,7 @@ class Report:
     averaged: tuple[data.Averaged, ...] = ()
     sharded: tuple[data.Sharded, ...] = ()
     exchanged: tuple[data.Exchanged, ...] = ()
+    vocabulary: data.Vocabulary | None = None
     version: int = VERSION
 
     @classmethod
@@ -68,7 +79,8 @@ class Report:
         assert plan.granularity is not None, "a report needs a finished plan"
         own, whole = local(problem, plan), problem.priced(plan.granularity)
         priced = own.priced(plan.granularity)
-        costs = stage_costs(own, plan, lowered)
+        costs, spread = stage_costs(own, plan, lowered), vocabulary_cost(own, plan)
+        everywhere = spread.compute if spread else 0.0
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
@@ -76,7 +88,7 @@ class Report:
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=gather.weighed(plan),
-            step=gather.step(problem, whole, lowered, costs, timeline),
+            step=gather.step(problem, whole, lowered, costs, timeline, everywhere),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(timeline),
             values=gather.values(lowered, plan),
@@ -88,7 +100,8 @@ class Report:
             staleness=gather.staleness(lowered),
             averaged=gather.averaged(lowered, timeline),
             sharded=placements.sharded(plan),
-            exchanged=placements.exchanged(priced),
+            exchanged=placements.exchanged(priced, lowered),
+            vocabulary=vocabulary.vocabulary(plan, lowered, spread),
         )
         return serial.rounded(report)
 

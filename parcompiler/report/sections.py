@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from parcompiler.report import division, overview, placements, traffic
+from parcompiler.report import division, overview, placements, traffic, vocabulary
 from parcompiler.report.gantt import gantt
 from parcompiler.report.table import Section
 
@@ -16,6 +16,9 @@ TABLES = (
     overview.overview,
     overview.step,
     overview.weighed,
+    vocabulary.weighed,
+    vocabulary.tables,
+    vocabulary.passes,
     division.measured,
     division.stages,
     division.work,

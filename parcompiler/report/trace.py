@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from parcompiler.instruction import COMPUTE, Instruction, Kind
+from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
 from parcompiler.report.data import Event, Level
 from parcompiler.report.names import clean
 from parcompiler.schedules.action import LETTERS
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 COMPUTE_TRACK = 0
+GROUP = TRANSFERS | {Kind.EXCHANGE}  # between all ranks, for the vocabulary
 
 
 def trace_text(report: Report) -> str:
@@ -53,11 +54,17 @@ def _sums(ranks: int) -> int:
     return 1 + 2 * ranks
 
 
+def _spread(ranks: int) -> int:
+    """The number of a rank's track for collectives of the vocabulary."""
+    return 2 + 2 * ranks
+
+
 def _tracks(rank: int, ranks: int) -> Iterator[Record]:
     """The names of a rank's process and tracks."""
     yield _name("process_name", rank, COMPUTE_TRACK, f"rank {rank}")
     yield _name("thread_name", rank, COMPUTE_TRACK, "compute")
     yield _name("thread_name", rank, _sums(ranks), "gradients")
+    yield _name("thread_name", rank, _spread(ranks), "vocabulary")
     for peer in range(ranks):
         yield _name("thread_name", rank, _track(peer, ranks, incoming=False), f"to rank {peer}")
         yield _name("thread_name", rank, _track(peer, ranks, incoming=True), f"from rank {peer}")
@@ -79,7 +86,8 @@ def _slices(event: Event, number: int, ranks: int) -> Iterator[Record]:
     """An instruction; a message at both ends, with an arrow between."""
     line = event.instruction
     if line.kind is not Kind.SEND:
-        yield _slice(event, event.rank, COMPUTE_TRACK, _title(line))
+        track = _spread(ranks) if line.kind in GROUP else COMPUTE_TRACK
+        yield _slice(event, event.rank, track, _title(line))
         return
     assert line.peer is not None
     ends = (
@@ -111,6 +119,11 @@ def _title(line: Instruction) -> str:
     match line.kind:
         case kind if kind in COMPUTE:
             return f"{LETTERS[kind]}{line.microbatch} of stage {line.stage}"
+        case kind if kind in HEAD:
+            return f"{LETTERS[kind]}{line.microbatch}"
+        case kind if kind in EMBEDDING | GROUP:
+            gradient = ".grad" if line.gradient else ""
+            return clean(f"{kind} {line.value}{gradient} {line.microbatch}")
         case Kind.SEND:
             gradient = ".grad" if line.gradient else ""
             return clean(f"{line.value}{gradient} {line.microbatch}")

@@ -5,6 +5,8 @@ Worker        executes it: step, train_step, evaluate
 Channels      every process group, made in one place
 recomputed    runs a layer whose activations are not kept
 linear, addmm what linear layers call where the backward comes in two parts
+sync_batch_norm  batch norm over the batches of all data ranks
+Vocabulary    own rows of the embeddings and of the head, with their loss
 
 Layers of which tensor ranks hold pieces call the conversions of `tensor`, the operators of
 `sharded`, `piece` for a size that differs between ranks, and draw random numbers in `own_draws`.
@@ -27,6 +29,7 @@ from parcompiler.runtime.sharded import (
     own_experts,
 )
 from parcompiler.runtime.stage import Block, Stage
+from parcompiler.runtime.synchronized import sync_batch_norm
 from parcompiler.runtime.tensor import (
     all_gather,
     all_reduce,
@@ -36,17 +39,21 @@ from parcompiler.runtime.tensor import (
     reduce_scatter,
     take,
 )
+from parcompiler.runtime.vocabulary import Head, Lookup, Vocabulary, rows
 from parcompiler.runtime.weights import stored
 from parcompiler.runtime.worker import Worker
 
 __all__ = [
     "Block",
+    "Head",
     "Input",
+    "Lookup",
     "RankProgram",
     "Shard",
     "Stage",
     "Tied",
     "Value",
+    "Vocabulary",
     "Worker",
     "addmm",
     "all_gather",
@@ -66,7 +73,9 @@ __all__ = [
     "rank_device",
     "recomputed",
     "reduce_scatter",
+    "rows",
     "run",
     "stored",
+    "sync_batch_norm",
     "take",
 ]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,18 @@ def piece(size: int) -> int:
 
 @dataclass(slots=True)
 class Axis:
-    """A line of `size` ranks, of which this is number `rank` and computes on `device`."""
+    """A line of `size` ranks, of which this is number `rank` and computes on `device`.
+
+    While there is `more` to come in this step, summands of the gradients of parameters are left to
+    be added up with what comes: `left` are those, by the id of the parameter.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     device: torch.device
+    more: bool = False
+    left: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
         """Let go of the group: what was computed may hold the line, but not its connections."""
@@ -67,9 +73,27 @@ class Axis:
         finally:
             _active.reset(token)
 
+    @contextmanager
+    def expecting(self, more: bool) -> Iterator[None]:
+        """Within it, a backward runs, after which there is `more` to come in this step."""
+        self.more = more
+        try:
+            yield
+        finally:
+            self.more = False
+
     def total(self, summand: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
         return self._reduced(summand, dist.ReduceOp.SUM)
+
+    def total_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the ranks of all summands of a step, None while there is more to come."""
+        before = self.left.pop(key, None)
+        summand = summand if before is None else before + summand
+        if self.more:
+            self.left[key] = summand
+            return None
+        return self.total(summand)
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over the ranks, element by element."""

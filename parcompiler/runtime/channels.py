@@ -12,6 +12,7 @@ the verifier has proved that before anything starts.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -23,6 +24,7 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.device import backend_of
 from parcompiler.runtime.program import RankProgram, Value
+from parcompiler.runtime.turns import Here, Started, Turn, Turns, turns_on
 
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
@@ -93,6 +95,9 @@ class Channels:
         self._from: dict[int, Line] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.axis: Axis | None = None  # the tensor ranks of this rank's line, if there are others
+        self.row: Axis | None = None  # the data ranks, if layers exchange something with them
+        self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
+        self._turns: Turns | None = None  # of its collectives
         self._all: dist.ProcessGroup | None = None
         self._works: dict[int, dist.Work] = {}
         self._numbers = count()
@@ -112,6 +117,14 @@ class Channels:
             groups = [self._group(ranks) for ranks in grid.lines()]
             line = next(group for group in groups if group is not None)
             self.axis = Axis(self._program.coordinate.tensor, grid.tensor, line, self.device)
+        if self._program.synchronized:
+            groups = [self._group(ranks) for ranks in grid.rows()]
+            row = next(group for group in groups if group is not None)
+            self.row = Axis(self._program.coordinate.data, grid.data, row, self.device)
+        if self._program.rows:
+            groups = [self._group(grid.plane(data)) for data in range(grid.data)]
+            self._plane = groups[self._program.coordinate.data]
+            self._turns = turns_on(self.device)
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the line from one rank to another if this rank is at an end of it."""
@@ -145,6 +158,62 @@ class Channels:
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
+        if self._turns is not None:
+            self._turns.flush()
+
+    def spread(self, own: torch.Tensor | None, value: Value, source: int) -> Turn:
+        """Give all ranks of the vocabulary `own` of the rank `source`."""
+        if own is None:
+            own = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        given = own.contiguous()
+        turn = self._turn(
+            lambda plane: (given, dist.broadcast(_real(given), source, plane, async_op=True))
+        )
+        return Here(given) if source == self._rank else turn
+
+    def collect(self, own: Callable[[], torch.Tensor], target: int) -> Turn:
+        """Add up what the ranks of the vocabulary have, in place, for the tensor line of the rank
+        `target`. `own` is asked for once all before it is done."""
+
+        def start(plane: dist.ProcessGroup) -> Started:
+            part = own().contiguous()
+            if self._program.tensor > 1:
+                return part, dist.all_reduce(_real(part), group=plane, async_op=True)
+            return part, dist.reduce(_real(part), target, group=plane, async_op=True)
+
+        return self._turn(start)
+
+    def largest(self, own: torch.Tensor) -> Turn:
+        """Find the largest over the ranks of the vocabulary, in place."""
+        operation = dist.ReduceOp.MAX
+        return self._turn(
+            lambda plane: (own, dist.all_reduce(own, operation, plane, async_op=True))
+        )
+
+    def summed(self, own: torch.Tensor) -> Turn:
+        """Add up over the ranks of the vocabulary, in place."""
+        return self._turn(lambda plane: (own, dist.all_reduce(own, group=plane, async_op=True)))
+
+    def gathered(self, own: torch.Tensor) -> Turn:
+        """Gather what the ranks of the vocabulary have, in their order: [ranks, ...]."""
+        ranks = len(self._program.grid.plane(self._program.coordinate.data))
+        flat = own.new_empty(ranks * own.numel())
+
+        def start(plane: dist.ProcessGroup) -> Started:
+            work = dist.all_gather_single(flat, own.reshape(-1), plane, async_op=True)
+            return flat.view(ranks, *own.shape), work
+
+        return self._turn(start)
+
+    def _turn(self, start: Callable[[dist.ProcessGroup], Started]) -> Turn:
+        """Give a collective of the vocabulary its turn."""
+        assert self._turns is not None
+
+        def begin() -> Started:
+            assert self._plane is not None
+            return start(self._plane)
+
+        return self._turns.give(begin)
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Posted:
         """Start adding up a tensor over `ranks`, in place."""
@@ -202,12 +271,16 @@ class Channels:
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
+        if self._turns is not None:
+            self._turns.close()
         self._works.clear()
-        line = None if self.axis is None else self.axis.group
-        groups = [*self._pairs, *self._shared.values(), line, self._all]
-        self._pairs, self._to, self._from, self._shared, self._all = [], {}, {}, {}, None
-        if self.axis is not None:
-            self.axis.close()
+        lines = [line for line in (self.axis, self.row) if line is not None]
+        own = [line.group for line in lines]
+        groups = [*self._pairs, *self._shared.values(), *own, self._plane, self._all]
+        self._pairs, self._to, self._from, self._shared = [], {}, {}, {}
+        self._plane = self._all = None
+        for line in lines:
+            line.close()
         for group in groups:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -14,10 +14,12 @@ OVERRIDE = "PARCOMPILER_DEVICE"
 def rank_device(planned: str) -> torch.device:
     """The device of this process for a plan made for `planned` (a name such as "cpu" or "h100").
 
-    A plan for "cpu" runs on the CPU, any other on the CUDA device of this process's LOCAL_RANK;
-    PARCOMPILER_DEVICE, "cpu" or "cuda", says otherwise. Raises LaunchError without such a device.
+    A plan for "cpu", or for a measured one such as "cpu-measured", runs on the CPU, any other on
+    the CUDA device of this process's LOCAL_RANK; PARCOMPILER_DEVICE, "cpu" or "cuda", says
+    otherwise. Raises LaunchError without such a device.
     """
-    wanted = os.environ.get(OVERRIDE) or ("cpu" if planned == "cpu" else "cuda")
+    on_cpu = planned == "cpu" or planned.startswith("cpu-")
+    wanted = os.environ.get(OVERRIDE) or ("cpu" if on_cpu else "cuda")
     if wanted not in ("cpu", "cuda"):
         message = f"{OVERRIDE} must be 'cpu' or 'cuda' ({wanted!r} given)"
         raise LaunchError(message)

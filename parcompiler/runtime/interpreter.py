@@ -17,20 +17,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.runtime.axis import active
 from parcompiler.runtime.chance import mixed, seeded
-from parcompiler.runtime.channels import Channels, Receipt
+from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.deferred import Deferral, Product, finish
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
+from parcompiler.runtime.spread import Spread
 from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.turns import Turn
 from parcompiler.runtime.versions import Versions
+from parcompiler.runtime.vocabulary import Vocabulary
 
 Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
 Key = tuple[str, int]  # the name of a value and its micro-batch
@@ -58,8 +62,8 @@ class State:
 
     microbatches: Sequence[Mapping[str, torch.Tensor]]
     training: bool
-    receipts: dict[Key, Receipt] = field(default_factory=dict)
-    gradient_receipts: dict[Key, list[Receipt]] = field(default_factory=dict)
+    receipts: dict[Key, Turn] = field(default_factory=dict)
+    gradient_receipts: dict[Key, list[Turn]] = field(default_factory=dict)
     arrived: dict[Key, torch.Tensor] = field(default_factory=dict)
     results: dict[Key, torch.Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
@@ -74,18 +78,28 @@ class Interpreter:
     """One rank's stages and channels; `run` executes a list once."""
 
     def __init__(
-        self, program: RankProgram, stages: Mapping[int, Stage], channels: Channels
+        self,
+        program: RankProgram,
+        stages: Mapping[int, Stage],
+        channels: Channels,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
         self.channels = channels
         self.tensors = shared(stages)
+        self._spread: Spread | None = None
+        if vocabulary is not None:
+            self.tensors |= dict(vocabulary.tensors())
+            self._spread = Spread(program, vocabulary, self._received)
         self.chance: Around | None = None
         self.update: Callable[[], None] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
         self._reduction = Reduction(program, self.tensors)
         lines = program.instructions
+        backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
+        self._last = frozenset(backwards.values())  # of each stage
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
         self._step = 0
@@ -111,6 +125,8 @@ class Interpreter:
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.SHARE_LOSS: self._share_loss,
         }
+        if self._spread is not None:
+            self._verbs |= self._spread.verbs
 
     def run(
         self,
@@ -123,6 +139,10 @@ class Interpreter:
         """Execute a list; returns the mean loss of the step."""
         state = State(microbatches, training)
         self._reduction.begin(self.channels)
+        if self._spread is not None:
+            self._spread.begin(self.channels, state)
+        if (axis := active()) is not None:
+            axis.left.clear()  # of a step that failed
         self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
@@ -143,6 +163,8 @@ class Interpreter:
     def _end(self, start: float, record: list[Record] | None) -> None:
         """Wait for what was only started: sums of gradients (the last instruction waits), sends."""
         begin = time.perf_counter()
+        if self._spread is not None:
+            self._spread.end()
         for line in self._reduction.wait():
             self.current = line  # when one fails, this is the instruction that says so
         if record:
@@ -201,12 +223,12 @@ class Interpreter:
             self._release(state, key)
         return tensor
 
-    def _received(self, receipt: Receipt) -> torch.Tensor:
+    def _received(self, receipt: Turn) -> torch.Tensor:
         """The tensor of a message; the time that this takes is no part of the compute."""
         if not self._recording:
-            return receipt.wait()
+            return cast(torch.Tensor, receipt.wait())
         begin = time.perf_counter()
-        tensor = receipt.wait()
+        tensor: torch.Tensor = receipt.wait()
         self._synchronize()
         self._waited += time.perf_counter() - begin
         return tensor
@@ -227,6 +249,8 @@ class Interpreter:
             state.results[key] = tensor
         if self._consumers[key[0]]:
             state.arrived[key] = tensor.detach().requires_grad_(self._carries(state, key))
+        if self._spread is not None:
+            self._spread.give(key, tensor)
 
     def _backward(self, state: State, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""
@@ -250,9 +274,15 @@ class Interpreter:
             share *= self.program.data  # the gradients of data ranks are summed
             gradients.append(torch.full_like(saved.loss, 1.0 / share))
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with self._expecting(instruction):
+                torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
             self._finish(state, (name, i))
+
+    def _expecting(self, backward: Instruction) -> AbstractContextManager[object]:
+        """Around a backward: tensor ranks add up some gradients in the last one of a stage."""
+        axis = active()
+        return nullcontext() if axis is None else axis.expecting(backward not in self._last)
 
     def _backward_input(self, state: State, instruction: Instruction) -> None:
         """A backward that leaves the products for weights to BACKWARD_WEIGHT."""
@@ -325,6 +355,10 @@ class Interpreter:
     def _share_loss(self, state: State, instruction: Instruction) -> None:
         """Give every rank the mean loss over the micro-batches, and over the data ranks."""
         assert instruction.peer is not None
+        if self._spread is not None:
+            self._spread.settle(state)
+            if not self.program.is_near(instruction.peer):
+                state.losses.clear()  # the head is on all ranks: the loss counts once
         if state.losses:
             mean = torch.stack([state.losses[i] for i in sorted(state.losses)]).mean()
         else:

@@ -58,7 +58,8 @@ class RankProgram:
     With several ranks along `data`, the ranks of channels and tied tensors are pipeline
     coordinates: they stand for the ranks there of every data coordinate. Those of instructions
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
-    tensors of which each of the `tensor` ranks of a line holds a piece.
+    tensors of which each of the `tensor` ranks of a line holds a piece; `rows` are those of which
+    every rank of a pipeline holds rows, with the number of rows on the whole.
     """
 
     rank: int
@@ -80,6 +81,8 @@ class RankProgram:
     data: int = 1
     tensor: int = 1
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    synchronized: bool = False  # whether layers count the batches of all data ranks
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def grid(self) -> Grid:
@@ -98,6 +101,10 @@ class RankProgram:
             places |= {(position,) for position in range(self.grid.pipeline)}
         grid = self.grid
         return [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
+
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank has the pipeline coordinate of this one."""
+        return self.grid.coordinate(rank).pipeline == self.coordinate.pipeline
 
     def microbatch(self, i: int) -> int:
         """The number of this rank's micro-batch `i` among those of all data coordinates."""

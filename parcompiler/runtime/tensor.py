@@ -11,8 +11,9 @@
 
 Where all ranks hold a value whole, each gets the whole gradient of it, unless `partial`: then each
 gets a summand, for each goes on to use the value for a part of the work. (`fan_out` is the `f` of
-Megatron-LM, 1909.08053, and `all_reduce` its `g`.) `sizes` is the size of the whole dimension, or
-those of its segments; where it is missing, all ranks hold as much.
+Megatron-LM, 1909.08053, and `all_reduce` its `g`.) The gradient of a parameter that fans out is
+added up over the micro-batches first, and then, once a step, over the ranks. `sizes` is the size of
+the whole dimension, or those of its segments; where it is missing, all ranks hold as much.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import Axis, current
@@ -29,7 +31,8 @@ Sizes = int | tuple[int, ...] | None
 
 def fan_out(x: torch.Tensor) -> torch.Tensor:
     """What every rank goes on to use for its part of the work."""
-    made: torch.Tensor = _FanOut.apply(current(), x)  # type: ignore[no-untyped-call]
+    key = id(x) if isinstance(x, nn.Parameter) else None
+    made: torch.Tensor = _FanOut.apply(current(), x, key)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -88,16 +91,20 @@ def _shard(dim: int, sizes: Sizes, size: int) -> Shard:
 
 
 class _FanOut(torch.autograd.Function):
-    """I → R."""
+    """I → R; `key` tells parameters apart."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, axis: Axis, x: torch.Tensor, key: int | None) -> torch.Tensor:
+        ctx.axis, ctx.key = axis, key
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.total(gradients[0])
+        axis: Axis = ctx.axis
+        (gradient,) = gradients
+        if ctx.key is None:
+            return None, axis.total(gradient), None
+        return None, axis.total_at_last(ctx.key, gradient), None
 
 
 class _AllReduce(torch.autograd.Function):

@@ -28,9 +28,13 @@ _DTYPES = {
 
 
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of what the files in `folder` hold for the stages of a rank."""
-    for index in program.stages:
-        path = folder / f"stage_{index}.safetensors"
+    """Name and tensor of what the files in `folder` hold for a rank: its stages, and its rows."""
+    names = [f"stage_{index}" for index in program.stages]
+    if program.rows:
+        ranks = program.grid.plane(program.coordinate.data)
+        names.append(f"vocabulary_{ranks.index(program.rank)}")
+    for name in names:
+        path = folder / f"{name}.safetensors"
         if path.exists():
             yield from read(path)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -28,7 +28,10 @@ from parcompiler.runtime.failure import Notes, explain, let_go
 from parcompiler.runtime.gather import gather
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.synchronized import together
+from parcompiler.runtime.vocabulary import Vocabulary
 
 TIMEOUT = timedelta(minutes=10)
 _RUNS = count()  # of this process; every rank makes its workers in the same order
@@ -36,6 +39,8 @@ _RUNS = count()  # of this process; every rank makes its workers in the same ord
 
 class Worker:
     """One rank. `stages` makes its modules; `tensors` are its weights by their names in the model.
+
+    `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some.
 
     Starts torch.distributed from torchrun's environment unless the caller has; then it is the
     caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
@@ -48,6 +53,7 @@ class Worker:
         stages: Mapping[int, Callable[[], Stage]],
         tensors: Iterable[tuple[str, torch.Tensor]] = (),
         *,
+        vocabulary: Callable[[int, int], Vocabulary] | None = None,
         device: torch.device | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
@@ -64,7 +70,9 @@ class Worker:
             self._axis = self._channels.axis
             with self._along_axis(), torch.device(self.device):
                 self.stages = {j: make() for j, make in stages.items()}
-            self._interpreter = Interpreter(program, self.stages, self._channels)
+                self._rows = Rows(program)
+                self.vocabulary = None if vocabulary is None else self._rows.make(vocabulary)
+            self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
             self._interpreter.update = self._apply
             if self._axis is not None:
                 self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
@@ -114,7 +122,7 @@ class Worker:
 
         Neither parameters nor buffers change, and later steps draw the same random numbers.
         """
-        modes = {stage: stage.training for stage in self.stages.values()}
+        modes = {module: module.training for module in self._modules()}
         kept = [(buffer, buffer.clone()) for stage in modes for buffer in stage.buffers()]
         for stage in modes:
             stage.eval()
@@ -188,6 +196,12 @@ class Worker:
         """Close."""
         self.close()
 
+    def _modules(self) -> Iterator[nn.Module]:
+        """The stages, and the vocabulary."""
+        yield from self.stages.values()
+        if self.vocabulary is not None:
+            yield self.vocabulary
+
     def _parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
         yield from (parameter for _, parameter in self.named_parameters())
@@ -221,9 +235,15 @@ class Worker:
                     instructions, pieces, training=training, record=self._records
                 )
 
-    def _along_axis(self) -> AbstractContextManager[None]:
-        """Within it, layers find the tensor ranks of this rank's line."""
-        return nullcontext() if self._axis is None else self._axis.active()
+    @contextmanager
+    def _along_axis(self) -> Iterator[None]:
+        """Within it, layers find the tensor ranks of this rank's line, and the data ranks."""
+        row = self._channels.row
+        with (
+            nullcontext() if self._axis is None else self._axis.active(),
+            nullcontext() if row is None else together(row),
+        ):
+            yield
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -288,7 +308,9 @@ class Worker:
         with self._failing_together():
             grid = self.program.grid
             sources = [grid.rank(position) for position in range(1, grid.pipeline)]
-            return gather(self._joined(tensors), self.rank, sources, self._channels)
+            trunk = {n: tensor for n, tensor in tensors.items() if n not in self.program.rows}
+            found = gather(self._joined(trunk), self.rank, sources, self._channels)
+            return self._rows.gather(tensors, found, self._channels)
 
     def _joined(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of this rank, whole on the first rank of each line that others read from."""
@@ -311,16 +333,17 @@ class Worker:
                 name = self.program.aliases.get(given, given)
                 if name not in own:
                     continue
-                tensor = self._own(name, tensor)
-                if tensor.shape != own[name].shape:
-                    shapes = f"{tuple(own[name].shape)} needed, {tuple(tensor.shape)} given"
+                tensor, target = self._own(name, tensor), self._rows.unpadded(name, own[name])
+                if tensor.shape != target.shape:
+                    shapes = f"{tuple(target.shape)} needed, {tuple(tensor.shape)} given"
                     message = f"{name!r} has another shape ({shapes}): weights of another model?"
                     raise InputError(message)
-                own[name].copy_(tensor)
+                target.copy_(tensor)
                 self._missing.discard(name)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor of the model, if that has the right shape."""
+        tensor = self._rows.own(name, tensor, self._interpreter.tensors[name])
         shard, own = self.program.shards.get(name), self._interpreter.tensors[name]
         if shard is None or self._axis is None or tensor.shape != shard.shape(own.shape):
             return tensor

@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 from parcompiler.instruction import Kind
 
+NOWHERE = -1  # the stage of what every rank does for the layers of the vocabulary
 LETTERS = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
     Kind.BACKWARD_INPUT: "I",
     Kind.BACKWARD_WEIGHT: "W",
+    Kind.S: "S",
+    Kind.NORMALIZE: "N",
+    Kind.T: "T",
 }
 
 
@@ -34,7 +38,7 @@ class Action(NamedTuple):
     @property
     def cell(self) -> str:
         """`2F3`: the stage comes first, as in the CSV of torch.distributed.pipelining."""
-        return f"{self.stage}{self}"
+        return str(self) if self.stage == NOWHERE else f"{self.stage}{self}"
 
 
 Orders = tuple[tuple[Action, ...], ...]  # what each rank computes, in order

@@ -6,6 +6,9 @@
 F is a forward, B a full backward, I an input backward and W a weight backward. torch writes rows
 of different lengths, and ignores where the idle slots are, as we do: they follow from the order.
 Its extended format, with communication in the cells, is refused: lowering adds communication.
+
+Our own plans have cells more, which torch does not know: S3, N3 and T3 in every row are what all
+ranks do for the head of micro-batch 3 (`exchange_head`).
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import csv
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import Kind
+from parcompiler.instruction import HEAD, Kind
 from parcompiler.schedules.action import (
     LETTERS,
+    NOWHERE,
     Action,
     Orders,
     backward,
@@ -27,8 +32,9 @@ from parcompiler.schedules.action import (
     backward_weight,
     forward,
 )
+from parcompiler.schedules.exchange_head import check_head
 
-_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})?")
+_CELL = re.compile(r"([0-9]{1,9})?([A-Z_]+)([0-9]{1,9})?")
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _OVERLAP = "OVERLAP_F_B"  # (0F1;3B0)OVERLAP_F_B is two actions in one cell
 _OTHERS = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", _OVERLAP}
@@ -50,9 +56,11 @@ Found = Mapping[Action, Place]  # every action of a file, in its order
 
 
 def write_csv(path: str | os.PathLike[str], orders: Orders) -> None:
-    """Write a row per rank and a cell per action, without idle slots."""
+    """Write a row per rank and a cell per action, without idle slots and the vocabulary."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([action.cell for action in order] for order in orders)
+        csv.writer(file).writerows(
+            [action.cell for action in order if action.kind not in HEAD] for order in orders
+        )
 
 
 def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
@@ -66,11 +74,12 @@ def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
 
 def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]:
     """The rank of every stage and the order on every rank, from cells; raises as `read_csv`."""
-    found = _found(rows)
+    found, shared = _found(rows)
     placement = _placement(found, len(rows))
     _check_complete(found, len(placement))
     _check_order(found)
-    return placement, _orders(found, len(rows))
+    check_head(shared, 1 + max(action.microbatch for action in found))
+    return placement, _orders(found, shared)
 
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
@@ -89,19 +98,21 @@ def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
     return rows
 
 
-def _found(rows: Sequence[Sequence[str]]) -> dict[Action, Place]:
-    """Every action and where it stands."""
-    found: dict[Action, Place] = {}
+def _found(rows: Sequence[Sequence[str]]) -> tuple[dict[Action, Place], list[dict[Action, Place]]]:
+    """Every action of a stage, and by row those of the head: where they stand."""
+    stages: dict[Action, Place] = {}
+    shared: list[dict[Action, Place]] = [{} for _ in rows]
     for row, cells in enumerate(rows, 1):
         for column, cell in enumerate(cells, 1):
             if cell:
                 place = Place(row, column)
                 action = _parse(cell, place)
+                found = shared[row - 1] if action.kind in HEAD else stages
                 if action in found:
                     message = f"{cell} stands twice ({found[action]} and {place})"
                     raise InputError(message)
                 found[action] = place
-    return found
+    return stages, shared
 
 
 def _parse(cell: str, place: Place) -> Action:
@@ -114,10 +125,11 @@ def _parse(cell: str, place: Place) -> Action:
             "export the schedule without communication"
         )
         raise InputError(message)
-    if word not in _KINDS or stage is None or microbatch is None:
+    kind = _KINDS.get(word or "")
+    if kind is None or (stage is None) is not (kind in HEAD) or microbatch is None:
         message = f"{place} is {cell!r}, which is no action ({_EXAMPLES})"
         raise InputError(message)
-    return Action(_KINDS[word], int(stage), int(microbatch))
+    return Action(kind, NOWHERE if stage is None else int(stage), int(microbatch))
 
 
 def _placement(found: Found, num_rows: int) -> tuple[int, ...]:
@@ -203,9 +215,11 @@ def _before(action: Action) -> Iterator[Action]:
         yield forward(j, i)
 
 
-def _orders(found: Found, num_rows: int) -> Orders:
+def _orders(found: Found, shared: Sequence[Found]) -> Orders:
     """The actions of each row."""
-    orders: list[list[Action]] = [[] for _ in range(num_rows)]
+    orders = [list(own.items()) for own in shared]
     for action, place in found.items():
-        orders[place.row - 1].append(action)
-    return tuple(map(tuple, orders))
+        orders[place.row - 1].append((action, place))
+    return tuple(
+        tuple(action for action, _ in sorted(order, key=itemgetter(1))) for order in orders
+    )

@@ -1,17 +1,20 @@
 """A schedule as the picture people know: time from left to right, a line for each rank.
 
-A forward and each half of a backward take one column, a whole backward two; messages none.
+A forward and each half of a backward take one column, a whole backward two; messages none. What all
+ranks do for the head takes one, and waits for all of them where it must.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from parcompiler.instruction import BACKWARDS, Kind
-from parcompiler.schedules.action import Action, Orders
+from parcompiler.instruction import BACKWARDS, HEAD, Kind
+from parcompiler.schedules.action import NOWHERE, Action, Orders
 
 COLUMNS = {Kind.BACKWARD: 2}  # everything else takes 1
 Spans = list[tuple[int, int, Action]]  # begin, end, what
+Done = tuple[Kind, int, int]  # what ends, a backward of any kind as BACKWARD
 
 
 def picture(placement: Sequence[int], orders: Orders) -> str:
@@ -42,7 +45,8 @@ def _line(spans: Spans, labels: Sequence[str], width: int) -> Iterator[str]:
 
 def _spans(stages: int, orders: Orders) -> list[Spans] | None:
     """When each action runs if it begins as soon as it can; None when some never do."""
-    ended: dict[tuple[bool, int, int], int] = {}  # by (is a backward, stage, micro-batch)
+    ended: dict[Done, list[int]] = defaultdict(list)  # on each rank that has it, the end
+    head = _head(orders)
     spans: list[Spans] = [[] for _ in orders]
     going = True
     while going:
@@ -50,25 +54,57 @@ def _spans(stages: int, orders: Orders) -> list[Spans] | None:
         for own, order in zip(spans, orders, strict=True):
             while len(own) < len(order):
                 action = order[len(own)]
-                ready = [ended.get(key) for key in _needs(action, stages - 1)]
-                if None in ready:
+                needs = [*_needs(action, stages - 1), *_barriers(action, stages - 1, head)]
+                if any(len(ended[key]) < _ranks(key, len(orders)) for key in needs):
                     break
-                begin = max([own[-1][1] if own else 0, *(second or 0 for second in ready)])
+                begin = max([own[-1][1] if own else 0, *(max(ended[key]) for key in needs)])
                 end = begin + COLUMNS.get(action.kind, 1)
                 own.append((begin, end, action))
-                if action.kind is not Kind.BACKWARD_WEIGHT:
-                    ended[action.kind in BACKWARDS, action.stage, action.microbatch] = end
+                kind = Kind.BACKWARD if action.kind in BACKWARDS else action.kind
+                ended[kind, action.stage, action.microbatch].append(end)
                 going = True
     done = all(len(own) == len(order) for own, order in zip(spans, orders, strict=True))
     return spans if done else None
 
 
-def _needs(action: Action, last: int) -> Iterator[tuple[bool, int, int]]:
-    """What must have ended before an action begins."""
+def _needs(action: Action, last: int) -> Iterator[Done]:
+    """What stages must have ended before an action begins."""
     j, i = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and j > 0:
-        yield False, j - 1, i
+        yield Kind.FORWARD, j - 1, i
     if action.kind in BACKWARDS:
-        yield False, j, i
+        yield Kind.FORWARD, j, i
         if j < last:
-            yield True, j + 1, i
+            yield Kind.BACKWARD, j + 1, i
+
+
+def _barriers(action: Action, last: int, head: Sequence[Kind]) -> Iterator[Done]:
+    """What all ranks, or the last stage, must have ended for the head before an action begins."""
+    kind, j, i = action
+    if kind is Kind.S:
+        yield Kind.FORWARD, last, i
+    elif kind in HEAD:
+        yield (Kind.NORMALIZE if kind is Kind.T and Kind.NORMALIZE in head else Kind.S), NOWHERE, i
+    elif kind in BACKWARDS and j == last and head:
+        yield head[-1], NOWHERE, i
+
+
+def _head(orders: Orders) -> Sequence[Kind]:
+    """What all ranks do for the head before the last backward: T where it always stands before."""
+    kinds = [k for k in (Kind.S, Kind.NORMALIZE) if any(a.kind is k for o in orders for a in o)]
+    if not kinds:
+        return ()
+    stages = max(action.stage for order in orders for action in order)
+    order = next(order for order in orders if any(a.stage == stages for a in order))
+    gradients: set[int] = set()
+    for kind, j, i in order:
+        if kind is Kind.T:
+            gradients.add(i)
+        elif kind in BACKWARDS and j == stages and i not in gradients:
+            return kinds  # as under "vocab-2"
+    return [*kinds, Kind.T]
+
+
+def _ranks(key: Done, ranks: int) -> int:
+    """How many ranks do something."""
+    return ranks if key[0] in HEAD else 1

@@ -6,10 +6,22 @@ from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.vocabulary import spread
 
 
 def planned(plan: Plan) -> Schedule:
-    """The order of compute under `plan`.
+    """The order of compute under `plan`, with the head where all ranks share it.
+
+    Raises PlanError as `trunk` does.
+    """
+    choice, schedule = plan.vocabulary, trunk(plan)
+    if choice is None or not choice.spread or choice.head is None:
+        return schedule
+    return spread(schedule, choice.method)
+
+
+def trunk(plan: Plan) -> Schedule:
+    """The order of what stages compute under `plan`, as the schedule has it by itself.
 
     Raises PlanError when the schedule is undecided, unknown, or of another size than the plan.
     """

@@ -90,7 +90,8 @@ class Schedule:
         stages = [j for j, at in enumerate(self.placement) if at == rank]
         counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
         for action in self.orders[rank]:
-            counts[action.stage] += _ACTIVATIONS.get(action.kind, 0)
+            if action.kind in _ACTIVATIONS:
+                counts[action.stage] += _ACTIVATIONS[action.kind]
             if action.kind is Kind.FORWARD:
                 found.add(tuple(counts.values()))
         return tuple(sorted(_largest(found), key=lambda counts: (-counts[-1], counts)))
@@ -110,7 +111,10 @@ class Schedule:
         return cls(name, *read_orders([line.split() for line in cells]))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the CSV of torch.distributed.pipelining: a row per rank, a cell per action."""
+        """Write the CSV of torch.distributed.pipelining: a row per rank, a cell per action.
+
+        What all ranks do for the vocabulary is left out: torch has no cells for it.
+        """
         write_csv(path, self.orders)
 
     @classmethod

@@ -29,6 +29,9 @@ from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action
 from parcompiler.schedules.occupied import Memory
 from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.vocabulary import is_spread
+from parcompiler.schedules.vocabulary_cost import VocabularyCost
+from parcompiler.schedules.vocabulary_timing import Run
 
 INFINITY = float("inf")
 _KINDS = {  # both backwards give what other stages wait for, so they share a place
@@ -90,18 +93,30 @@ class Timing:
     spans: tuple[tuple[tuple[float, float], ...], ...] = field(repr=False)
 
 
-def timing(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Message]) -> Timing:
+def timing(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
+) -> Timing:
     """What `simulate` says of a schedule whose stage j costs `costs[j]`.
 
-    Messages are in the order in which a stage sends those of one micro-batch. Raises PlanError
+    Messages are in the order in which a stage sends those of one micro-batch. `vocabulary` is the
+    cost of the layers that all ranks share, S and T of the schedule among them. Raises PlanError
     when ranks wait for each other, InputError when the costs do not fit the stages.
     """
+    if vocabulary is not None:
+        return _shared(schedule, costs, messages, vocabulary)
+    if is_spread(schedule):
+        message = "a schedule in which all ranks share the head needs its cost (no vocabulary=...)"
+        raise InputError(message)
     network = Network(schedule.placement, costs, messages, _microbatches(schedule))
     orders, seconds = network.encode(schedule.orders)
     arrived = network.run(orders, seconds)
     stuck = network.stuck(orders, arrived)
     if stuck:
-        raise PlanError(_deadlock(schedule, stuck))
+        where = [(r, schedule.orders[r][k].cell) for r, k in stuck]
+        raise PlanError(_deadlock(schedule.ranks, where))
     ends = [[arrived[code] for code in order] for order in orders]
     begins = [[network.begins[code] for code in order] for order in orders]
     return Timing(
@@ -113,16 +128,37 @@ def timing(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Me
     )
 
 
+def _shared(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost,
+) -> Timing:
+    """The timing of a schedule in which all ranks share layers of the vocabulary."""
+    _check(schedule.placement, costs, messages)
+    run = Run(schedule, costs, messages, vocabulary)
+    stuck = run.stuck()
+    if stuck:
+        raise PlanError(_deadlock(schedule.ranks, [(r, action.cell) for r, action in stuck]))
+    return Timing(
+        step_time=run.step_time,
+        peak_memory=tuple(run.peaks()),
+        spans=tuple(
+            tuple(run.spans[rank, action] for action in order)
+            for rank, order in enumerate(schedule.orders)
+        ),
+    )
+
+
 def _microbatches(schedule: Schedule) -> int:
     """How many micro-batches there are."""
     return 1 + max((a.microbatch for order in schedule.orders for a in order), default=-1)
 
 
-def _deadlock(schedule: Schedule, stuck: Sequence[tuple[int, int]]) -> str:
+def _deadlock(ranks: int, stuck: Sequence[tuple[int, str]]) -> str:
     """What is wrong with an order in which some ranks cannot go on."""
-    ranks = len(schedule.orders)
     first = f"the schedule never ends: {len(stuck)} of its {ranks} ranks wait"
-    where = (f"  * rank {r} at {schedule.orders[r][k].cell}" for r, k in stuck)
+    where = (f"  * rank {r} at {cell}" for r, cell in stuck)
     return "\n".join([f"{first} (check the order of these actions)", *where])
 
 

@@ -6,9 +6,12 @@
 
 The result is an ordinary graph: its nodes have the names, sources and modules of the whole's, local
 shapes and sizes, and between a value and who needs it otherwise stands the call of the runtime that
-converts it, once for each layer. Where pieces differ in size the shapes are those of rank 0, which
-has the largest, and sizes are `Piece`s. A node that is sharded has `meta["placements"]`, a value
-that is has `meta["whole"]`; what exchanges something has `meta["exchange"]`.
+converts it, once for each layer. What layers read that is made outside of them (embeddings) is
+converted there when all need it alike, so that the first layer is like the others.
+
+Where pieces differ in size the shapes are those of rank 0, which has the largest, and sizes are
+`Piece`s. A node that is sharded has `meta["placements"]`, a value that is has `meta["whole"]`; what
+exchanges something has `meta["exchange"]`.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import Effects, mutated_operands
-from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
+from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
 from parcompiler.spmd.call import Call, is_random, read
 from parcompiler.spmd.exchange import Exchange, converting, local_size
+from parcompiler.spmd.needs import common_need
 from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import Strategy
@@ -74,13 +78,14 @@ class _Sharding:
         self.n = n
         self.local = fx.Graph()
         self.effects = Effects(graph.fx_graph)
-        self.home = _runs(graph)
+        self.home, self.outside = _runs(graph)
         self.taken = {node.name for node in graph.fx_graph.nodes}
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
         self.carrying: set[str] = set()
         self.parameters: dict[str, Parameter] = {}
+        self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
 
     def graph(self) -> Graph:
         """The sharded graph."""
@@ -88,6 +93,8 @@ class _Sharding:
         for node in self.whole.fx_graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, held[node])
+            elif node in self.shared:
+                self._apart(node)
             elif node.op == "call_function":
                 self._node(node)
         loss = self.whole.loss
@@ -100,7 +107,24 @@ class _Sharding:
             loss=found,
             differentiable=frozenset(self.carrying),
             fingerprint=self._fingerprint(),
+            vocabulary=self._vocabulary(),
         )
+
+    def _vocabulary(self) -> Vocabulary | None:
+        """The layers that all ranks share, with the nodes of this graph."""
+        whole = self.whole.vocabulary
+        if whole is None:
+            return None
+        own = {item.node: next(made for made in self.local.nodes if made.name == item.node.name)
+               for item in whole.lookups}  # fmt: skip
+        lookups = tuple(dataclasses.replace(item, node=own[item.node]) for item in whole.lookups)
+        head = whole.head
+        if head is not None:
+            node = self.nodes[head.node]
+            x = node.args[0]
+            assert isinstance(x, fx.Node)
+            head = dataclasses.replace(head, node=node, x=x)
+        return Vocabulary(lookups, head)
 
     def _fingerprint(self) -> str:
         """That of the whole, with the strategies."""
@@ -150,6 +174,22 @@ class _Sharding:
         self._kept(node, made, strategy.outputs)
         for changed in updated:
             self._forget(changed, node)
+        if node in self.outside and node.name in self.carrying:
+            self._settle(node)
+
+    def _apart(self, node: fx.Node) -> None:
+        """A layer of the vocabulary, which all ranks of the plane share: whole in, whole out."""
+        operands = {
+            operand: self._converted(operand, I, node, carries=True)
+            if operand.op == "call_function"
+            else self.nodes[operand]
+            for operand in node.all_input_nodes
+        }
+        args = fx.map_arg(node.args, operands.__getitem__)
+        assert callable(node.target)
+        self._kept(node, self.local.call_function(node.target, args), (I,))
+        if node in self.outside:
+            self._settle(node)
 
     def _item(self, node: fx.Node, call: Call) -> None:
         """One of several results: of the type that it has there, or converted to another."""
@@ -165,6 +205,20 @@ class _Sharding:
                 node, strategy.inputs[0], node, carries=any(call.gradients)
             )
             self.types[node] = strategy.inputs
+
+    def _settle(self, node: fx.Node) -> None:
+        """Convert a value that layers read where it is made, if all who read it need it alike."""
+        elsewhere = any(self.home.get(user) != self.home[node] for user in node.users)
+        updated = self.effects.root(node) in self.effects.writers
+        need = common_need(node, self.assignment, self.whole.differentiable)
+        several = not isinstance(node.meta["val"], torch.Tensor)
+        if not elsewhere or updated or several or need is None:
+            return
+        target, carries = need
+        # What each layer uses for its part of the work fans out there, as in Megatron-LM.
+        if target.kind == "S" or not self.types[node][0].is_whole:
+            made = self._converted(node, target, node, carries=carries)
+            self.nodes[node], self.types[node] = made, (target,)
 
     def _default(self, node: fx.Node, call: Call) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
@@ -328,15 +382,22 @@ class _Sharding:
         self.converted = {
             key: made for key, made in self.converted.items() if self.effects.root(key[0]) != root
         }
-        if self.types[updated] != self.types[by] and len(self.types[by]) == 1:
+        returned = self.effects.root(by) is root  # statistics are updated and not returned
+        if returned and self.types[updated] != self.types[by] and len(self.types[by]) == 1:
             self.nodes[updated], self.types[updated] = self.nodes[by], self.types[by]
 
 
-def _runs(graph: Graph) -> dict[fx.Node, int]:
-    """The number of the layer, or of the run of nodes between layers, that each node is in."""
+def _runs(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """The number of the layer, or of the run of nodes between layers, that each node is in; and the
+    nodes that are in no layer."""
     nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
-    runs = itertools.groupby(nodes, layer_of(nodes))
-    return {node: number for number, (_, members) in enumerate(runs) for node in members}
+    home, outside = {}, set()
+    for number, (layer, members) in enumerate(itertools.groupby(nodes, layer_of(nodes))):
+        for node in members:
+            home[node] = number
+            if not layer.path:
+                outside.add(node)
+    return home, outside
 
 
 def _placed(node: fx.Node, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

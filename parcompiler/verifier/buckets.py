@@ -30,7 +30,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
         for name in item.names:
             found[name].append(item)
     for name in _trained(wiring):
-        yield from _summed(wiring, name, found[name])
+        yield from (_in_rows if name in wiring.rows else _summed)(wiring, name, found[name])
     for label, count in Counter(item.label for item in wiring.lowered.sums).items():
         if count > 1:
             yield Fault(AVERAGED, f"{count} sums have the label {label}")
@@ -59,6 +59,18 @@ def _summed(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]
         if item.ranks != holders:
             detail = f"{name} is on {ranks(holders)}, and {item.label} is of {ranks(item.ranks)}"
             yield Fault(AVERAGED, detail)
+
+
+def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
+    """Rows of a parameter that all ranks share are in one bucket of each rank."""
+    counts = Counter(item.ranks for item in buckets)
+    for rank in range(wiring.lowered.size):
+        count = counts.pop((rank,), 0)
+        if count != 1:
+            times = f"{count} times" if count else "in no bucket"
+            yield Fault(AVERAGED, f"the rows of {name} on rank {rank} are summed {times}")
+    for held in counts:
+        yield Fault(AVERAGED, f"all ranks hold rows of {name}, and it is summed on {ranks(held)}")
 
 
 def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:

@@ -76,7 +76,10 @@ def _labels(step: Step, rank: int, group: tuple[int, ...]) -> list[str]:
 
 def _shares(step: Step) -> Iterator[Fault]:
     """Every rank is given the loss, by the rank that has it."""
-    home = next((stage.rank for stage in step.wiring.stages if stage.loss is not None), None)
+    wiring = step.wiring
+    home = next((stage.rank for stage in wiring.stages if stage.loss is not None), None)
+    if wiring.head is not None:  # every rank knows it then; that of the stage before it gives it
+        home = wiring.rank_of(wiring.head.stage)
     for rank, position in enumerate(step.shares):
         if position is None:
             yield Fault(SHARED, f"rank {rank} has no {Kind.SHARE_LOSS}")

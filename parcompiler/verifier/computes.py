@@ -26,35 +26,25 @@ What does not stand there at all is reported by the rule that counts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
-from typing import NamedTuple
 
 from parcompiler.instruction import Kind
+from parcompiler.verifier import parts
 from parcompiler.verifier.fault import Fault, numbers
-from parcompiler.verifier.steps import Step
+from parcompiler.verifier.steps import Pair, Part, Places, Step
 from parcompiler.verifier.wiring import Crossing
 
 ONCE = "every stage runs every micro-batch"
 FORM = "a backward is whole or in two parts"
-ORDERED = "nothing is used before it is there"
 IN_TURN = "buffers see the micro-batches in order"
 UPDATED = "every backward is followed by its update"
-
-
-class Pair(NamedTuple):
-    """On `rank`, what stands at `first[i]` must stand before what stands at `then[i]`."""
-
-    rank: int
-    first: Mapping[int, int]
-    then: Mapping[int, int]
-    rule: str = ORDERED
 
 
 def faults(step: Step) -> Iterator[Fault]:
     """All faults of the compute instructions and of what must surround them."""
     yield from _missing(step)
-    for pair in _pairs(step):
+    for pair in chain(_pairs(step), parts.pairs(step)):
         yield from _swapped(step, pair)
 
 
@@ -164,8 +154,20 @@ def _collected(step: Step) -> Iterator[Pair]:
             for j in dict.fromkeys(chain.from_iterable(holders)):
                 if step.wiring.stages[j].rank == rank:
                     yield Pair(rank, step.done[j], dict.fromkeys(step.done[j], place))
+            for done in _in_rows(step, rank, names.get(label, ())):
+                yield Pair(rank, done, dict.fromkeys(done, place))
     for j, stage in enumerate(step.wiring.stages):
         share = step.shares[stage.rank] if 0 <= stage.rank < len(step.shares) else None
         if stage.loss is not None and share is not None:
             forward = step.computed[Kind.FORWARD, j]
             yield Pair(stage.rank, forward, dict.fromkeys(forward, share))
+
+
+def _in_rows(step: Step, rank: int, names: Collection[str]) -> Iterator[Places]:
+    """Where a rank adds to the gradients of its rows of some tensors."""
+    wiring = step.wiring
+    for value, item in wiring.lookups.items():
+        if item.lookup.weight in names:
+            yield step.places(rank, Part(Kind.EMBED_BACKWARD, value))
+    if wiring.head is not None and {wiring.head.head.weight, wiring.head.head.bias} & {*names}:
+        yield step.places(rank, Part(Kind.T))

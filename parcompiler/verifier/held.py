@@ -5,32 +5,46 @@
               a received value               RECV         to   the last of these of its readers
               a received gradient            RECV         to   BACKWARD or BACKWARD_INPUT
 
+and of the vocabulary, where every rank has rows of it,
+
+    what S saves                   S            to   T
+    x, for S and T                 BROADCAST    to   T (in evaluation the last of S and NORMALIZE)
+    the gradient of a lookup       BROADCAST    to   EMBED_BACKWARD
+    a sum, where it goes           REDUCE       to   the last of its uses, like a message
+
 These are the bytes of the simulator, in the order of the list instead of that of time: a tensor
-that is sent leaves with its SEND, and so how fast the links are is no part of the proof.
+that is sent leaves with its SEND, and a part of a sum with its REDUCE, and so how fast the links
+are is no part of the proof.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import Kind
+from parcompiler.instruction import HEAD, TRANSFERS, Kind
+from parcompiler.schedules.action import NOWHERE
+from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.simulator import StageCost
 from parcompiler.verifier.fault import Fault
-from parcompiler.verifier.steps import Places, Step
+from parcompiler.verifier.steps import Part, Places, Step
 
 SUFFICES = "memory suffices"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What there is and what it is needed for: bytes of each rank, and what each stage costs."""
+    """What there is and what it is needed for: bytes of each rank, and what each stage costs.
+
+    `vocabulary` is what every rank has of the layers that all ranks share.
+    """
 
     costs: Sequence[StageCost]
     limits: Sequence[int]
+    vocabulary: VocabularyCost | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +55,8 @@ class Ledger:
     leaving: Counter[int]
     begins: dict[int, int]  # the stage whose activations begin, or end
     ends: dict[int, int]
+    saving: dict[int, int] = field(default_factory=dict)  # what S saves, in bytes
+    done: dict[int, int] = field(default_factory=dict)  # and where that ends
 
 
 class Moment(NamedTuple):
@@ -66,11 +82,16 @@ def faults(step: Step, memory: Memory) -> Iterator[Fault]:
             f"{found[0]} and {found[1]} given)"
         )
         raise InputError(message)
-    resident = [0] * size
+    if step.wiring.spread is not None and memory.vocabulary is None:
+        message = "what all ranks have of the vocabulary needs a cost (none given)"
+        raise InputError(message)
+    resident = [memory.vocabulary.resident if memory.vocabulary else 0] * size
     for stage, cost in zip(stages, memory.costs, strict=True):
         if 0 <= stage.rank < size:
             resident[stage.rank] += cost.resident
-    for rank, ledger in enumerate(_ledgers(step)[:size]):
+    ledgers = _ledgers(step)
+    _share(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
+    for rank, ledger in enumerate(ledgers[:size]):
         fullest = max(_moments(ledger, memory.costs), key=lambda moment: moment.total)
         if resident[rank] + fullest.total > memory.limits[rank]:
             yield _fault(step, rank, ledger, resident[rank], fullest, memory.limits[rank])
@@ -100,6 +121,40 @@ def _ledgers(step: Step) -> list[Ledger]:
     return ledgers
 
 
+def _share(step: Step, ledgers: Sequence[Ledger], saved: int) -> None:
+    """Enter what ranks hold of the layers that all share."""
+    wiring = step.wiring
+    values = wiring.lowered.values
+    for rank, ledger in enumerate(ledgers):
+        heads = [step.places(rank, Part(kind)) for kind in sorted(HEAD)]
+        for i, place in step.places(rank, Part(Kind.S)).items():
+            ledger.saving[place] = saved
+            ledger.done[max(found[i] for found in heads if i in found)] = saved
+        for part, places in step.parts[rank].items():
+            if part.kind not in TRANSFERS or part.value not in values:
+                continue
+            nbytes = values[part.value].nbytes
+            uses = heads if part.value not in wiring.lookups else []
+            if part.kind is Kind.BROADCAST and part.gradient:
+                uses = [step.places(rank, Part(Kind.EMBED_BACKWARD, part.value))]
+            elif part.kind is Kind.REDUCE:
+                uses = _summed(step, rank, part)
+                places = {i: at for i, at in places.items() if step.at(rank, at).peer == rank}
+            _arrive(ledgers, rank, places, uses, nbytes)
+
+
+def _summed(step: Step, rank: int, part: Part) -> list[Places]:
+    """What uses a sum on the rank where it goes."""
+    wiring = step.wiring
+    if part.gradient:
+        home = wiring.head.stage if wiring.head else NOWHERE
+        return [step.back[home]] if wiring.rank_of(home) == rank else []
+    stages = [j for j in wiring.readers.get(part.value, ()) if wiring.rank_of(j) == rank]
+    if step.training:
+        return [step.done[j] for j in stages]
+    return [step.computed[Kind.FORWARD, j] for j in stages]
+
+
 def _arrive(
     ledgers: Sequence[Ledger], rank: int, places: Places, uses: Sequence[Places], nbytes: int
 ) -> None:
@@ -116,14 +171,17 @@ def _moments(ledger: Ledger, costs: Sequence[StageCost]) -> Iterator[Moment]:
     activations = messages = 0
     yield Moment(0, 0, 0)
     places = {*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}
+    places |= {*ledger.saving, *ledger.done}
     for place in sorted(places):
         messages += ledger.arriving[place]
         if place in ledger.begins:
             activations += costs[ledger.begins[place]].saved
+        activations += ledger.saving.get(place, 0)
         yield Moment(place, activations, messages)
         messages -= ledger.leaving[place]
         if place in ledger.ends:
             activations -= costs[ledger.ends[place]].saved
+        activations -= ledger.done.get(place, 0)
 
 
 def _fault(

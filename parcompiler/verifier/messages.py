@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, numbers
 from parcompiler.verifier.steps import Channel, Label, Step, Way
 
@@ -73,6 +74,8 @@ def _reason(step: Step, way: Way) -> str:
     maker = step.wiring.makers.get(name)
     if maker is None:
         return f"no stage makes {name}"
+    if maker == NOWHERE:
+        return f"all ranks make {name} together"
     home = step.wiring.stages[maker].rank
     if gradient and not step.training:
         return "there are no gradients"

@@ -5,13 +5,14 @@
     stage 1       receives x                head: x, labels -> loss
 
 A name that a call reads must stand for the node that its block reads, and that node must be there:
-taken from the batch, received, in the prologue, or the result of a call before.
+taken from the batch, received, in the prologue, or the result of a call before. What all ranks
+compute of the vocabulary is on no stage; what is looked up is received, and the head receives.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from parcompiler.capture.clean import where
 from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.graph import Block
 from parcompiler.lower.lowered import Call, Stage, Value
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
 
@@ -93,7 +95,7 @@ def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
     wanted = needed(wiring)
     run: list[fx.Node] = []
     for node in wiring.graph.fx_graph.nodes:
-        if node in wanted and node not in wiring.homes and node not in wiring.recomputed:
+        if node in wanted and not _is_run(wiring, node):
             run.append(node)
         elif node in wanted and run:
             yield Fault(ONCE, f"no stage runs {_described(run)}")
@@ -102,12 +104,18 @@ def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
         yield Fault(ONCE, f"no stage runs {_described(run)}")
 
 
+def _is_run(wiring: Wiring, node: fx.Node) -> bool:
+    """Whether some stage, or all ranks together, compute a node."""
+    return node in wiring.homes or node in wiring.recomputed or node in wiring.everywhere
+
+
 def _repeated_nodes(wiring: Wiring) -> Iterator[Fault]:
     """No node stands in two calls; all nodes that two calls share are one fault."""
     shared: dict[str, list[fx.Node]] = {}
     for node, calls in wiring.homes.items():
-        if len(calls) > 1:
-            both = " and ".join(_at(block, j) for j, block in calls)
+        if len(calls) > 1 or node in wiring.everywhere:
+            also = ["all ranks"] if node in wiring.everywhere else []
+            both = " and ".join([*(_at(block, j) for j, block in calls), *also])
             shared.setdefault(both, []).append(node)
     for both, nodes in shared.items():
         yield Fault(ONCE, f"{both} run {_described(nodes)} (each block goes on one stage)")
@@ -236,6 +244,8 @@ class _StageRules:
         """Why a node is not there."""
         if node.name in self.wiring.graph.input_nodes:
             return "the stage does not take from the batch"
+        if node in self.wiring.everywhere:
+            return f"all ranks make and stage {self.j} does not receive"
         if maker is None:
             return "no block makes and the stage does not compute"
         if maker == self.j:
@@ -264,8 +274,8 @@ class _StageRules:
                 yield Fault(GIVEN, f"stage {self.j} gives {name}, which no other stage receives")
         for name, readers in self.wiring.readers.items():
             if self.wiring.makers[name] == self.j and name not in self.stage.gives:
-                detail = f"stage {readers[0]} receives {name}, which stage {self.j} does not give"
-                yield Fault(GIVEN, detail)
+                took = "all ranks take" if NOWHERE in readers else f"stage {readers[0]} receives"
+                yield Fault(GIVEN, f"{took} {name}, which stage {self.j} does not give")
 
 
 def _values(wiring: Wiring) -> Iterator[Fault]:
@@ -276,7 +286,8 @@ def _values(wiring: Wiring) -> Iterator[Fault]:
         if readers is None:
             yield Fault(TYPED, f"{name} is listed, but no stage receives it from another")
         elif value is None:
-            yield Fault(TYPED, f"{name} goes to stage {readers[0]}, but has no shape and dtype")
+            detail = f"{name} goes to {_stages(readers[:1])}, but has no shape and dtype"
+            yield Fault(TYPED, detail)
         else:
             yield from _value(wiring, name, value, wiring.makers[name], tuple(readers))
 
@@ -288,33 +299,44 @@ def _value(
     if value.name != name:
         yield Fault(TYPED, f"{name} is listed under the name {value.name}")
     if (value.producer, value.consumers) != (maker, readers):
-        listed = f"listed from stage {value.producer} to {_stages(value.consumers)}"
-        yield Fault(TYPED, f"{name} goes from stage {maker} to {_stages(readers)} ({listed})")
+        listed = f"listed from {_stages((value.producer,))} to {_stages(value.consumers)}"
+        way = f"goes from {_stages((maker,))} to {_stages(readers)}"
+        yield Fault(TYPED, f"{name} {way} ({listed})")
     node = wiring.nodes.get(name)
     made = None if node is None else node.meta.get("val")
     if not isinstance(made, torch.Tensor):
         yield Fault(TYPED, f"{name} is no tensor, and only tensors go between stages")
     elif (tuple(value.shape), value.dtype) != (tuple(made.shape), made.dtype):
-        sent = f"{made.dtype} {tuple(made.shape)} on stage {maker}"
+        sent = f"{made.dtype} {tuple(made.shape)} on {_stages((maker,))}"
         yield Fault(TYPED, f"{name} is {sent}, and buffers are {value.dtype} {tuple(value.shape)}")
     if value.differentiable != wiring.differentiable(name):
         carries, listed = ("a", "none") if wiring.differentiable(name) else ("no", "one")
         yield Fault(TYPED, f"{name} carries {carries} gradient ({listed} is listed)")
 
 
-def _stages(stages: Iterable[int]) -> str:
-    """The numbers of stages.
+def _stages(stages: Sequence[int]) -> str:
+    """The numbers of stages; what all ranks compute together is on none.
 
-    >>> _stages((1,)), _stages((1, 3))
-    ('stage 1', 'stages 1, 3')
+    >>> _stages((1,)), _stages((1, 3)), _stages((NOWHERE, 2))
+    ('stage 1', 'stages 1, 3', 'all ranks and stage 2')
     """
-    listed = ", ".join(map(str, stages))
-    return f"stages {listed}" if "," in listed else f"stage {listed}"
+    numbers = [j for j in stages if j != NOWHERE]
+    listed = ", ".join(map(str, numbers))
+    named = f"stages {listed}" if len(numbers) > 1 else f"stage {listed}"
+    if len(numbers) == len(list(stages)):
+        return named
+    return f"all ranks and {named}" if numbers else "all ranks"
 
 
 def _loss(wiring: Wiring) -> Iterator[Fault]:
-    """Exactly one stage says that it has the loss, and it does."""
+    """Exactly one stage says that it has the loss, and it does; none where all ranks have it."""
     having = [j for j, stage in enumerate(wiring.stages) if stage.loss is not None]
+    if wiring.head is not None:
+        if having:
+            yield Fault(LOSS, f"it is on {_stages(having)} and on all ranks")
+        if wiring.head.head.node is not wiring.graph.loss:
+            yield Fault(LOSS, f"all ranks compute {wiring.head.head.node.name} in its place")
+        return
     if len(having) != 1:
         yield Fault(LOSS, f"it is on {_stages(having) if having else 'no stage'}")
     wanted = wiring.lowered.variables.get(wiring.graph.loss)

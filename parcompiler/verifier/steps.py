@@ -7,10 +7,11 @@ reported and left out, and so no other rule meets a stage or rank that does not 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
 from parcompiler.lower.lowered import Lowered
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
@@ -18,10 +19,32 @@ from parcompiler.verifier.wiring import Wiring
 FORM = "every instruction fits its rank"
 UPDATED = "parameters change only where they may"
 ONCE = "every instruction stands once"
+ORDERED = "nothing is used before it is there"
 
 Places = dict[int, int]  # micro-batch -> position in the rank's list
 Way = tuple[int, int, str, bool]  # source rank, target rank, value, whether its gradient
 Label = tuple[str, bool, int]  # value, whether its gradient, micro-batch
+
+
+class Part(NamedTuple):
+    """A line that every rank has for the vocabulary, of any micro-batch."""
+
+    kind: Kind
+    value: str = ""
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        """As the instruction begins."""
+        return f"{self.kind} {self.value}{'.grad' if self.gradient else ''}".rstrip()
+
+
+class Pair(NamedTuple):
+    """On `rank`, what stands at `first[i]` must stand before what stands at `then[i]`."""
+
+    rank: int
+    first: Mapping[int, int]
+    then: Mapping[int, int]
+    rule: str = ORDERED
 
 
 @dataclass(slots=True)
@@ -70,6 +93,7 @@ class Step:
         self.sent: dict[Way, Places] = defaultdict(dict)
         self.received: dict[Way, Places] = defaultdict(dict)
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        self.parts: list[dict[Part, Places]] = [{} for _ in lists]  # of each rank
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
         self.shares: list[int | None] = [None for _ in lists]
         self.faults: list[Fault] = []
@@ -85,6 +109,10 @@ class Step:
         """An instruction by where it stands."""
         return self.lists[rank][position]
 
+    def places(self, rank: int, part: Part) -> Places:
+        """Where a rank has a line for the vocabulary."""
+        return self.parts[rank].get(part, {})
+
     def _read(self, rank: int, lines: Iterable[Instruction]) -> None:
         """Sort the instructions of a rank."""
         verbs = {
@@ -97,6 +125,7 @@ class Step:
             Kind.RECV: self._message,
             Kind.REDUCE_GRADIENTS: self._reduction,
             Kind.SHARE_LOSS: self._share,
+            **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
         }
         for position, line in enumerate(lines):
             verb = verbs.get(line.kind)
@@ -153,6 +182,20 @@ class Step:
         end = channel.sends if sends else channel.receives
         end.labels.append((name, line.gradient, i))
         end.positions.append(position)
+        return None
+
+    def _part(self, rank: int, position: int, line: Instruction) -> str | None:
+        """What a rank does for the vocabulary; returns what is wrong with it by itself."""
+        if self.wiring.spread is None:
+            return "no layer of the vocabulary is on all ranks"
+        if line.value is None and line.kind not in HEAD:
+            return "it names no value"
+        if line.microbatch is None or line.microbatch not in self.microbatches:
+            return self._no_microbatch()
+        if not self.training and (line.gradient or line.kind in (Kind.T, Kind.EMBED_BACKWARD)):
+            return "there are no gradients"
+        part = Part(line.kind, line.value or "", line.gradient)
+        self._place(self.parts[rank].setdefault(part, {}), line.microbatch, rank, position, line)
         return None
 
     def _reduction(self, rank: int, position: int, line: Instruction) -> str | None:

@@ -14,6 +14,7 @@ from torch import fx
 
 from parcompiler.graph import Parameter
 from parcompiler.lower.lowered import Stage, Tied
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
 
@@ -23,7 +24,7 @@ ALONE = "an asynchronous step updates every parameter on one stage"
 IN_PLACE = "what is updated in place stays on one stage"
 IN_ORDER = "updates in place keep their order"
 
-EVERY = -1  # the home of what every stage computes for itself
+EVERY = -2  # the home of what every stage computes for itself; NOWHERE is that of all ranks
 
 
 def faults(wiring: Wiring) -> Iterator[Fault]:
@@ -68,9 +69,11 @@ def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
 def _holders(wiring: Wiring, item: Parameter) -> Iterator[Fault]:
     """A tensor is somewhere, and on one stage only when the forward updates it."""
     holders = wiring.holders.get(item.name, ())
-    if not holders:
-        yield Fault(HELD, f"no stage holds {item.name}")
     listed = ", ".join(map(str, holders))
+    if not holders and item.name not in wiring.rows:
+        yield Fault(HELD, f"no stage holds {item.name}")
+    if holders and item.name in wiring.rows:
+        yield Fault(HELD, f"{item.name} is on stages {listed}, and all ranks hold rows of it")
     if wiring.lowered.asynchronous and item.trainable and len(holders) > 1:
         advice = "untie them or take a synchronous schedule"
         detail = f"{item.name} is on stages {listed}, and its copies would drift apart ({advice})"
@@ -139,6 +142,8 @@ class _Memory:
                 yield node, self.wiring.homes[node][0][0]
             elif node in self.wiring.recomputed:
                 yield node, EVERY
+            elif node in self.wiring.everywhere:
+                yield node, NOWHERE
 
     def _name(self) -> str:
         """What a user would call this memory."""
@@ -173,7 +178,7 @@ class _Memory:
 def _place(home: int) -> str:
     """Who runs a node.
 
-    >>> _place(2), _place(EVERY)
-    ('stage 2', 'the prologue')
+    >>> _place(2), _place(EVERY), _place(NOWHERE)
+    ('stage 2', 'the prologue', 'all ranks')
     """
-    return "the prologue" if home == EVERY else f"stage {home}"
+    return {EVERY: "the prologue", NOWHERE: "all ranks"}.get(home, f"stage {home}")

@@ -13,8 +13,10 @@ from parcompiler.verifier import (
     computes,
     held,
     messages,
+    parts,
     stages,
     tensors,
+    vocabulary,
     waiting,
 )
 from parcompiler.verifier.fault import Fault
@@ -40,6 +42,7 @@ def faults(lowered: Lowered, memory: Memory | None = None) -> Iterator[Fault]:
     wiring = Wiring(lowered)
     yield from stages.faults(wiring)
     yield from tensors.faults(wiring)
+    yield from vocabulary.faults(wiring)
     yield from buckets.faults(wiring)
     for step in steps_of(wiring, lowered):
         for fault in _of_step(step, memory):
@@ -51,6 +54,7 @@ def _of_step(step: Step, memory: Memory | None) -> Iterator[Fault]:
     yield from step.faults
     yield from computes.faults(step)
     yield from messages.faults(step)
+    yield from parts.faults(step)
     yield from collectives.faults(step)
     yield from waiting.faults(step)
     if memory is not None:

@@ -8,8 +8,12 @@ it may need other counters to have reached some number:
     SEND k of a channel               sent        posted > k       [1]
     FORWARD, BACKWARD[_INPUT]         -           sent > k for every message k that it uses
     k-th collective of a group        arrived     arrived > k on each of its ranks
+    k-th one of the vocabulary        arrived     -                                          [2]
+    what uses that                    -           arrived > k on all ranks
 
 [1] A transport may buffer a send, but none has to: a program that ends without buffers always ends.
+[2] These run beside compute, one after the other. One that takes what another brings stands behind
+    that, and goes on when that has ended; its rank does not wait for it.
 
 Each rank goes as far as it can and then sleeps on the first counter that is too low, so that the
 run is linear in the number of instructions. Messages without a second end and collectives without
@@ -24,6 +28,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from parcompiler.instruction import Kind
+from parcompiler.verifier import parts
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.steps import Places, Step, Way
 
@@ -71,9 +76,10 @@ class _Race:
         self.counters: list[Counter] = []
         self.halts: list[list[Halt]] = [[] for _ in step.lists]
         self._read_messages()
+        self._read_vocabulary()
         self._read_collectives()
         for halts in self.halts:
-            halts.sort()
+            halts.sort(key=lambda halt: halt.position)  # those of an instruction stay in order
         self.reached = [0] * len(self.counters)
         self.at = [0] * len(self.halts)  # of each rank, the halt that it has come to
         self.asleep: dict[int, list[int]] = defaultdict(list)  # by counter
@@ -177,6 +183,24 @@ class _Race:
                 yield way, item.target, self.step.computed[Kind.FORWARD, j]
             back = (item.target, item.source, item.name, True)
             yield back, item.source, self.step.back[item.maker]
+
+    def _read_vocabulary(self) -> None:
+        """The halts at what uses collectives of the vocabulary, and at these themselves."""
+        found = parts.sequences(self.step)
+        places = [
+            [self.step.parts[rank][part][i] for part, i in sequence]
+            for rank, sequence in enumerate(found)
+        ]
+        counters = [self._counter(rank, positions) for rank, positions in enumerate(places)]
+        met = [tuple(Need(counter, k) for counter in counters) for k in range(len(found[0]))]
+        numbers = [{label: k for k, label in enumerate(sequence)} for sequence in found]
+        for rank, part, users in parts.uses(self.step):
+            for i, position in users.items():
+                k = numbers[rank].get((part, i))
+                if k is not None and places[rank][k] < position:
+                    self.halts[rank].append(Halt(position, None, met[k]))
+        for rank, positions in enumerate(places):
+            self.halts[rank] += [Halt(position, counters[rank], ()) for position in positions]
 
     def _read_collectives(self) -> None:
         """The halts at collectives."""

@@ -14,7 +14,8 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects
 from parcompiler.graph import Block, Parameter
-from parcompiler.lower.lowered import Lowered, Stage
+from parcompiler.lower.lowered import Lowered, SpreadHead, SpreadLookup, Stage
+from parcompiler.schedules.action import NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,28 @@ class Wiring:
         self.graph = lowered.graph
         self.stages = lowered.stages
         self.effects = Effects(self.graph.fx_graph)
+        self.spread = lowered.vocabulary
+
+    @property
+    def head(self) -> SpreadHead | None:
+        """The head that all ranks have rows of."""
+        return self.spread.head if self.spread else None
+
+    @cached_property
+    def lookups(self) -> dict[str, SpreadLookup]:
+        """The embeddings that all ranks have rows of, by the values that they give."""
+        return {item.value: item for item in self.spread.lookups} if self.spread else {}
+
+    @cached_property
+    def everywhere(self) -> frozenset[fx.Node]:
+        """The nodes that all ranks compute together."""
+        heads = [self.head.head.node] if self.head else []
+        return frozenset([*(item.lookup.node for item in self.lookups.values()), *heads])
+
+    @cached_property
+    def rows(self) -> frozenset[str]:
+        """The parameters and buffers of which every rank holds rows."""
+        return frozenset(self.spread.tensors if self.spread else ())
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
@@ -76,8 +99,8 @@ class Wiring:
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """The first stage whose calls result in each name."""
-        found: dict[str, int] = {}
+        """The first stage whose calls result in each name; NOWHERE for what is looked up."""
+        found: dict[str, int] = dict.fromkeys(self.lookups, NOWHERE)
         for j, stage in enumerate(self.stages):
             for call in stage.calls:
                 for name in call.results:
@@ -86,8 +109,10 @@ class Wiring:
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        """The stages that receive each value from another one."""
+        """The stages that receive each value from another one; NOWHERE for the head."""
         found: dict[str, list[int]] = {}
+        if self.head is not None and self.head.value in self.makers:
+            found[self.head.value] = [NOWHERE]
         for j, stage in enumerate(self.stages):
             for name in dict.fromkeys(stage.receives):
                 if self.makers.get(name, j) != j:
@@ -117,8 +142,13 @@ class Wiring:
         """Whether some operator reads a parameter."""
         return item.node in self._operands
 
+    def rank_of(self, j: int) -> int | None:
+        """The rank of a stage, if there are both."""
+        rank = self.stages[j].rank if 0 <= j < len(self.stages) else -1
+        return rank if 0 <= rank < self.lowered.size else None
+
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter or buffer, sorted."""
+        """The ranks that hold a parameter or buffer as a whole, sorted."""
         return tuple(sorted({self.stages[j].rank for j in self.holders.get(name, ())}))
 
     def differentiable(self, name: str) -> bool:
@@ -137,8 +167,10 @@ class Wiring:
 
     def _crossings(self) -> Iterator[Crossing]:
         """The crossings, value by value."""
-        for name, readers in self.readers.items():
-            maker = self.makers[name]
+        for name, everyone in self.readers.items():
+            maker, readers = self.makers[name], [j for j in everyone if j != NOWHERE]
+            if maker == NOWHERE:
+                continue
             source = self.stages[maker].rank
             for target in sorted({self.stages[j].rank for j in readers}):
                 there = tuple(j for j in readers if self.stages[j].rank == target)

@@ -57,6 +57,8 @@ class ShardPass(Pass):
         if problem.mesh.tensor == 1:
             demands.read(problem.options.sharding, problem.graph)  # pins must name something
             return plan
+        if plan.sharding is not None:
+            return plan
         return dataclasses.replace(plan, sharding=decided(problem, self.part))
 
 
@@ -68,7 +70,8 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     """
     pins = demands.read(problem.options.sharding, problem.graph)
     folded = fold(problem.graph, pins.wish)
-    candidates = Candidates(folded, Prices(problem.graph, problem.device, problem.mesh.tensor))
+    prices = Prices(problem.graph, problem.device, problem.mesh.tensor)
+    candidates = Candidates(folded, prices, pins.wish)
     told, answer = _fitting(problem, candidates, pins, part)
     return sharding(candidates, told, answer, problem.mesh.pipeline)
 
@@ -121,12 +124,22 @@ def _memory(problem: Problem, part: float, *, again: bool) -> Memory:
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, State]) -> str:
-    """The pins that exclude each other: without any one of them, the rest can be."""
+    """The pins that exclude each other, and what they name: without any one, the rest can be."""
     for pattern in pins.placements:
         fewer = pins.without(pattern)
-        told = tell(candidates, fewer, states, None)
-        try:
-            decide(told.programme)
-        except InfeasibleError:
+        if not _possible(candidates, fewer, states):
             pins = fewer
-    return f"sharding pins {pins} exclude each other: loosen one of them"
+    for holder in candidates.folded.holders:
+        fewer = pins.sparing({item.name for item in holder.items})
+        if not _possible(candidates, fewer, states):
+            pins = fewer
+    return f"sharding pins {pins} exclude each other for {pins.named()}: loosen one of them"
+
+
+def _possible(candidates: Candidates, pins: Pins, states: Mapping[str, State]) -> bool:
+    """Whether something keeps to these pins."""
+    try:
+        decide(tell(candidates, pins, states, None).programme)
+    except InfeasibleError:
+        return False
+    return True

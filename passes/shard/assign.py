@@ -13,7 +13,7 @@ from torch import fx
 from parcompiler.errors import PlanError
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.candidates import item_of
-from parcompiler.passes.shard.fold import Template, fold
+from parcompiler.passes.shard.fold import Template, end_of, fold, shared_nodes
 from parcompiler.plan import Plan, Sharding, Shards
 from parcompiler.spmd import I, Placement, Strategy, strategies
 from parcompiler.spmd.call import Call, read
@@ -129,7 +129,7 @@ def _named(node: fx.Node, wanted: str, known: Sequence[Strategy]) -> Strategy:
 
 def check(graph: Graph, found: Assignment) -> None:
     """Raise PlanError, naming the node, where a value cannot become what a node needs."""
-    held = stored(graph, found)
+    held = stored(graph, found) | dict.fromkeys(shared_nodes(graph), I)
     for node, strategy in found.items():
         call = read(node, graph.differentiable)
         for place, (operand, wanted) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
@@ -141,9 +141,11 @@ def check(graph: Graph, found: Assignment) -> None:
                     f"{wanted}, which is {given}: there is no such conversion"
                 )
                 raise PlanError(message)
-    loss = found[graph.loss].outputs[0]
-    if conversion(loss, I, differentiable=graph.loss.name in graph.differentiable) is None:
-        message = f"the plan's sharding: the loss {graph.loss.name!r} is {loss}, which is not whole"
+    end = end_of(graph)
+    last = found[end].outputs[0]
+    if conversion(last, I, differentiable=end.name in graph.differentiable) is None:
+        what = "the loss" if end is graph.loss else "the head's input"
+        message = f"the plan's sharding: {what} {end.name!r} is {last}, which is not whole"
         raise PlanError(message)
 
 

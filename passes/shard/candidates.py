@@ -8,7 +8,7 @@ their result. All others decide for themselves; what they read may be converted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +20,9 @@ from parcompiler.passes.shard.price import Prices, Work
 from parcompiler.spmd import Placement, Strategy, strategies
 from parcompiler.spmd.call import Call, Shape, read
 from parcompiler.spmd.segments import segmentations
+
+LOOKUPS = frozenset({"embedding", "embedding_bag"})
+LINE = 128  # bytes that an accelerator's cache fetches at once
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ class Party:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The sites and parties of a folded graph."""
+    """The sites and parties of a folded graph; `wish` says what the user demands of a parameter."""
 
     folded: Fold
     prices: Prices
+    wish: Callable[[str], str] = lambda name: ""
     _sites: dict[fx.Node, Site] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -92,7 +96,21 @@ class Candidates:
                 call = read(node, differentiable)
                 found = strategies(node, n, differentiable=differentiable, segments=segments)
                 allowed = [s for s in found if is_offered(call, s, n, classes)]
+                allowed = [s for s in allowed if not self._is_narrow(call, s)]
                 yield Site(node, call, self._work(node, call), tuple(self._sound(call, allowed)))
+
+    def _is_narrow(self, call: Call, strategy: Strategy) -> bool:
+        """Whether ranks look up pieces of rows that are shorter than what memory yields at once.
+
+        Each would read as much as for whole rows. The user may demand it of a parameter.
+        """
+        if call.base not in LOOKUPS or strategy.inputs[0].kind != "S":
+            return False
+        table = call.operands[0]
+        item = self.folded.graph.by_node.get(table.node.name)
+        if item is None or self.wish(item.name) or strategy.inputs[0].dim == 0:
+            return False
+        return table.shape[1] * table.value.itemsize < self.prices.n * LINE
 
     def _work(self, node: fx.Node, call: Call) -> Work:
         if call.is_item:

@@ -88,8 +88,13 @@ class Fold:
     def sources(self, number: int, place: int) -> Counter[fx.Node | None]:
         """What the blocks of a template read as an input: which nodes that stand for others, how
         often. None stands for the prologue and the batch."""
-        template = self.templates[number]
-        return Counter(self.stands_for.get(block.inputs[place]) for block in template.blocks)
+        known = {**self.stands_for, **{node: node for node in self.shared}}
+        return Counter(known.get(block.inputs[place]) for block in self.templates[number].blocks)
+
+    @cached_property
+    def shared(self) -> frozenset[fx.Node]:
+        """The vocabulary's nodes, which are in no block: what they yield is whole (`I`)."""
+        return shared_nodes(self.graph)
 
     @cached_property
     def holders(self) -> tuple[Holder, ...]:
@@ -135,6 +140,17 @@ def fold(graph: Graph, pinned: Callable[[str], str] = lambda name: "", level: in
         mark = f"#{seen[name]}" if seen[name] > 1 else ""
         templates.append(Template(name, tuple(blocks), mark))
     return Fold(graph, best, tuple(templates), tried[best].prologue)
+
+
+def shared_nodes(graph: Graph) -> frozenset[fx.Node]:
+    """The nodes that no template has, for all ranks share them: the vocabulary's."""
+    return frozenset(graph.vocabulary.nodes if graph.vocabulary else ())
+
+
+def end_of(graph: Graph) -> fx.Node:
+    """What must come out of the blocks whole: the loss, or what a shared head reads."""
+    head = graph.vocabulary.head if graph.vocabulary else None
+    return graph.loss if head is None else head.x
 
 
 def _distinct(parts: Cut) -> int:

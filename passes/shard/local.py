@@ -1,39 +1,62 @@
-"""The problem of one tensor rank: what the passes after this one, and all that follow, are about.
+"""The problem of one rank's stages: what the passes, and all that follow, are about.
 
-problem   the whole model ── plan.sharding ──► local(problem, plan)   local shapes, collectives
+problem   the whole model
+  │ plan.vocabulary   layers that all ranks compute leave the stages
+  │ plan.sharding     local shapes, collectives
+  ▼
+local(problem, plan)
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.assign import assignment
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
+from parcompiler.vocabulary import spread
 
 
 def local(problem: Problem, plan: Plan) -> Problem:
-    """The problem with the graph of one tensor rank; the problem itself without a tensor axis.
+    """The problem with the graph of one rank's stages; the problem itself where nothing is split.
 
-    Raises PlanError for a sharding that the graph cannot have.
+    Raises PlanError for a vocabulary or a sharding that the graph cannot have.
     """
-    if plan.sharding is None:
-        return problem
-    if plan.sharding not in problem.local:
-        graph = local_graph(problem, plan, problem.graph)
-        problem.local[plan.sharding] = dataclasses.replace(
-            problem, graph=graph, _priced={}, _recomputing={}, local={}
+    ranks = plan.mesh.pipeline * plan.mesh.tensor
+    if plan.vocabulary is not None and plan.vocabulary.spread:
+        whole, choice = problem, plan.vocabulary
+        key = choice.lookups, choice.head  # it is the same for all methods
+        problem = _known(whole, key, lambda: spread(whole.graph, choice, ranks))
+    if plan.sharding is not None:
+        unsplit = problem
+        problem = _known(unsplit, plan.sharding, lambda: _sharded(unsplit, plan, unsplit.graph))
+    return problem
+
+
+def _known(problem: Problem, key: object, graph: Callable[[], Graph]) -> Problem:
+    """The problem with another graph, made once for each key."""
+    if key not in problem.local:
+        problem.local[key] = dataclasses.replace(
+            problem, graph=graph(), _priced={}, _recomputing={}, local={}
         )
-    found: Problem = problem.local[plan.sharding]
+    found: Problem = problem.local[key]
     return found
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
-    """What one tensor rank computes of `graph`: that of `problem`, perhaps in another precision."""
-    if plan.sharding is None:
-        return graph
+    """What one rank's stages compute of `graph`: that of `problem`, perhaps in other precision."""
+    if plan.vocabulary is not None and plan.vocabulary.spread:
+        ranks = plan.mesh.pipeline * plan.mesh.tensor
+        graph = spread(graph, plan.vocabulary, ranks)
+        problem = local(problem, dataclasses.replace(plan, sharding=None))
+    return graph if plan.sharding is None else _sharded(problem, plan, graph)
+
+
+def _sharded(problem: Problem, plan: Plan, graph: Graph) -> Graph:
+    """What one tensor rank computes of `graph`, which has the nodes of `problem`'s."""
     named = {node.name: found for node, found in assignment(problem.graph, plan).items()}
     nodes = (node for node in graph.fx_graph.nodes if node.name in named)
     return shard(graph, {node: named[node.name] for node in nodes}, plan.mesh.tensor)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -49,6 +50,18 @@ class Pins:
         """All but one."""
         kept = {name: found for name, found in self.matches.items() if name != pattern}
         return Pins(kept, {name: self.placements[name] for name in kept})
+
+    def sparing(self, names: Collection[str]) -> Pins:
+        """All, but not for these parameters."""
+        kept = {pattern: found - set(names) for pattern, found in self.matches.items()}
+        return Pins(kept, self.placements)
+
+    def named(self) -> str:
+        """A parameter of each kind that they name: those of the first layer."""
+        first: dict[str, str] = {}
+        for name in sorted({name for found in self.matches.values() for name in found}):
+            first.setdefault(re.sub(r"\d+", "#", name), name)
+        return ", ".join(first.values())
 
     def __str__(self) -> str:
         """As the user gave them."""

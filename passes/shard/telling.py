@@ -11,6 +11,7 @@ optimizer states, and what is kept of each micro-batch in flight (see `keeping`)
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from torch import fx
 
 from parcompiler.graph import Parameter
 from parcompiler.passes.shard.candidates import Candidates, Party, Site, item_of
-from parcompiler.passes.shard.fold import Fold, Holder
+from parcompiler.passes.shard.fold import Fold, Holder, end_of
 from parcompiler.passes.shard.keeping import Keeping, Memory, Shared, by_pair, nbytes_of
 from parcompiler.passes.shard.pins import Pins
 from parcompiler.passes.shard.price import WHOLE, Prices, share
@@ -177,7 +178,9 @@ class _Telling:
             self._tensor(number, item, site, place)
         elif operand.node in inputs:
             for source, count in self.folded.sources(number, inputs[operand.node]).items():
-                if source is not None:
+                if source in self.folded.shared:
+                    self._received(source, site, place, count, number)
+                elif source is not None:
                     self._edge((source, _result(site, place)), site, place, count, number)
         elif operand.node in self.number and self.number[operand.node] != self.number[site.node]:
             value = operand.node, _result(site, place)
@@ -205,6 +208,25 @@ class _Telling:
         if self.keeping is not None and self._is_kept(node, site, operand.node, number, count):
             found.keepers.append(edge)
             self.keeping.note(node, edge)
+
+    def _received(self, node: fx.Node, site: Site, place: int, count: int, number: int) -> None:
+        """The edge of a looked-up value, which the vocabulary's ranks yield whole."""
+        operand = site.call.operands[place]
+        flows = site.call.gradients[place]
+        target = self._target(site, place)
+        name = f"{node.name}.{site.node.name}"
+        convertible = node not in self.folded.fixed
+        edge = self._add(name, self._whole(flows=True), target, flows, convertible)
+        key = node, operand.node, number, flows
+        size = math.prod(operand.shape) * operand.value.itemsize
+        found = self.shared.setdefault(key, Shared(count, size, flows))
+        found.edges.append(edge)
+        if self.memory is not None and self._is_kept(node, site, operand.node, number, count):
+            found.keepers.append(edge)
+
+    def _whole(self, *, flows: bool) -> End:
+        """What leaves the blocks, or comes from none of them: whole, with a whole gradient."""
+        return End(len(self.candidates.parties) + len(self.spot), (I if flows else R,))
 
     def _is_kept(
         self, node: fx.Node, site: Site, operand: fx.Node, number: int, count: int
@@ -237,11 +259,11 @@ class _Telling:
         self.edges[edge] = dataclasses.replace(before, allowed=whole)
 
     def loss(self) -> None:
-        """The loss comes out whole, with a whole gradient."""
-        node = self.folded.stands_for[self.folded.graph.loss]
+        """The loss, or what a shared head reads, comes out whole, with a whole gradient."""
+        node = self.folded.stands_for[end_of(self.folded.graph)]
         party = self.candidates.parties[self.number[node]]
         flows = node.name in self.folded.graph.differentiable
-        end = End(len(self.candidates.parties) + len(self.spot), (I if flows else R,))
+        end = self._whole(flows=flows)
         source = End(self.number[node], party.types(node, 0))
         edge = self._add(f"{node.name}.loss", source, end, flows, convertible=True)
         nbytes = nbytes_of(self.candidates.sites[node], 0)

@@ -28,3 +28,27 @@ def test_what_is_filled_through_views_carries_the_gradient_of_what_fills_it() ->
     assert [node.name in graph.differentiable for node in made] == [True, False]
     assert carries["aten.exp.default"]
     assert not carries["aten.cos.default"]
+
+
+class Rescaled(nn.Module):
+    """A weight that is divided in place where no gradient is kept, and used as it then is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight = self.linear.weight.div_(2.0)
+            double = self.linear.weight * 2.0
+        y: torch.Tensor = x @ weight.clone() + double
+        return y.sum()
+
+
+def test_what_is_updated_without_a_gradient_keeps_the_one_that_it_has() -> None:
+    graph = capture(Rescaled(), {"x": torch.ones(4, 4)})
+    carries = {str(node.target): node.name in graph.differentiable for node in graph.fx_graph.nodes}
+    assert carries["aten.div_.Tensor"]
+    assert carries["aten.clone.default"]
+    assert carries["aten.matmul.default"]
+    assert not carries["aten.mul.Tensor"]

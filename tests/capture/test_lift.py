@@ -96,3 +96,13 @@ def test_complex_tensors_are_lifted_as_such() -> None:
     model = nn.Module()
     model.register_buffer("turns", torch.tensor([1j, 2.0]))
     assert lifted_copy(model, torch.float64).turns.dtype == torch.complex128
+
+
+def test_rows_by_experts_are_multiplied_in_float64_too() -> None:
+    x, weight, ends = rows(8), rows(8, 8), torch.tensor([1, 1, 4, 4], dtype=torch.int32)
+    narrow = F.grouped_mm(x, weight, offs=ends)
+    with lifting(torch.float64):
+        wide = F.grouped_mm(x.double(), weight.double(), offs=ends)
+    wanted = [x[row].double() @ weight[expert].double() for row, expert in enumerate((0, 2, 2, 2))]
+    torch.testing.assert_close(wide, torch.stack(wanted), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(narrow, wide.float())

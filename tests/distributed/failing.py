@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -40,7 +41,7 @@ def explode(*_: object) -> None:
     raise ValueError(message)
 
 
-def main() -> None:
+def main(fail: Callable[[str, pc.Worker], None] = fail) -> None:
     folder, *ways = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)

@@ -16,6 +16,7 @@ import parcompiler as pc
 from tests import zoo
 from tests.distributed import replicas
 from tests.distributed.replicas import MICROBATCHES, STEPS, batch
+from tests.distributed.test_tensor import CHEAP
 from tests.distributed.torchrun import torchrun
 
 CASES = [
@@ -60,6 +61,21 @@ def test_the_mean_over_data_ranks_equals_one_process(
 ) -> None:
     mesh = pc.Mesh(pipeline=pipeline, data=data)
     program = pc.compile(captured(name), mesh, schedule=schedule, microbatches=microbatches)
+    found = program.verify()
+    assert found.ok, str(found)
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (2, 2)])
+def test_synchronized_norms_count_the_batches_of_all_data_ranks(
+    pipeline: int, tensor: int, tmp_path: Path
+) -> None:
+    model, inputs = zoo.build("resnet")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=2, device=CHEAP)
+    program = pc.compile(model, mesh, inputs, microbatches=2)
+    text = (program.export(tmp_path / "out", weights=False) / "stage_0.py").read_text()
+    assert "runtime.sync_batch_norm(" in text and "F.batch_norm(" not in text
     found = program.verify()
     assert found.ok, str(found)
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9

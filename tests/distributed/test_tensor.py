@@ -7,16 +7,22 @@ nothing, so that it splits even tiny models.
 
 import dataclasses
 import json
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 import parcompiler as pc
 from parcompiler.device import Link, device
+from parcompiler.graph import Graph
 from parcompiler.models import gpt
-from tests.distributed import failing
+from parcompiler.spmd.placement import S
+from parcompiler.spmd.rules import strategies
+from parcompiler.spmd.strategy import Strategy
+from tests.distributed import failing, totals
 from tests.distributed.sharding import captured, sharded
 from tests.distributed.torchrun import torchrun
 from tests.spmd import choosing
@@ -33,9 +39,15 @@ AT_RANDOM = [
     ("gpt-dropout", 1, 1, 2), ("resnet", 0, 1, 2), ("t5", 1, 2, 2), ("bert", 0, 1, 2),
     ("hf-llama", 0, 1, 4),
 ]  # fmt: skip
-MODELS = ("gpt-tied", "gpt-dropout", "llama", "t5", "bert", "resnet", "hf-gpt2")
-MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]  # pipeline, tensor, data
-OFTEN = [("gpt-dropout", 2, 2, 1), ("resnet", 1, 2, 1), ("hf-gpt2", 1, 4, 1), ("t5", 1, 2, 2)]
+MODELS = (
+    "gpt-tied", "gpt-dropout", "llama", "t5", "bert", "resnet", "moe", "dlrm",
+    "hf-gpt2", "hf-mixtral",
+)  # fmt: skip
+MESHES = [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]  # pipeline, tensor, data
+OFTEN = [
+    ("gpt-dropout", 2, 2, 1), ("resnet", 1, 2, 1), ("hf-gpt2", 1, 4, 1), ("t5", 1, 2, 2),
+    ("moe", 2, 2, 1), ("dlrm", 1, 4, 1),
+]  # fmt: skip
 
 
 def check(program: pc.Program) -> None:
@@ -118,6 +130,27 @@ def test_a_compiled_model_equals_one_process(
     compiled(name, pipeline, tensor, data)
 
 
+def test_experts_of_one_grouped_product_are_on_two_ranks() -> None:
+    pins = {"*.experts.*": "S(0)"}
+    mesh = pc.Mesh(tensor=2, device=CHEAP)
+    program = pc.compile(captured("hf-mixtral"), mesh, microbatches=2, sharding=pins)
+    targets = [str(node.target) for node in program.lowered.graph.fx_graph.nodes]
+    assert targets.count("runtime.own_experts") >= 4  # layers
+    held = program.lowered.graph.by_name["model.layers.0.mlp.experts.gate_up_proj"]
+    assert held.shape[0] == 2
+    check(program)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+@pytest.mark.parametrize("name", ["moe", "hf-mixtral"])
+def test_experts_are_split_over_any_ranks(name: str, tensor: int) -> None:
+    """Four experts do not divide by three: there the rest decides."""
+    pins = {"*.experts.*": "S(0)"} if 4 % tensor == 0 else "auto"
+    mesh = pc.Mesh(tensor=tensor, device=CHEAP)
+    check(pc.compile(captured(name), mesh, microbatches=2, sharding=pins))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("pipeline", "tensor", "data"), MESHES)
 @pytest.mark.parametrize("name", MODELS)
@@ -145,6 +178,29 @@ def test_a_copied_folder_trains_with_torch_alone(tmp_path: Path) -> None:
     program.export(tmp_path / "out", standalone=True)
     text = torchrun(2, tmp_path / "out" / "main.py", "--steps", "2")
     assert "step 1 loss" in text
+
+
+def rows_of_products(graph: Graph, n: int) -> dict[fx.Node, Strategy]:
+    """Each rank multiplies some rows by whole matrices, and has a summand of their gradients."""
+    chosen = choosing.replicated(graph, n)
+    for node in chosen:
+        if node.target is torch.ops.aten.linear.default:
+            open_to = strategies(node, n, differentiable=graph.differentiable)
+            chosen[node] = next(item for item in open_to if item.inputs[0] == S(0))
+    return chosen
+
+
+def test_the_gradient_of_a_whole_parameter_is_added_up_once_a_step(tmp_path: Path) -> None:
+    program = sharded("gpt", rows_of_products, pc.Mesh(tensor=2), microbatches=3)
+    read = [node.all_input_nodes[0] for node in program.lowered.graph.fx_graph.nodes
+            if str(node.target) == "runtime.fan_out"]  # fmt: skip
+    shapes = Counter(str(list(node.meta["val"].shape)) for node in read)
+    assert len(shapes) > 4
+    check(program)
+    program.export(tmp_path / "out")
+    text = torchrun(2, Path(totals.__file__), str(tmp_path / "out"))
+    found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    assert {shape: found[shape] for shape in shapes} == shapes
 
 
 WAYS = ("label out of range", "exception in a module on rank 0", "death of rank 1")

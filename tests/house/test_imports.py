@@ -16,12 +16,13 @@ ROOT = Path(__file__).parents[2]
 # A room is a module or folder directly under parcompiler. It imports its own layer and those
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
-6  compiler program loaded verification reference reenactment batches draws pool member cli __init__
-5  lower verifier simulator codegen report prices ranks
+6  compiler program loaded verification reference joint reenactment batches draws
+6  pool member cli __main__ __init__
+5  lower verifier simulator codegen report changes prices ranks
 4  passes
-3  problem options progress
-2  capture cost spmd schedules solver
-1  mesh device graph plan
+3  problem options progress calibrate
+2  capture cost spmd vocabulary schedules solver
+1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces
 """
 LAYER = {

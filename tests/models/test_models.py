@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parcompiler.models import bert, gpt, llama, resnet, t5
+from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 from parcompiler.models.llama.model import rotate
 
 BATCH = 4
@@ -23,7 +23,7 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     labels: Callable[[], Tensor]
-    classes: int
+    classes: int  # 1: yes or no
 
     def arguments(self) -> tuple[Tensor, ...]:
         return (*self.inputs(), self.labels())
@@ -43,12 +43,24 @@ def text_case(module: Any, model: Callable[[Any], nn.Module], num_inputs: int = 
     )
 
 
+def clicks(config: dlrm.Config) -> tuple[Tensor, ...]:
+    columns = [torch.randint(rows, (BATCH,)) for rows in config.tables]
+    return torch.randn(BATCH, config.numbers), torch.stack(columns, dim=1)
+
+
 TINY = resnet.PRESETS["tiny"]
 CASES = {
     "gpt": text_case(gpt, gpt.GPT),
     "llama": text_case(llama, llama.Llama),
     "bert": text_case(bert, bert.BERT),
     "t5": text_case(t5, t5.T5, num_inputs=2),
+    "moe": text_case(moe, moe.MoE),
+    "dlrm": Case(
+        build=lambda: dlrm.DLRM(dlrm.PRESETS["tiny"]),
+        inputs=lambda: clicks(dlrm.PRESETS["tiny"]),
+        labels=lambda: torch.randint(2, (BATCH,)).float(),
+        classes=1,
+    ),
     "resnet": Case(
         build=lambda: resnet.ResNet(TINY),
         inputs=lambda: (torch.randn(BATCH, TINY.in_channels, TINY.image_size, TINY.image_size),),
@@ -87,7 +99,7 @@ def test_one_step_lowers_the_loss(case: Case) -> None:
     assert model(*arguments) < before
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "resnet"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "resnet", "moe"])
 def test_the_initial_loss_is_that_of_a_guess(name: str) -> None:
     case = CASES[name]
     loss = case.build()(*case.arguments())
@@ -102,11 +114,14 @@ def test_the_initial_loss_of_an_untied_t5_is_that_of_logits_of_variance_one() ->
 
 
 def test_without_labels_a_model_returns_logits(case: Case) -> None:
-    model, inputs, labels = case.build(), case.inputs(), case.labels()
+    model, inputs, labels = case.build().eval(), case.inputs(), case.labels()
     logits = model(*inputs)
-    assert logits.shape == (*labels.shape, case.classes)
-    # ResNet normalises over the batch, so a second call in training mode gives the same.
-    loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    if case.classes == 1:
+        assert logits.shape == labels.shape
+        loss = nn.functional.binary_cross_entropy(logits.sigmoid(), labels)
+    else:
+        assert logits.shape == (*labels.shape, case.classes)
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
     torch.testing.assert_close(model(*inputs, labels), loss)
 
 
@@ -151,8 +166,9 @@ def test_a_model_built_without_values_can_be_filled(case: Case) -> None:
         (llama.Llama, llama.PRESETS["tiny"], "embedding.weight"),
         (bert.BERT, bert.PRESETS["tiny"], "embeddings.tokens.weight"),
         (t5.T5, t5.PRESETS["tiny"], "embedding.weight"),
+        (moe.MoE, moe.PRESETS["tiny"], "embedding.weight"),
     ],
-    ids=["gpt", "llama", "bert", "t5"],
+    ids=["gpt", "llama", "bert", "t5", "moe"],
 )
 def test_tied_models_share_the_tensor(build: Callable[..., Any], config: Any, weight: str) -> None:
     tied = build(replace(config, tied=True)).double()
@@ -201,6 +217,19 @@ def test_a_gpt_preset_has_about_the_parameters_of_its_name(name: str) -> None:
         assert count(gpt.GPT(gpt.PRESETS[name])) == pytest.approx(published, rel=0.03)
 
 
+@pytest.mark.parametrize("name", [name for name in moe.PRESETS if name != "tiny"])
+def test_a_moe_preset_has_about_the_parameters_of_its_name(name: str) -> None:
+    published = float(name[:-1]) * {"b": 1e9, "t": 1e12}[name[-1]]
+    with torch.device("meta"):
+        assert count(moe.MoE(moe.PRESETS[name])) == pytest.approx(published, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "published"), [("criteo", 540e6), ("mlperf", 24e9)])
+def test_a_dlrm_preset_has_about_the_published_parameters(name: str, published: float) -> None:
+    with torch.device("meta"):
+        assert count(dlrm.DLRM(dlrm.PRESETS[name])) == pytest.approx(published, rel=0.01)
+
+
 def test_bert_ignores_the_labels_that_are_not_masked() -> None:
     config = bert.PRESETS["tiny"]
     model, inputs, labels = bert.BERT(config), tokens(config), tokens(config)
@@ -228,7 +257,7 @@ def test_bert_tells_sentences_apart_by_their_types() -> None:
     assert not torch.equal(default, model(inputs, types=torch.ones_like(inputs)))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "moe"])
 def test_a_decoder_does_not_see_the_future(name: str) -> None:
     model, inputs = CASES[name].build(), CASES[name].inputs()
     changed = inputs[-1].clone()
@@ -252,6 +281,7 @@ def test_dropout_acts_in_training_only() -> None:
         "gpt": gpt.GPT(replace(gpt.PRESETS["tiny"], dropout=0.5)),
         "bert": bert.BERT(replace(bert.PRESETS["tiny"], dropout=0.5)),
         "t5": t5.T5(replace(t5.PRESETS["tiny"], dropout=0.5)),
+        "moe": moe.MoE(replace(moe.PRESETS["tiny"], dropout=0.5)),
     }
     for name, model in models.items():
         inputs = CASES[name].inputs()
@@ -261,10 +291,14 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_an_impossible_size_is_refused() -> None:
-    for module in (gpt, llama, bert, t5):
+    for module in (gpt, llama, bert, t5, moe):
         with pytest.raises(ValueError, match=r"hidden \(100\) must be"):
             module.Config(hidden=100, heads=8)
     with pytest.raises(ValueError, match=r"kv_heads \(3\)"):
         llama.Config(heads=4, kv_heads=3)
     with pytest.raises(ValueError, match="pair up"):
         resnet.Config(depths=(1,))
+    with pytest.raises(ValueError, match=r"top_k \(3\)"):
+        moe.Config(experts=2, top_k=3)
+    with pytest.raises(ValueError, match="every size"):
+        dlrm.Config(tables=(10, 0))

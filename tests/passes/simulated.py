@@ -23,6 +23,7 @@ from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.placement import join, take
 from parcompiler.spmd.shard import stored
 from parcompiler.spmd.simulate import _run
+from tests.vocabulary.running import of_vocabulary
 
 Parts = list[torch.Tensor]  # what each rank holds
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the loss, and gradients by name
@@ -60,6 +61,8 @@ def sharded(
             if item is not None and item.trainable:
                 leaves[item.name] = [part.requires_grad_() for part in parts]
             ranks.hold(node, [parts], (held[node],))
+        elif graph.vocabulary is not None and node in graph.vocabulary.nodes:
+            ranks.run_shared(node)
         elif node.op == "call_function":
             ranks.run(node)
     losses = ranks.operand(graph.loss, 0, I, flows=True)
@@ -99,6 +102,21 @@ class _Ranks:
         if key not in self.converted:
             self.converted[key] = convert(values, given, wanted, differentiable=flows)
         return self.converted[key]
+
+    def run_shared(self, node: fx.Node) -> None:
+        """A layer of the vocabulary: whole on every rank, of the whole."""
+        calls = [item for item in node.all_input_nodes if item.op == "call_function"]
+        own = [self.operand(item, 0, I, flows=True) for item in calls]
+        self.values[node] = []
+        for rank in range(self.n):
+            given = {
+                item.name: parts[rank]
+                for item, parts in self.values.items()
+                if item.op == "placeholder"
+            }
+            values = {item: parts[rank] for item, parts in zip(calls, own, strict=True)}
+            self.values[node].append(of_vocabulary(self.graph, node, values, given))
+        self.types[node] = (I,)
 
     def run(self, node: fx.Node) -> None:
         call, strategy = read(node, self.graph.differentiable), self.assignment[node]

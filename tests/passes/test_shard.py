@@ -18,7 +18,7 @@ from parcompiler.capture import capture
 from parcompiler.device import Device, device
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.graph import Graph
-from parcompiler.models import gpt, llama
+from parcompiler.models import dlrm, gpt, llama, moe
 from parcompiler.options import Options
 from parcompiler.passes.shard import ShardPass, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
@@ -113,6 +113,59 @@ def test_sequences_are_split_where_memory_is_tight(kind: str) -> None:
     forward, _ = said(graph, found, 2, "layers.1")
     assert forward["reduce-scatter"] >= 1
     assert forward["all-gather"] >= 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_experts_are_split_with_two_all_reduces(n: int) -> None:
+    with torch.device("meta"):
+        config = moe.Config(layers=2, heads=16, hidden=1024, sequence=1024, experts=8)
+        tokens = torch.zeros(1, 1024, dtype=torch.long)
+        graph = capture(moe.MoE(config), {"tokens": tokens, "labels": tokens})
+    found = decided(problem(graph, n))
+    assert said(graph, found, n, "layers.1") == ({"all-reduce": 2}, {"all-reduce": 2})
+    tensors = held(found, "Layer")
+    stacked = ("up", "up_bias", "down", "down_bias")
+    assert {tensors[f"ffn_experts_{name}"] for name in stacked} == {"S(0)"}
+    assert tensors["ffn_router_scores_weight"] == "I"
+
+
+@cache
+def clicks() -> Graph:
+    """DLRM for the data of Criteo's Kaggle challenge, without data."""
+    config = dlrm.PRESETS["criteo"]
+    with torch.device("meta"):
+        inputs = {
+            "numbers": torch.zeros(2048, config.numbers),
+            "categories": torch.zeros(2048, len(config.tables), dtype=torch.long),
+            "labels": torch.zeros(2048),
+        }
+        return capture(dlrm.DLRM(config), inputs)
+
+
+def tables(found: Sharding, graph: Graph, n: int) -> dict[int, str]:
+    """How the table of each size is held."""
+    local = shard(graph, assignment(graph, plan(found, n)), n).by_name
+    whole = {name: item.shape for name, item in graph.by_name.items() if name.startswith("tables")}
+    kinds = {shape: "I" for shape in whole.values()}
+    for name, shape in whole.items():
+        split = [dim for dim in range(2) if local[name].shape[dim] != shape[dim]]
+        kinds[shape] = f"S({split[0]})" if split else "I"
+    return {shape[0]: kind for shape, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_wide_tables_are_split_like_vocabularies_and_small_ones_are_whole(n: int) -> None:
+    graph = clicks()
+    found = tables(decided(problem(graph, n, microbatches=1)), graph, n)
+    assert {kind for size, kind in found.items() if size > 1_000_000} == {"S(0)"}
+    assert {kind for size, kind in found.items() if size < 1_000_000} == {"I"}
+    assert len(found) == 26
+
+
+def test_a_pin_splits_rows_that_are_short() -> None:
+    graph = clicks()
+    pinned = problem(graph, microbatches=1, sharding={"tables.2.weight": "S(1)"})
+    assert tables(decided(pinned), graph, 2)[10131227] == "S(1)"
 
 
 def test_what_is_in_flight_and_optimizer_states_count() -> None:
@@ -295,6 +348,25 @@ def test_pins_that_only_together_cannot_be_kept_are_named() -> None:
     with pytest.raises(InfeasibleError) as caught:
         decided(problem(graph, sharding=pins))
     assert "'*.ffn.up.weight': 'S(1)' and '*.ffn.up.bias': 'S(0)' exclude" in str(caught.value)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_plan_that_is_given_keeps_to_the_pins(n: int) -> None:
+    mesh = pc.Mesh(tensor=n, device=H100)
+    program = pc.compile(captured("gpt"), mesh, microbatches=4, schedule="1f1b")
+    pins = {"*.ffn.up.weight": "S(0)", "*.ffn_norm.*": "R"}
+    again = pc.compile(program, mesh, plan=program.plan, sharding=pins)
+    assert again.plan == program.plan
+    with pytest.raises(InputError, match="names no parameter"):
+        pc.compile(program, mesh, plan=program.plan, sharding={"*.mlp.*": "R"})
+
+
+def test_a_plan_that_is_given_against_a_pin_is_refused() -> None:
+    mesh = pc.Mesh(tensor=2, device=H100)
+    program = pc.compile(captured("gpt"), mesh, microbatches=4, schedule="1f1b")
+    wanted = r"layers.0.ffn.up.weight \(4096 x 1024\) as S\(0\), but .* '\*.up.weight': 'S\(1\)'"
+    with pytest.raises(PlanError, match=wanted):
+        pc.compile(program, mesh, plan=program.plan, sharding={"*.up.weight": "S(1)"})
 
 
 # Plans that were edited

@@ -76,6 +76,7 @@ def cases() -> Iterator[tuple[str, Check]]:
     yield "dropout in a proof", partial(proof, size=8)
     yield "dropout in a proof, uneven", partial(proof, size=7)
     yield "dropout in training", training
+    yield "a parameter fans out", fanned
     yield "agreed", lambda axis: "" if axis.agreed(7 + axis.rank) == 7 else "another number"
 
 
@@ -215,6 +216,22 @@ def kinds(axis: Axis) -> str:
         if not torch.equal(runtime.all_to_all(own, 0, 1), there):
             return f"another value of {whole.dtype}"
     return ""
+
+
+def fanned(axis: Axis) -> str:
+    """The gradient of a parameter used in pieces (and whole) is added up over ranks at last."""
+    weight = torch.nn.Parameter(torch.randn(3).double())
+    pieces, whole = torch.randn(2, axis.size, 3).double(), torch.randn(2, 3).double()
+    for i in range(2):
+        x = runtime.fan_out(weight) * pieces[i, axis.rank]
+        with axis.expecting(more=i == 0):
+            (x + weight * whole[i]).sum().backward()
+        assert weight.grad is not None
+        if i == 0 and not torch.equal(weight.grad, whole[0]):
+            return "what ranks differ in was not left for later"
+    assert weight.grad is not None
+    expected = pieces.sum((0, 1)) + whole.sum(0)
+    return "" if torch.allclose(weight.grad, expected, atol=1e-12) else "another gradient"
 
 
 def proof(axis: Axis, size: int) -> str:

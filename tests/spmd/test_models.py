@@ -17,14 +17,17 @@ from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.simulate import faults
 from tests import architectures, zoo
 
-OWN = ("gpt", "gpt-dropout", "llama", "bert", "t5", "resnet", "hf-gpt2", "hf-llama", "hf-mixtral")
+OWN = (
+    "gpt", "gpt-dropout", "llama", "bert", "t5", "resnet", "moe", "dlrm", "hf-gpt2", "hf-llama",
+    "hf-mixtral",
+)  # fmt: skip
 MODELS = (*OWN, "phi3", "bloom", "gptneox")
 # Compared in test_rules: random integers are no groups, and memory that was not written is nothing.
 APART = {"grouped_mm_fallback", "empty_like"}
 
 # Whose operators are discovered or replicated; all others have a written rule.
 DISCOVERED = {"transformers.models.bloom.modeling_bloom.GeLUFunction.apply"}
-REPLICATED = {"aten.arange.default", "aten.arange.start"}
+REPLICATED = {"aten.arange.default", "aten.arange.start", "aten.tril_indices.default"}
 
 
 @cache

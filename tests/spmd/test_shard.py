@@ -7,11 +7,13 @@ import torch
 from torch import fx
 
 from parcompiler.capture.blocks import cut
-from parcompiler.graph import Graph
+from parcompiler.graph import Block, Graph
 from parcompiler.models import gpt
 from parcompiler.pieces import Shard
 from parcompiler.spmd.exchange import Piece, RuntimeCall
+from parcompiler.spmd.placement import P
 from parcompiler.spmd.shard import shard
+from parcompiler.spmd.strategy import Strategy
 from tests import zoo
 from tests.codegen.emitting import graph_of
 from tests.spmd.choosing import GPT, LLAMA, at_random, greedy, replicated
@@ -85,6 +87,28 @@ def test_a_value_is_converted_once_for_all_who_need_it_in_a_layer() -> None:
     layer = cut(megatron("llama", 2), 1).blocks[1]
     readers = sorted(len(node.users) for node in layer.nodes if "exchange" in node.meta)
     assert readers[-2:] == [2, 3]  # gate and up; query, key and value
+
+
+def summed(sums: tuple[str, ...]) -> list[Block]:
+    """The blocks of GPT with these additions left to be added up over the ranks."""
+    graph = whole("gpt")
+    chosen = greedy(graph, 2, GPT)
+    for node in graph.fx_graph.nodes:
+        if node.name in sums:
+            chosen[node] = Strategy((P, P), (P,))
+    return list(cut(shard(graph, chosen, 2), 1).blocks)
+
+
+def test_what_layers_read_from_outside_is_converted_there() -> None:
+    blocks = summed(("add",))
+    assert [node.name for node in blocks[0].outputs] == ["add_all_reduce"]
+    assert [block.template for block in blocks[1:-1]] == ["Layer"] * 4
+
+
+def test_what_readers_need_otherwise_is_converted_where_each_needs_it() -> None:
+    blocks = summed(("add", "add_1"))
+    assert [node.name for node in blocks[0].outputs] == ["add"]
+    assert "add_all_reduce" in {node.name for node in blocks[1].nodes}
 
 
 def test_uneven_pieces_are_found_by_each_rank() -> None:

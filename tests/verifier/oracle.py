@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from torch import fx
 
 from parcompiler.graph import dtype_of, shape_of
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
 from parcompiler.lower import Lowered, Stage
+from tests.verifier.together import Sum, Together
 from tests.verifier.whole import (
     Found,
     Gradient,
@@ -61,6 +62,8 @@ def held_by(lowered: Lowered) -> list[set[str]]:
     held: list[set[str]] = [set() for _ in lowered.instructions]
     for stage in lowered.stages:
         held[stage.rank] |= set(stage.tensors)
+    for names in held:
+        names |= set(lowered.vocabulary.tensors if lowered.vocabulary else ())
     return held
 
 
@@ -101,8 +104,9 @@ class Rank:
         self.memory = Memory(machine.lowered.graph, machine.terms)
         self.position = 0
         self.entered = False
-        self.receipts: dict[Key, Receipt] = {}
-        self.gradient_receipts: defaultdict[Key, list[Receipt]] = defaultdict(list)
+        self.together = Together(self, machine.lowered.vocabulary)
+        self.receipts: dict[Key, Receipt | Sum] = {}
+        self.gradient_receipts: defaultdict[Key, list[Receipt | Sum]] = defaultdict(list)
         self.arrived: dict[Key, int] = {}
         self.results: dict[Key, int] = {}
         self.saved: dict[tuple[int, int], list[tuple[Any, dict[fx.Node, int]]]] = {}
@@ -127,6 +131,7 @@ class Rank:
             Kind.RECV: self._receive,
             Kind.REDUCE_GRADIENTS: self._reduce,
             Kind.SHARE_LOSS: self._share,
+            **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self.together.step),
         }
         return verbs[line.kind](line)
 
@@ -231,7 +236,8 @@ class Rank:
     def holds(self) -> bool:
         """Whether something is kept that was to be used."""
         left = [self.deferred, self.receipts, self.gradient_receipts]
-        return any(left) or (self.machine.training and bool(self.saved))
+        kept = any(left) or self.together.holds
+        return kept or (self.machine.training and bool(self.saved))
 
     def _send(self, line: Instruction) -> bool:
         assert line.value is not None and line.microbatch is not None and line.peer is not None
@@ -275,6 +281,10 @@ class Rank:
         return True
 
     def _share(self, line: Instruction) -> bool:
+        if self.together.exchanges:
+            if not self.together.settled():
+                return False
+            self.entered = False
         everyone = range(len(self.machine.ranks))
         parts = self._meet("everyone", everyone, tuple(sorted(self.losses.items())))
         if parts is None:

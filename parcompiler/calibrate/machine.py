@@ -1,0 +1,103 @@
+"""The machine that is measured: what tells its measurements from those of another."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIGA = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One rank's share of a machine.
+
+    `kind` is "cpu" or "cuda", `model` what the vendor calls the device, `memory` in bytes.
+    `ranks` of this run, of which this is number `rank`, sit on nodes of `ranks_per_node` each.
+    """
+
+    kind: str
+    model: str
+    threads: int
+    memory: int
+    devices_per_node: int
+    rank: int = 0
+    ranks: int = 1
+    ranks_per_node: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", index)
+
+    @property
+    def label(self) -> str:
+        """What measurements of operators depend on; those of another label are not reused."""
+        threads = f", threads: {self.threads}" if self.kind == "cpu" else ""
+        return f"{self.model}{threads}, torch {torch.__version__}"
+
+    @property
+    def fabric(self) -> str:
+        """What measurements of messages depend on."""
+        return f"{self.label}, ranks: {self.ranks}, on a node: {self.ranks_per_node}"
+
+    def clock(self) -> float:
+        """The time in s; of one thread of a CPU only what it runs, whatever else the CPU does."""
+        own = self.kind == "cpu" and self.threads == 1
+        return time.thread_time() if own else time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was told."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def find_machine() -> Machine:
+    """This machine, and this process's place under torchrun if that started it."""
+    cuda = torch.cuda.is_available()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    places = torch.cuda.device_count() if cuda else _cores() // torch.get_num_threads()
+    places = here if ranks > 1 else max(1, places)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    return Machine(
+        kind="cuda" if cuda else "cpu",
+        model=torch.cuda.get_device_name(index) if cuda else _processor(),
+        threads=torch.get_num_threads(),
+        memory=torch.cuda.get_device_properties(index).total_memory if cuda else _ram() // places,
+        devices_per_node=places,
+        rank=int(os.environ.get("RANK", "0")),
+        ranks=ranks,
+        ranks_per_node=here,
+    )
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    counted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return counted or 1
+
+
+def _ram() -> int:
+    """The memory of the machine in bytes; 16 GB where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 16 * GIGA
+
+
+def _processor() -> str:
+    """The processor's name; Linux tells it in a file."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine() or "CPU"

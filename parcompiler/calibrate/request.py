@@ -1,0 +1,151 @@
+"""What `calibrate` is asked for, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from parcompiler.calibrate.fit import dtype_of
+from parcompiler.calibrate.machine import GIGA, Machine
+from parcompiler.device import Device, device, names
+from parcompiler.errors import InputError
+
+DTYPES = ("float32", "float64", "bfloat16")
+CUDA_DTYPES = (*DTYPES, "float16")  # a CPU has no kernels for it and would take minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Where the file goes, what it says of the device, and what is measured how long."""
+
+    output: Path
+    name: str
+    like: Device
+    nominal: bool
+    dtypes: tuple[torch.dtype, ...]
+    seconds: float
+
+    @property
+    def journal(self) -> Path:
+        """Where the measurements are kept, beside the output."""
+        return self.output.with_name(f"{self.output.name}.measurements.jsonl")
+
+
+def checked(
+    machine: Machine,
+    output: str | PathLike[str],
+    name: str | None,
+    like: str | PathLike[str] | Device | None,
+    dtypes: Sequence[str] | None,
+    seconds: float,
+) -> Request:
+    """The request, complete. Raises InputError for what cannot be."""
+    known = recognized(machine)
+    basis = _basis(machine, known, like)
+    return Request(
+        output=_writable(Path(output), machine),
+        name=_named(machine, name, known),
+        like=basis,
+        nominal=known is not None and basis.name == known,
+        dtypes=_dtypes(machine, dtypes),
+        seconds=_positive(seconds),
+    )
+
+
+def recognized(machine: Machine) -> str | None:
+    """The name of a GPU in the catalogue, from what its driver calls it; None for all others.
+
+    The catalogue has boards with NVLink: cards of the same chip for PCIe are others.
+    """
+    if machine.kind != "cuda" or re.search(r"\b(PCIE|NVL)\b", machine.model, re.IGNORECASE):
+        return None
+    if re.search(r"\bA100\b", machine.model):
+        return "a100-80g" if machine.memory > 60 * GIGA else "a100-40g"
+    for name in names():
+        if re.search(rf"\b{re.escape(name)}\b", machine.model, re.IGNORECASE):
+            return name
+    return None
+
+
+def _basis(
+    machine: Machine, known: str | None, like: str | PathLike[str] | Device | None
+) -> Device:
+    """The device that stands for what is not measured."""
+    if like is None:
+        like = "cpu" if machine.kind == "cpu" else known
+    if like is None:
+        message = (
+            f"{machine.model!r} is not in the catalogue: say with like= which device its links "
+            f"and other figures that are not measured resemble (known: {', '.join(names())})"
+        )
+        raise InputError(message)
+    if isinstance(like, Device):
+        return like
+    path = os.fspath(like)
+    return Device.load(path) if path.endswith(".json") else device(path)
+
+
+def _named(machine: Machine, name: str | None, known: str | None) -> str:
+    """The name in the file. The runtime takes "cpu" and what begins with "cpu-" for a CPU."""
+    if name is None:
+        gpu = re.sub(r"[^a-z0-9]+", "-", machine.model.lower()).strip("-")
+        return "cpu-measured" if machine.kind == "cpu" else f"{known or gpu}-measured"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        message = f"a device's name has letters, digits, '.', '_' and '-' ({name!r} given)"
+        raise InputError(message)
+    on_cpu = name == "cpu" or name.startswith("cpu-")
+    if on_cpu != (machine.kind == "cpu"):
+        wanted = "begin with 'cpu-'" if machine.kind == "cpu" else "not be that of a CPU"
+        message = f"the name of this device must {wanted} ({name!r} given): plans run by it"
+        raise InputError(message)
+    if name in names():
+        message = f"the catalogue has a device {name!r} already: choose another name"
+        raise InputError(message)
+    return name
+
+
+def _dtypes(machine: Machine, given: Sequence[str] | None) -> tuple[torch.dtype, ...]:
+    wanted = given
+    if wanted is None:
+        wanted = DTYPES if machine.kind == "cpu" else CUDA_DTYPES
+    found = []
+    for name in wanted:
+        dtype = dtype_of(name) if isinstance(name, str) else None
+        if dtype is None or dtype.itemsize < 2:
+            message = f"calibrate measures {', '.join(CUDA_DTYPES)} ({name!r} given)"
+            raise InputError(message)
+        found.append(dtype)
+    if torch.float32 not in found:  # other dtypes fall back to it, and overheads are measured in it
+        found.insert(0, torch.float32)
+    return tuple(dict.fromkeys(found))
+
+
+def _positive(seconds: float) -> float:
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
+        message = f"the seconds of a measurement must be a number above 0 ({seconds!r} given)"
+        raise InputError(message)
+    return float(seconds)
+
+
+def _writable(path: Path, machine: Machine) -> Path:
+    """The output, known to be writable on the rank that writes it."""
+    if machine.rank > 0:
+        return path
+    folder = path.parent
+    if path.is_dir():
+        message = f"cannot write {path}: it is a folder"
+    elif not folder.is_dir():
+        message = f"cannot write {path}: there is no folder {folder}"
+    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        message = f"cannot write {path}: no permission"
+    else:
+        return path
+    raise InputError(message)

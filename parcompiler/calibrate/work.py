@@ -1,0 +1,92 @@
+"""One thing that is timed: operators on tensors of given shapes, and what the cost model counts.
+
+>>> import torch
+>>> product = Work("matmul", "matmul", torch.float32, ((4, 8), (8, 2)), torch.mm)
+>>> product.key
+'matmul float32 4x8 8x2'
+>>> product.counted()
+Counted(flops=128.0, nbytes=224.0, calls=1, kernels=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parcompiler.cost.execution import differentiate
+from parcompiler.cost.recorder import Recorder
+from parcompiler.cost.stand_in import stand_in
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the cost model says: the measured operator's `calls`, the mean `flops` and `nbytes` of
+    one, and the number of all `kernels` that run."""
+
+    flops: float
+    nbytes: float
+    calls: int
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """`run` on fresh tensors of `shapes`; with `gradients` also the backward to all of them.
+
+    `kind` is a kind of operation or the full name of an operator: the curve that this is a point
+    of.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shapes: tuple[Shape, ...]
+    run: Callable[..., Any]
+    gradients: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells this from every other work."""
+        shapes = " ".join("x".join(map(str, shape)) for shape in self.shapes)
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shapes}"
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the tensors in bytes."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """The operands, filled: zeros and denormal numbers run at other speeds."""
+        generator = torch.Generator(device).manual_seed(0)
+        made = [
+            torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
+            for shape in self.shapes
+        ]
+        return [tensor.to(self.dtype).requires_grad_(self.gradients) for tensor in made]
+
+    def call(self, operands: list[torch.Tensor]) -> Any:
+        """Run it once."""
+        result = self.run(*operands)
+        if self.gradients:
+            differentiate([result], operands)
+        return result
+
+    def counted(self) -> Counted:
+        """What the cost model counts, found without computing."""
+        shapes = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
+        operands = [stand_in(tensor).requires_grad_(self.gradients) for tensor in shapes]
+        with Recorder() as recorder:
+            self.call(operands)
+        found = recorder.take()
+        own = [one for one in found if self.kind in (one.kind, one.name)] or list(found)
+        return Counted(
+            flops=sum(one.flops for one in own) / len(own),
+            nbytes=sum(one.nbytes for one in own) / len(own),
+            calls=len(own),
+            kernels=len(found),
+        )

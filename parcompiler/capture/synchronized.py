@@ -1,0 +1,61 @@
+"""Which batch norms of a graph are SyncBatchNorms: they count the batches of all data ranks.
+
+Traced, a SyncBatchNorm is the batch norm of one rank, whatever torch.distributed does meanwhile;
+its node remembers what it was in `meta["synchronized"]`.
+
+>>> model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+>>> with computing_as(alone):
+...     exported = torch.export.export(model, (torch.ones(4, 2),), strict=False)
+>>> mark(exported.graph_module.graph, model)
+>>> is_synchronized(exported.graph_module.graph)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Forward = Callable[[nn.SyncBatchNorm, torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def computing_as(forward: Forward) -> Iterator[None]:
+    """Within it, `forward` is what SyncBatchNorms compute, and subclasses where they call it."""
+
+    def called(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        return forward(self, input)
+
+    before = nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = before  # type: ignore[method-assign]
+
+
+def alone(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """The batch norm of one rank."""
+    return _BatchNorm.forward(norm, x)
+
+
+def mark(graph: fx.Graph, model: nn.Module) -> None:
+    """Let the nodes of SyncBatchNorms in training say so; `model` is what was traced."""
+    paths = {
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.SyncBatchNorm) and module.training
+    }
+    for node in graph.nodes if paths else ():
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        if node.target is torch.ops.aten.batch_norm.default and stack and stack[-1][0] in paths:
+            node.meta["synchronized"] = True
+
+
+def is_synchronized(graph: fx.Graph) -> bool:
+    """Whether it has such a batch norm."""
+    return any("synchronized" in node.meta for node in graph.nodes)

@@ -1,0 +1,174 @@
+"""`plan`, `compile` and `verify`: the commands that take a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from parcompiler.cli import options, output
+from parcompiler.cli.faults import DONE, FAULT, Settings
+from parcompiler.cli.request import Request
+
+if TYPE_CHECKING:
+    from parcompiler.program import Program
+    from parcompiler.report import Report
+    from parcompiler.verification import Errors
+
+MODEL_FORMS = """\
+\b
+MODEL is one of
+  package.module:factory    factory() -> (model, inputs): inputs are ONE micro-batch,
+  path/to/file.py:factory   a dict of keyword arguments or a tuple of positional ones
+  hf:path/to/config.json    any configuration of transformers, built without weights"""
+
+
+@click.command("plan", epilog=MODEL_FORMS, short_help="Decide how a model is divided.")
+@options.planning
+@options.pictures
+@click.option(
+    "--json", "file", type=options.PATH,
+    help="Write the plan, to read, edit, compare (diff) and reuse (--plan).",
+)  # fmt: skip
+@options.common
+@click.pass_obj
+def plan_command(
+    settings: Settings, /, html: Path | None, trace: Path | None, file: Path | None, form: str,
+    **request: Any,
+) -> int:  # fmt: skip
+    """Decide how a model is divided, and predict what its training takes.
+
+    Prints the report: time of a step, memory, what every rank holds and sends. No devices are
+    needed, and no process is started.
+
+    \b
+    parcompiler plan hf:config.json --mesh pipeline=4,tensor=2,data=2 --device h100
+    parcompiler plan model.py:make --mesh pipeline=4 --schedule zb-h2 --microbatches 16
+    parcompiler plan model.py:make --mesh pipeline=4 --json plan.json
+    parcompiler plan model.py:make --plan plan.json --html report.html
+    parcompiler plan model.py:make --mesh pipeline=4 --format json | jq .report.step
+    """
+    for path in (html, trace, file):
+        output.check_file(path)
+    program = Request(**request).compiled(settings)
+    report = program.report()
+    draw(report, html, trace, settings)
+    if file is not None:
+        from parcompiler.changes import written
+
+        output.write(file, written(program.plan, report))
+        output.note(f"plan: {file}", settings.quiet)
+    if form == "json":
+        output.show_json(_document(program, report))
+    else:
+        output.show(str(report))
+    return DONE
+
+
+@click.command("compile", epilog=MODEL_FORMS, short_help="Write the scripts of all ranks.")
+@options.planning
+@click.option(
+    "--export", "folder", type=options.PATH, required=True, metavar="FOLDER",
+    help="Where the scripts go; an older export there is replaced.",
+)  # fmt: skip
+@click.option(
+    "--weights/--no-weights", default=None,
+    help="Whether the model's parameters are written beside the scripts. Default: if it has any.",
+)  # fmt: skip
+@click.option(
+    "--standalone", is_flag=True,
+    help="Copy the runtime beside the scripts: the cluster needs torch only.",
+)  # fmt: skip
+@options.common
+@click.pass_obj
+def compile_command(
+    settings: Settings, /, folder: Path, weights: bool | None, standalone: bool, form: str,
+    **request: Any,
+) -> int:  # fmt: skip
+    """Write a folder with one readable script for each rank, which torchrun starts.
+
+    \b
+    parcompiler compile model.py:make --mesh pipeline=2,tensor=2 --export out/
+    torchrun --nproc-per-node 4 out/main.py
+
+    \b
+    parcompiler compile hf:config.json --plan plan.json --export out/ --standalone
+    """
+    output.check_folder(folder)
+    program = Request(**request).compiled(settings)
+    report = program.report()
+    if weights is None:
+        weights = not any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
+        if not weights:
+            output.note("no weights are written: the model has none (meta device)", settings.quiet)
+    with output.writing(folder):
+        path = program.write(folder, report, weights=weights, standalone=standalone)
+    ranks = program.problem.mesh.size
+    if form == "json":
+        output.show_json({**_document(program, report), "folder": str(path), "ranks": ranks})
+    else:
+        output.show(f"{path}: {ranks} scripts, of which {path / 'README.md'} tells")
+        output.show(f"  torchrun --nproc-per-node {ranks} {path / 'main.py'}")
+        output.show(f"  parcompiler report {path}")
+    return DONE
+
+
+@click.command("verify", epilog=MODEL_FORMS, short_help="Prove that it trains the model.")
+@options.planning
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True,
+    help="Of the random batch, and of weights where the model has none.",
+)  # fmt: skip
+@options.common
+@click.pass_obj
+def verify_command(settings: Settings, /, seed: int, form: str, **request: Any) -> int:
+    """Prove that the program trains exactly the model.
+
+    Runs every rank as a process on this machine's CPU, and the model itself beside them, on the
+    same random batch; compares the loss, all gradients, and the parameters after a step. The
+    model must fit into this machine's memory, twice. The exit code is 1 when they differ.
+
+    \b
+    parcompiler verify model.py:make --mesh pipeline=2,tensor=2
+    parcompiler verify model.py:make --plan plan.json
+    """
+    program = Request(**request).compiled(settings)
+    from parcompiler.progress import Progress
+
+    with output.result_only(), Progress(not settings.quiet) as steps, steps("run all ranks"):
+        verification = program.verify(seed)
+    if form == "json":
+        lifted = verification.lifted
+        output.show_json(
+            {
+                "ok": verification.ok,
+                "native": _errors(verification.native),
+                "float64": None if lifted is None else _errors(lifted),
+                "note": verification.note,
+            }
+        )
+    else:
+        output.show(str(verification))
+    return DONE if verification.ok else FAULT
+
+
+def draw(report: Report, html: Path | None, trace: Path | None, settings: Settings) -> None:
+    """The report as a page and as a trace, where asked for."""
+    for path, draw in ((html, report.to_html), (trace, report.to_trace)):
+        if path is not None:
+            with output.writing(path):
+                draw(path)
+            output.note(f"{'report' if path is html else 'trace'}: {path}", settings.quiet)
+
+
+def _document(program: Program, report: Report) -> dict[str, Any]:
+    """Plan and report for a script; `diff` reads it too."""
+    return {"plan": json.loads(program.plan.to_json()), "report": json.loads(report.to_json())}
+
+
+def _errors(errors: Errors) -> dict[str, Any]:
+    """One comparison for a script."""
+    return {**dataclasses.asdict(errors), "ok": errors.ok}

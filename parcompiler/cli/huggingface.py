@@ -1,0 +1,148 @@
+"""A configuration of transformers -> its model on the meta device, and a micro-batch of tokens.
+
+Nothing is downloaded and no code of a configuration is run: `model_type` and `architectures` must
+name what the installed transformers has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.errors import InputError
+
+LONGEST = 2048  # tokens in a row, where neither --sequence nor the model says less
+CLASSIFIES_ROWS = "ForSequenceClassification"
+
+
+def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of `config.json`, or of the folder it is in, with inputs of zeros.
+
+    Raises InputError for a file that is no configuration, and for a model that is none of
+    language: its inputs are the user's to make.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    data = _read(path)
+    with _silent():
+        config = _config(data, path)
+        model = _model(config, data, path)
+    return model, _inputs(model, config, sequence, rows or 1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object of a file, with the type of model that it is of."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        message = f"cannot read {path} ({error.strerror})"
+        raise InputError(message) from error
+    except (ValueError, RecursionError) as error:
+        message = f"{path} is no JSON: {error}"
+        raise InputError(message) from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        message = f"{path} is no configuration of transformers: it has no 'model_type'"
+        raise InputError(message)
+    return data
+
+
+def _transformers() -> Any:
+    """The library, which only hf: models need."""
+    try:
+        import transformers
+    except ImportError as error:
+        message = f"hf: models need transformers ({error}): pip install 'parcompiler[hf]'"
+        raise InputError(message) from error
+    return transformers
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Remarks of the library about a configuration, some of them pages long, are left out."""
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _config(data: dict[str, Any], path: Path) -> Any:
+    """The configuration as a value of its class."""
+    library = _transformers()
+    known, kind = library.CONFIG_MAPPING, data["model_type"]
+    if kind not in known:
+        close = difflib.get_close_matches(kind, list(known.keys()), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        message = f"{path}: transformers {library.__version__} has no model_type {kind!r}{hint}"
+        raise InputError(message)
+    try:
+        return known[kind].from_dict(data)
+    except Exception as error:  # whatever the configuration's own checks raise
+        message = f"{path} is no configuration of {kind!r} ({_first_line(error)})"
+        raise InputError(message) from error
+
+
+def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
+    """The model, without values: of the class in `architectures`, if that has a loss."""
+    library = _transformers()
+    kind: Any = None
+    for name in data.get("architectures") or ():
+        found = getattr(library, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, nn.Module) and _trains(found):
+            kind = found
+            break
+    if kind is None:
+        mapping = library.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in mapping:
+            message = (
+                f"{path}: neither 'architectures' ({data.get('architectures')}) nor "
+                f"AutoModelForCausalLM has a language model with a loss for "
+                f"{data['model_type']!r}: build it in a file, and give file.py:factory"
+            )
+            raise InputError(message)
+        kind = mapping[type(config)]
+    try:
+        with torch.device("meta"):
+            model: nn.Module = kind._from_config(config)
+    except Exception as error:  # sizes that do not fit each other, and the like
+        message = f"{path}: {kind.__name__} cannot be built ({_first_line(error)})"
+        raise InputError(message) from error
+    return model
+
+
+def _trains(kind: type[nn.Module]) -> bool:
+    """Whether a model turns tokens and labels into a loss."""
+    return {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys()
+
+
+def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> dict[str, Any]:
+    """One micro-batch of zeros, without values too."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = longest if isinstance(longest, int) and longest > 0 else math.inf
+    if sequence is not None and sequence > limit:
+        message = f"--sequence {sequence} is longer than the model's rows (at most {longest})"
+        raise InputError(message)
+    length = int(min(limit, LONGEST)) if sequence is None else sequence
+    tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    by_row = type(model).__name__.endswith(CLASSIFIES_ROWS)
+    found: dict[str, Any] = {"input_ids": tokens, "labels": tokens[:, 0] if by_row else tokens}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        found["use_cache"] = False  # of no use in training
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, short."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}" if lines else type(error).__name__

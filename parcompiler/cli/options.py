@@ -1,0 +1,145 @@
+"""The options that several commands share, each with a help text that says what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from parcompiler.cli import words
+from parcompiler.cli.faults import Settings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+
+
+def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Keep --debug or --quiet where `run` and every command find it."""
+    settings = context.find_root().obj
+    assert isinstance(settings, Settings)
+    if value:
+        setattr(settings, str(parameter.name), True)
+
+
+def _together(options: list[Callable[[Command], Command]], command: Command) -> Command:
+    """Options in the order in which --help lists them."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def common(command: Command) -> Command:
+    """Options of every command."""
+    form = click.Choice(["text", "json"])
+    return _together(
+        [
+            click.option(
+                "--format", "form", type=form, default="text", show_default=True,
+                help="What goes to standard output: text for people, JSON for scripts.",
+            ),
+            click.option(
+                "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, is_eager=True,
+                help="No progress and no remarks on standard error.",
+            ),
+            click.option(
+                "--debug", is_flag=True, expose_value=False, callback=_set, is_eager=True,
+                help="Show the traceback of an error.",
+            ),
+        ],
+        command,
+    )  # fmt: skip
+
+
+def pictures(command: Command) -> Command:
+    """Files that show a report."""
+    return _together(
+        [
+            click.option("--html", type=PATH, help="Write the report as a page: one file."),
+            click.option(
+                "--trace", type=PATH,
+                help="Write the simulated step as a trace for ui.perfetto.dev.",
+            ),
+        ],
+        command,
+    )  # fmt: skip
+
+
+def planning(command: Command) -> Command:
+    """The model and everything that decides about its plan."""
+    device = words.Listed("NAME|FILE", words.devices())
+    return _together(
+        [
+            click.argument("model", metavar="MODEL", type=words.Listed("MODEL", ())),
+            click.option(
+                "--mesh", type=words.Mesh(), metavar="AXIS=N,...",
+                help="Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
+                "out is 1. Needed, unless --plan says it.",
+            ),
+            click.option(
+                "--device", type=device,
+                help=f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
+                "figures of another (pc.Device). Default: cpu.",
+            ),
+            click.option(
+                "--microbatches", type=click.IntRange(min=1), metavar="N",
+                help="Micro-batches of a step, on each data rank. More of them keep a pipeline "
+                "busier. Default: 4 for each pipeline rank.",
+            ),
+            click.option(
+                "--schedule", type=words.Listed("NAME|FILE", words.SCHEDULES),
+                help=f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
+                "auto is the fastest that fits, search finds an order for this model.",
+            ),
+            click.option(
+                "--virtual-stages", type=click.IntRange(min=1), metavar="N",
+                help="Stages on each rank, for --schedule interleaved.",
+            ),
+            click.option(
+                "--vocabulary", type=words.Listed("METHOD", words.VOCABULARY),
+                help=f"Where embedding and head are computed: {', '.join(words.VOCABULARY)}. "
+                "whole leaves them on one stage, the others spread them over the pipeline.",
+            ),
+            click.option(
+                "--stages", type=words.Stages(), metavar="auto|even|N,N,...",
+                help="auto divides by predicted time and memory, even gives each stage equally "
+                "many layers; or the number of blocks of each.",
+            ),
+            click.option(
+                "--recompute", type=words.Recompute(), metavar="WORD|PATTERN=yes,...",
+                help="Which blocks run again in their backward instead of keeping activations: "
+                "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'.",
+            ),
+            click.option(
+                "--shard", type=words.Pin(), multiple=True,
+                help="Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
+                "along dimension 0, R whole. May be repeated; the rest is decided.",
+            ),
+            click.option(
+                "--precision", type=words.Listed("NAME", ("fp32", "fp64")),
+                help="fp32 or fp64. Default: the model's own.",
+            ),
+            click.option(
+                "--optimizer", type=words.Listed("NAME", words.OPTIMIZERS),
+                help=f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
+                "Default: adamw.",
+            ),
+            click.option(
+                "--plan", "given", type=PATH, metavar="FILE",
+                help="Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
+                "an exported folder. Options besides it must agree with it.",
+            ),
+            click.option(
+                "--sequence", type=click.IntRange(min=1), metavar="N",
+                help="Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
+                "the model, at most 2048.",
+            ),
+            click.option(
+                "--rows", type=click.IntRange(min=1), metavar="N",
+                help="Rows of a micro-batch, for hf: models. Default: 1.",
+            ),
+        ],
+        command,
+    )  # fmt: skip

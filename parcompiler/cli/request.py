@@ -1,0 +1,124 @@
+"""What was asked of `plan`, `compile` and `verify`: checked first, then compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parcompiler.cli.faults import Settings
+from parcompiler.cli.output import result_only
+from parcompiler.errors import InputError
+
+if TYPE_CHECKING:
+    from parcompiler.mesh import Mesh
+    from parcompiler.plan import Plan
+    from parcompiler.program import Program
+    from parcompiler.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of `options.planning`; None where nothing was typed."""
+
+    model: str
+    mesh: dict[str, int] | None
+    device: str | None
+    microbatches: int | None
+    schedule: str | None
+    virtual_stages: int | None
+    vocabulary: str | None
+    stages: str | tuple[int, ...] | None
+    recompute: str | dict[str, bool] | None
+    shard: tuple[tuple[str, str], ...]
+    precision: str | None
+    optimizer: str | None
+    given: Path | None
+    sequence: int | None
+    rows: int | None
+
+    def compiled(self, settings: Settings) -> Program:
+        """The program. Raises what `compile` raises, and InputError for paths and models.
+
+        What is wrong with an option by itself is found before the model is made, which may take
+        longer than all that follows.
+        """
+        if self.mesh is None and self.given is None:
+            message = "--mesh is missing: the ranks along each axis, such as pipeline=4,tensor=2"
+            raise InputError(message)
+        from parcompiler.changes import read
+        from parcompiler.cli.model import Sizes, check, load
+        from parcompiler.compiler import compile
+        from parcompiler.cost import OPTIMIZERS
+        from parcompiler.options import Options, offered
+        from parcompiler.progress import Progress
+
+        check(self.model, sizes := Sizes(self.sequence, self.rows))
+        plan = read(self.given).plan if self.given is not None else None
+        mesh = _mesh(self.mesh, self.device, plan)
+        options = self._options(plan)
+        chosen = Options(**{"microbatches": 1, **options})
+        offered("optimizer", chosen.optimizer, tuple(sorted(OPTIMIZERS)))
+        progress = not settings.quiet
+        with result_only():
+            with Progress(progress) as steps, steps("model"):
+                model, inputs = load(self.model, sizes)
+            return compile(model, mesh, inputs, plan=plan, progress=progress, **options)
+
+    def _options(self, plan: Plan | None) -> dict[str, Any]:
+        """The arguments of `compile` that were typed, or that the plan that is given demands."""
+        typed = {
+            "microbatches": self.microbatches,
+            "schedule": _schedule(self.schedule),
+            "virtual_stages": self.virtual_stages,
+            "vocabulary": self.vocabulary,
+            "stages": self.stages,
+            "recompute": self.recompute,
+            "sharding": dict(self.shard) or None,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+        }
+        found = {name: value for name, value in typed.items() if value is not None}
+        if plan is None:
+            return found
+        return {"precision": plan.precision, "optimizer": plan.optimizer, **found}
+
+
+def _mesh(degrees: dict[str, int] | None, name: str | None, plan: Plan | None) -> Mesh:
+    """The mesh that was typed; the rest of it, or all, is that of a plan."""
+    from parcompiler.mesh import Mesh
+
+    if degrees is None:
+        assert plan is not None, "one of both is asked for"
+        shape = plan.mesh
+        degrees = {"pipeline": shape.pipeline, "tensor": shape.tensor, "data": shape.data}
+    if name is None:
+        name = "cpu" if plan is None else plan.mesh.device
+    return Mesh(**degrees, device=_device(name))
+
+
+def _device(name: str) -> Any:
+    """A device of the catalogue by its name, or one that a JSON file describes."""
+    from parcompiler.changes.side import text_of
+    from parcompiler.device import Device, names
+
+    path = Path(name)
+    if name in names() or not (path.suffix == ".json" or path.is_file()):
+        return name
+    text = text_of(path)
+    try:
+        return Device.from_json(text)
+    except InputError as error:
+        message = f"{path}: {error}"
+        raise InputError(message) from error
+
+
+def _schedule(name: str | None) -> str | Schedule | None:
+    """A schedule by its name, or one that a CSV describes."""
+    from parcompiler.changes.side import text_of
+    from parcompiler.schedules import SCHEDULES, Schedule
+
+    if name is None or name in SCHEDULES or not (Path(name).suffix == ".csv"):
+        return name
+    text_of(Path(name))  # whether it can be read, in the words of every other file
+    return Schedule.from_csv(name)

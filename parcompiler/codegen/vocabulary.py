@@ -1,0 +1,263 @@
+"""The module of the vocabulary: the tables that every rank holds rows of, and what is done first.
+
+The runtime has the passes; what is the model's own, which words are looked up, which classes are
+the labels and what happens to logits, is written here as methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import cache, cached_property
+
+from torch import fx
+
+from parcompiler import runtime
+from parcompiler.capture.effects import Effects
+from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
+from parcompiler.codegen.algorithm import algorithm
+from parcompiler.codegen.body import Body
+from parcompiler.codegen.heading import module_text
+from parcompiler.codegen.layout import table, wrap
+from parcompiler.codegen.literals import literal, string
+from parcompiler.codegen.tensors import names_table, tensor_line
+from parcompiler.graph import Graph, Head, Parameter
+from parcompiler.lower.lowered import Lowered, Spread, SpreadHead
+
+# What goes without saying of a head.
+USUAL = {field.name: field.default for field in fields(Head)}
+
+
+def vocabulary_module(lowered: Lowered, device: str) -> str:
+    """The text of `vocabulary.py`."""
+    assert lowered.vocabulary is not None
+    return VocabularyWriter(lowered, lowered.vocabulary, device).text()
+
+
+def held_whole(graph: Graph, spread: Spread) -> tuple[str, ...]:
+    """The buffers that indices and targets are computed from: every rank has all of them."""
+    read = {node.name for small in _graphs(spread) for node in _placeholders(small)}
+    found = (item.name for item in graph.parameters if item.node in read)
+    return tuple(name for name in found if name not in spread.tensors)
+
+
+@cache
+def reserved() -> frozenset[str]:
+    """What the class has besides its tensors and methods, so that none of them may be called so."""
+    own = {"method", "size", "lookups", "head", "targets", "logits", "indices"}
+    return ATTRIBUTES | own | frozenset(dir(runtime.Vocabulary(1, 0)))
+
+
+class VocabularyWriter:
+    """Writes the file of the layers of the vocabulary."""
+
+    def __init__(self, lowered: Lowered, spread: Spread, device: str) -> None:
+        self.lowered = lowered
+        self.graph = lowered.graph
+        self.spread = spread
+        self.device = device
+        names = (*spread.tensors, *held_whole(lowered.graph, spread))
+        self.attributes = _distinct(names, reserved())
+        self.placeholders = {n.name: n for n in _placeholders(lowered.graph.fx_graph)}
+
+    def text(self) -> str:
+        """The whole file."""
+        nodes = [node for small in _graphs(self.spread) for node in small.nodes]
+        calls = [node for node in nodes if node.op == "call_function"]
+        return module_text(algorithm(self.lowered, self.spread), self._class(), calls, self.device)
+
+    def _class(self) -> str:
+        """The class, with methods where the model does something of its own."""
+        named = {attribute: name for name, attribute in self.attributes.items()}
+        sizes = [
+            (string(self.attributes[name]), literal(size))
+            for name, size in zip(self.spread.tensors, self.spread.sizes, strict=True)
+        ]
+        lines = [
+            "class Vocabulary(runtime.Vocabulary):",
+            '    """Own rows of the tables, and what the model does before and behind them."""',
+            "",
+            f"    method = {literal(self.spread.method)}",
+            *names_table(named)[:-1],
+            *table("size = {", sizes, "}", 4),
+            *self._lookups(),
+            *self._head(),
+            "",
+            *self._constructor(),
+        ]
+        for name, (comment, arguments, small) in self.methods.items():
+            lines += ["", *self._method(name, comment, arguments, small)]
+        return "\n".join(lines)
+
+    @cached_property
+    def methods(self) -> dict[str, tuple[str, Sequence[str], fx.Graph]]:
+        """Name -> what it is, its arguments and its graph."""
+        found: dict[str, tuple[str, Sequence[str], fx.Graph]] = {}
+        for value, name in self._indices.items():
+            item = next(item for item in self.spread.lookups if item.value == value)
+            found[name] = (
+                f"Which rows of the table {value} has.",
+                item.inputs,
+                item.lookup.indices,
+            )
+        head = self.spread.head
+        if head is not None and not self._is_plain(head.head.targets, head.inputs):
+            comment = f"The class of each row of {head.value}."
+            found["targets"] = (comment, head.inputs, head.head.targets)
+        if head is not None and head.head.logits is not None:
+            comment = "From x Wᵀ to what the loss takes, element by element."
+            found["logits"] = (comment, ("logits",), head.head.logits)
+        return found
+
+    @cached_property
+    def _indices(self) -> dict[str, str]:
+        """The methods that compute indices, by the value that is looked up."""
+        own = [
+            x.value for x in self.spread.lookups if not self._is_plain(x.lookup.indices, x.inputs)
+        ]
+        if len(own) == 1:
+            return {own[0]: "indices"}
+        taken = {*reserved(), *self.attributes.values()}
+        return _distinct(own, taken, "{}_indices")
+
+    def _lookups(self) -> Iterator[str]:
+        """The table of embeddings."""
+        rows = []
+        for item in self.spread.lookups:
+            fields = [literal(self.attributes[item.lookup.weight]), _inputs(item.inputs)]
+            if item.value in self._indices:
+                fields.append(f"indices={literal(self._indices[item.value])}")
+            if item.lookup.padding_idx is not None:
+                fields.append(f"padding_idx={literal(item.lookup.padding_idx)}")
+            rows.append((string(item.value), f"runtime.Lookup({', '.join(fields)})"))
+        if rows:
+            yield from table("lookups = {", rows, "}", 4)
+
+    def _head(self) -> Iterator[str]:
+        """The head and its loss."""
+        if self.spread.head is not None:
+            fields = ", ".join(self._head_fields(self.spread.head))
+            yield wrap(f"head = runtime.Head({fields})", 4)
+
+    def _head_fields(self, item: SpreadHead) -> Iterator[str]:
+        """What the head is, without what goes without saying."""
+        head = item.head
+        yield f"x={literal(item.value)}"
+        yield f"weight={literal(self.attributes[head.weight])}"
+        yield _inputs(item.inputs)
+        if "targets" in self.methods:
+            yield 'targets="targets"'
+        for name in ("bias", "class_weight"):
+            tensor = getattr(head, name)
+            if tensor is not None:
+                yield f"{name}={literal(self.attributes[tensor])}"
+        if "logits" in self.methods:
+            yield "logits=True"
+        for name in ("ignore_index", "label_smoothing", "reduction", "scale"):
+            if getattr(head, name) != USUAL[name]:
+                yield f"{name}={literal(getattr(head, name))}"
+
+    def _constructor(self) -> Iterator[str]:
+        """`__init__` with a line per tensor."""
+        yield "    def __init__(self, ranks: int, index: int) -> None:"
+        yield "        super().__init__(ranks, index)"
+        sizes = dict(zip(self.spread.tensors, self.spread.sizes, strict=True))
+        for name, attribute in self.attributes.items():
+            item = self.graph.by_name[name]
+            held = name in sizes
+            yield _rows_line(attribute, item, sizes[name]) if held else tensor_line(attribute, item)
+
+    def _method(
+        self, name: str, comment: str, arguments: Sequence[str], small: fx.Graph
+    ) -> Iterator[str]:
+        """A method that computes what a small graph computes."""
+        operands = {node: self._operand(node, arguments) for node in _placeholders(small)}
+        nodes = [node for node in small.nodes if node.op == "call_function"]
+        carried = _differentiable(small)
+        graph = replace(self.graph, fx_graph=small, differentiable=carried)
+        body = Body(graph, Effects(small), operands)
+        result = _result(small)
+        lines = body.lines(nodes, {result: None})
+        parameters = "".join(f", {argument}: Tensor" for argument in arguments)
+        yield wrap(f"def {name}(self{parameters}) -> Tensor:", 4)
+        yield f'        """{comment}"""'
+        yield from lines
+        yield wrap(f"return {body.name(result)}", 8)
+
+    def _is_plain(self, small: fx.Graph, inputs: tuple[str, ...]) -> bool:
+        """Whether a graph yields the one tensor of the batch that it reads."""
+        result = _result(small)
+        return result.op == "placeholder" and inputs == (self._operand(result, inputs),)
+
+    def _operand(self, node: fx.Node, arguments: Sequence[str]) -> str:
+        """What a small graph reads: a buffer of this module or an argument of the method."""
+        if node.name in self.graph.by_node:
+            return f"self.{self.attributes[self.graph.by_node[node.name].name]}"
+        known = self.placeholders.get(node.name)
+        return arguments[0] if known is None else self.lowered.variables[known]
+
+
+def _rows_line(attribute: str, item: Parameter, size: int) -> str:
+    """The line that makes own rows of a tensor, still zeros."""
+    sizes = ", ".join(map(literal, item.shape))
+    dim = item.shape.index(size)
+    sizes += f", dim={dim}" if dim else ""
+    rows = f"runtime.rows({sizes}, ranks=ranks, dtype={literal(item.dtype)})"
+    if item.buffer:
+        return wrap(f'self.register_buffer("{attribute}", {rows})', 8)
+    frozen = "" if item.trainable else ", requires_grad=False"
+    return wrap(f"self.{attribute} = nn.Parameter({rows}{frozen})", 8)
+
+
+def _inputs(names: Sequence[str]) -> str:
+    """The tensors of the batch that something is computed from."""
+    return f"inputs={literal(tuple(names))}"
+
+
+def _distinct(names: Sequence[str], reserved: Collection[str], form: str = "{}") -> dict[str, str]:
+    """An identifier for each name, none of them `reserved`."""
+    taken = {*reserved, *EMITTED}
+    found: dict[str, str] = {}
+    for name in names:
+        wish = form.format(identifier(name))
+        while wish in taken:
+            wish += "_"
+        taken.add(wish)
+        found[name] = wish
+    return found
+
+
+def _graphs(spread: Spread) -> Iterator[fx.Graph]:
+    """The small graphs of indices, classes and logits."""
+    yield from (item.lookup.indices for item in spread.lookups)
+    if spread.head is not None:
+        yield spread.head.head.targets
+        if spread.head.head.logits is not None:
+            yield spread.head.head.logits
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph reads."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _result(graph: fx.Graph) -> fx.Node:
+    """What a graph yields."""
+    (value,) = next(node for node in graph.nodes if node.op == "output").args
+    if isinstance(value, list | tuple):
+        (value,) = value
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _differentiable(graph: fx.Graph) -> frozenset[str]:
+    """The nodes of a small graph that carry gradients: floats, from what it reads on."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        floating = value is not None and getattr(value, "is_floating_point", lambda: False)()
+        reads = [operand.name for operand in node.all_input_nodes]
+        stopped = any(str(kind).endswith("_grad") for kind, *_ in node.meta.get("contexts", ()))
+        if floating and (node.op == "placeholder" or found & set(reads)) and not stopped:
+            found.add(node.name)
+    return frozenset(found)

@@ -1,0 +1,220 @@
+"""What each rank does for the layers of the vocabulary, of which all have equal shares of rows.
+
+    x [n, h]    W own rows [k, h]    Y [n, k]
+
+    S           Y = x Wᵀ, softmax of Y where it lies; vocab-2 also A = P' W       [n, h]
+    NORMALIZE   (naive, interlaced) the powers, for S looks for the largest alone
+    T           W.grad += P'ᵀ x; the others than vocab-2 also A
+
+The passes are run on tensors without data, as blocks are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from parcompiler.cost.execution import execute
+from parcompiler.cost.operation import Operation
+from parcompiler.cost.recorder import Recorder
+from parcompiler.cost.roofline import seconds
+from parcompiler.cost.stand_in import stand_in
+from parcompiler.device import Device, Link
+from parcompiler.graph import Graph, Head, Lookup, Parameter, nbytes_of
+from parcompiler.pieces import rows
+from parcompiler.spmd.conversions import moved
+
+ASKING = ("naive", "interlaced")  # they ask for the largest logit of all before they compute powers
+Operations = dict[str, tuple[Operation, ...]]
+
+
+def vocabulary_parts(
+    graph: Graph,
+    ranks: int,
+    method: str,
+    device: Device,
+    state_bytes: Callable[[Parameter], int],
+    *,
+    everywhere: bool = False,
+) -> dict[str, float]:
+    """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
+    `VocabularyCost`.
+
+    `state_bytes` says what a parameter costs with its gradient and optimizer states; `everywhere`
+    that a REDUCE leaves its sum on all ranks (a tensor axis).
+    """
+    assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
+    head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
+    found: dict[str, float] = dict(_collectives(graph, ranks, method, device.link, everywhere))
+    work = _head(graph, head, ranks, method) if head else {}
+    embeds = [_lookup(graph, item, ranks) for item in lookups]
+    for name in ("s", "normalize", "t"):
+        found[name] = seconds(work.get(name, ()), device)
+    for name in ("embed", "embed_backward"):
+        found[name] = sum(seconds(item[name], device) for item in embeds)
+    found["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
+    found["saved"] = _saved(graph, head, ranks) if head else 0
+    found["x_bytes"] = nbytes_of(head.x) if head else 0
+    found["embedded_bytes"] = sum(nbytes_of(item.node) for item in lookups)
+    return found
+
+
+def _pieces(graph: Graph, ranks: int) -> list[Parameter]:
+    """The tensors of which each rank holds rows, as large as its piece; tied ones once."""
+    assert graph.vocabulary is not None
+    names = [item.weight for item in graph.vocabulary.lookups]
+    head = graph.vocabulary.head
+    if head is not None:
+        names += filter(None, (head.weight, head.bias, head.class_weight))
+    return [_piece(graph.by_name[name], ranks) for name in dict.fromkeys(names)]
+
+
+def _piece(item: Parameter, ranks: int) -> Parameter:
+    """A tensor of the model with a rank's rows; a bias may be [1, V]."""
+    shape = item.shape if len(item.shape) == 2 and item.shape[0] > 1 else (item.numel,)
+    return Parameter(
+        name=item.name,
+        node=item.node,
+        shape=(rows(shape[0], ranks), *shape[1:]),
+        dtype=item.dtype,
+        trainable=item.trainable,
+        buffer=item.buffer,
+    )
+
+
+def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
+    """What S, NORMALIZE and T run."""
+    x, weight = stand_in(head.x.meta["val"]), _own(graph, head.weight, ranks)
+    recorder, found = Recorder(), {}
+    with recorder, torch.no_grad():
+        y = _product(graph, head, x, weight, ranks)
+        if method in ASKING:
+            logits, _ = _logits(head, y, recorder)
+            logits.amax(1)
+            found["s"] = recorder.take()
+        logits, slope = _logits(head, y, recorder)
+        powers = torch.softmax(logits, 1)
+        powers.amax(1)
+        if slope is not None:
+            powers.mul_(slope)
+        if method in ASKING:
+            found["normalize"] = recorder.take()
+        elif method == "vocab-2":
+            _input_gradient(powers, weight)
+            found["s"] = recorder.take()
+        else:
+            found["s"] = recorder.take()
+        if method != "vocab-2":
+            _input_gradient(powers, weight)
+        _weight_gradient(graph, head, x, powers, weight)
+        found["t"] = recorder.take()
+    return found
+
+
+def _product(graph: Graph, head: Head, x: Tensor, weight: Tensor, ranks: int) -> Tensor:
+    """Y of own rows."""
+    if head.bias is None:
+        return torch.mm(x, weight.t())
+    return torch.addmm(_own(graph, head.bias, ranks), x, weight.t())
+
+
+def _logits(head: Head, y: Tensor, recorder: Recorder) -> tuple[Tensor, Tensor | None]:
+    """What stands between product and loss, and its derivative where it is not one."""
+    if head.logits is None:
+        return y, None
+    nodes = list(head.logits.nodes)
+    with torch.enable_grad():
+        leaf = y.detach().requires_grad_()
+        values: dict[fx.Node, Tensor] = {nodes[0]: leaf}
+        execute(nodes[1:-1], values, recorder)
+        logits = values[nodes[-2]]
+    if not logits.requires_grad:
+        return logits.detach(), None
+    (slope,) = torch.autograd.grad(logits, leaf, torch.empty_like(logits))
+    return logits.detach(), slope
+
+
+def _input_gradient(powers: Tensor, weight: Tensor) -> None:
+    """A = P' W, scaled by rows; and the rows of the labels."""
+    product = torch.mm(powers.to(weight.dtype), weight)
+    product.mul_(product.new_empty(len(product), 1))
+    product.addcmul_(product.new_empty(len(product), 1), torch.empty_like(product))
+
+
+def _weight_gradient(graph: Graph, head: Head, x: Tensor, powers: Tensor, weight: Tensor) -> None:
+    """W.grad += P'ᵀ x, scaled by rows; the bias alike."""
+    scaled = x * x.new_empty(len(x), 1)
+    torch.addmm(torch.empty_like(weight), powers.to(weight.dtype).t(), scaled)
+    if head.bias is not None and graph.by_name[head.bias].trainable:
+        powers.sum(0)
+
+
+def _lookup(graph: Graph, item: Lookup, ranks: int) -> Operations:
+    """What EMBED and EMBED_BACKWARD run: rows that are found, and zeros for all others."""
+    weight, like = _own(graph, item.weight, ranks), stand_in(item.node.meta["val"])
+    recorder, found = Recorder(), {}
+    words = like.new_empty(like.shape[:-1], dtype=torch.long)
+    with recorder, torch.no_grad():
+        torch.nn.functional.embedding(words, weight).mul_(like.new_empty(*like.shape[:-1], 1))
+        found["embed"] = recorder.take()
+        gradient = (like * like.new_empty(*like.shape[:-1], 1)).reshape(-1, like.shape[-1])
+        torch.empty_like(weight).index_add_(0, words.reshape(-1), gradient)
+        found["embed_backward"] = recorder.take()
+    return found
+
+
+def _own(graph: Graph, name: str, ranks: int) -> Tensor:
+    """A stand-in for a rank's piece of a tensor."""
+    piece = _piece(graph.by_name[name], ranks)
+    made: Tensor = stand_in(torch.empty(piece.shape, dtype=piece.dtype, device="meta"))
+    return made
+
+
+def _saved(graph: Graph, head: Head, ranks: int) -> int:
+    """Bytes of a micro-batch from S to T, without x: P', and some numbers of each row.
+
+    Where the logits are functions of the product and labels are smoothed, their derivatives too.
+    """
+    weight = _piece(graph.by_name[head.weight], ranks)
+    count = head.x.meta["val"].shape[0]
+    matrices = 2 if head.logits is not None and head.label_smoothing else 1
+    numbers = 4 * max(4, weight.dtype.itemsize) + 8 + 2  # statistics, the label's row, two masks
+    return int(count * (matrices * weight.shape[0] * weight.dtype.itemsize + numbers))
+
+
+def _collectives(
+    graph: Graph, ranks: int, method: str, link: Link, everywhere: bool
+) -> dict[str, float]:
+    """Seconds of the collectives of a micro-batch among `ranks` ranks.
+
+    A broadcast goes round in pieces, and so does a sum to one rank: the bytes once over each link.
+    """
+    assert graph.vocabulary is not None
+    head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
+    hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+
+    def once(nbytes: int) -> float:
+        return hops * link.latency + nbytes / link.bandwidth if hops else 0.0
+
+    def added(nbytes: int) -> float:
+        if not everywhere or not hops:
+            return once(nbytes)
+        return 2 * hops * link.latency + moved("all-reduce", nbytes, ranks) / link.bandwidth
+
+    found = {
+        "embed_reduce": sum(added(nbytes_of(item.node)) for item in lookups),
+        "embed_broadcast": sum(once(nbytes_of(item.node)) for item in lookups),
+        "broadcast": 0.0,
+        "reduce": 0.0,
+        "exchange": 0.0,
+    }
+    if head is not None:
+        nbytes, count = nbytes_of(head.x), head.x.meta["val"].shape[0]
+        each = count * max(4, graph.by_name[head.weight].dtype.itemsize)
+        found["broadcast"], found["reduce"] = once(nbytes), added(nbytes)
+        said = 2 * each if method in ASKING else 3 * each * (ranks - 1)
+        found["exchange"] = hops * link.latency + said / link.bandwidth if hops else 0.0
+    return found

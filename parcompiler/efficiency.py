@@ -1,0 +1,159 @@
+"""Which fraction of a peak each kind of work reaches, where it is known also by size and dtype.
+
+>>> curve = Curve("matmul", "float32", ((1e6, 0.2), (1e8, 0.6)))
+>>> curve.at(1e5), round(curve.at(1e7), 3), curve.at(1e12)
+(0.2, 0.4, 0.6)
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parcompiler import figures
+from parcompiler.errors import InputError
+
+ANY = "any"  # the dtype of a curve that holds for all
+
+# What ranks exchange, and traffic between caches, may beat the nominal bandwidth.
+_WITHIN_PEAK = ("matmul", "attention", "convolution", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The fraction by size: `points` are pairs of size and fraction, sizes ascending.
+
+    `kind` is a kind of operation, or the full name of an operator ("aten.gelu.default"), with the
+    FLOPs of one call as size; or "bandwidth" or a collective ("all-reduce"), with bytes as size.
+    `dtype` is the name of a torch dtype, or "any". Raises InputError for what is no curve.
+    """
+
+    kind: str
+    dtype: str
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that do not ascend, and fractions that cannot be."""
+        name = f"efficiency.curves.{self.kind}.{self.dtype}"
+        if not self.points:
+            message = f"device figure '{name}' must have a pair of size and fraction (none given)"
+            raise InputError(message)
+        most = 1 if self.kind in _WITHIN_PEAK or self.kind.startswith("aten.") else math.inf
+        for size, fraction in self.points:
+            figures.number(name, size, positive=True)
+            figures.number(name, fraction, positive=True, most=most)
+        sizes = [size for size, _ in self.points]
+        if sizes != sorted(set(sizes)):
+            message = f"device figure '{name}' must have ascending sizes ({sizes} given)"
+            raise InputError(message)
+
+    def at(self, size: float) -> float:
+        """The fraction at `size`: straight lines over the logarithm of the size, level outside."""
+        right = bisect.bisect_left(self.points, (size, -math.inf))
+        if right == 0:
+            return self.points[0][1]
+        if right == len(self.points):
+            return self.points[-1][1]
+        (low, before), (high, after) = self.points[right - 1 : right + 1]
+        along = math.log(size / low) / math.log(high / low)
+        return before + along * (after - before)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """The fraction of a peak that each kind of work reaches, above 0 and at most 1.
+
+    `matmul`, `attention`, `convolution` and `other` are fractions of the peak arithmetic, by the
+    kind of an operation (one element of an `other` counts as one FLOP, also where it is an
+    exponential); `bandwidth` is a fraction of the peak memory bandwidth. Where there is a curve,
+    it says more than these.
+    """
+
+    matmul: float
+    attention: float
+    convolution: float
+    other: float
+    bandwidth: float
+    curves: tuple[Curve, ...] = ()
+    _by_name: Mapping[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no fraction, and two curves for the same; sort the curves."""
+        for name in self._fractions():
+            figures.number(name, getattr(self, name), positive=True, most=1)
+        ordered = sorted(self.curves, key=lambda curve: (curve.kind, curve.dtype))
+        object.__setattr__(self, "curves", tuple(ordered))
+        by_name = {(curve.kind, curve.dtype): curve for curve in ordered}
+        object.__setattr__(self, "_by_name", by_name)
+        if len(by_name) < len(ordered):
+            message = "device figure 'efficiency.curves' has two curves of one kind and dtype"
+            raise InputError(message)
+
+    def of(self, kind: str) -> float:
+        """The fraction of the peak arithmetic that operations of `kind` reach."""
+        fractions = {
+            "matmul": self.matmul,
+            "attention": self.attention,
+            "convolution": self.convolution,
+        }
+        return fractions.get(kind, self.other)
+
+    def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float:
+        """The same for one operation: by the curve of its name, else of its kind, else `of`."""
+        curve = self._curve(name, dtype) or self._curve(kind, dtype)
+        return self.of(kind) if curve is None else curve.at(flops)
+
+    def traffic(self, nbytes: float) -> float:
+        """The fraction of the peak memory bandwidth that an operation moving `nbytes` reaches."""
+        curve = self._curve("bandwidth", ANY)
+        return self.bandwidth if curve is None else curve.at(nbytes)
+
+    def exchange(self, action: str, nbytes: float) -> float:
+        """The fraction of a link's bandwidth that a collective reaches; 1 where none was measured.
+
+        `nbytes` is what each rank sends.
+        """
+        curve = self._curve(action, ANY)
+        return 1.0 if curve is None else curve.at(nbytes)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON has it: curves by kind and dtype, and none where there are none."""
+        data: dict[str, Any] = {name: getattr(self, name) for name in self._fractions()}
+        for curve in self.curves:
+            kinds = data.setdefault("curves", {}).setdefault(curve.kind, {})
+            kinds[curve.dtype] = [list(point) for point in curve.points]
+        return data
+
+    def _curve(self, kind: str, dtype: str) -> Curve | None:
+        return self._by_name.get((kind, dtype)) or self._by_name.get((kind, ANY))
+
+    @classmethod
+    def _fractions(cls) -> list[str]:
+        own = (item.name for item in dataclasses.fields(cls) if item.init)
+        return [name for name in own if name != "curves"]
+
+
+def curves_of(data: object) -> tuple[Curve, ...]:
+    """The curves that JSON has by kind and dtype. Raises InputError for what are none."""
+    found = []
+    for kind, dtypes in figures.mapping("efficiency.curves", data).items():
+        for dtype, points in figures.mapping(f"efficiency.curves.{kind}", dtypes).items():
+            found.append(Curve(kind, dtype, _points(f"efficiency.curves.{kind}.{dtype}", points)))
+    return tuple(found)
+
+
+def fractions(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of an `Efficiency` from those of its JSON."""
+    return data if "curves" not in data else {**data, "curves": curves_of(data["curves"])}
+
+
+def _points(name: str, data: object) -> tuple[tuple[float, float], ...]:
+    pairs = data if isinstance(data, list) else None
+    if pairs is None or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        message = f"device figure '{name}' must be a list of pairs of size and fraction"
+        raise InputError(message)
+    return tuple((size, fraction) for size, fraction in pairs)

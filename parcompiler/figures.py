@@ -1,0 +1,51 @@
+"""Checks of the figures in a device file: each is there, known, and a number that can be.
+
+>>> number("memory", 4, positive=True)
+>>> mapping("link", {"bandwidth": 1.0})
+{'bandwidth': 1.0}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from parcompiler.errors import InputError
+
+
+def fields(
+    cls: type[Any], data: object, prefix: str, optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """The fields of `cls` in `data`: all that it must have, none that it does not know."""
+    figures = mapping(prefix.rstrip(".") or "device", data)
+    known = [item.name for item in dataclasses.fields(cls) if item.init]
+    for name in figures:
+        if name not in known:
+            message = f"unknown device figure '{prefix}{name}' (known: {', '.join(known)})"
+            raise InputError(message)
+    for name in known:
+        if name not in figures and name not in optional:
+            message = f"device figure '{prefix}{name}' is missing"
+            raise InputError(message)
+    return dict(figures)
+
+
+def mapping(name: str, data: object) -> Mapping[str, Any]:
+    """A JSON object. Raises InputError for anything else."""
+    if not isinstance(data, dict):
+        message = f"device figure '{name}' must be a JSON object ({data!r} given)"
+        raise InputError(message)
+    return data
+
+
+def number(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:
+    """Refuse `value` unless it is a finite number from 0 (or above 0) to `most`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 <= value <= most and math.isfinite(value) and (value > 0 or not positive):
+            return
+    wanted = "a number above 0" if positive else "a number of at least 0"
+    wanted += f" and at most {most:g}" if math.isfinite(most) else ""
+    message = f"device figure '{name}' must be {wanted} ({value!r} given)"
+    raise InputError(message)

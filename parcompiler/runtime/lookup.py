@@ -1,0 +1,82 @@
+"""Embeddings whose rows are on several ranks: each looks up its own, and the sum is the whole.
+
+>>> table, words = torch.arange(8.0).view(4, 2), torch.tensor([3, 0])
+>>> parts = [embed(table[:2], words, Span(0, 2)), embed(table[2:], words, Span(2, 2))]
+>>> [part.tolist() for part in parts]
+[[[0.0, 0.0], [0.0, 1.0]], [[6.0, 7.0], [0.0, 0.0]]]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.pieces import Span
+
+
+class Located(NamedTuple):
+    """Where words stand on this rank: `owned` where they do, and some row of its own elsewhere."""
+
+    owned: torch.Tensor
+    rows: torch.Tensor
+
+
+def located(words: torch.Tensor, own: Span, rows: int) -> Located:
+    """Where each word stands on the rank that holds `own`, padded to `rows`.
+
+    What is not here gets different rows: zeros that are added to them do not queue for one.
+    """
+    words = words.long() - own.start
+    owned = (words >= 0) & (words < own.size)
+    elsewhere = torch.arange(words.numel(), device=words.device).view_as(words) % rows
+    return Located(owned, torch.where(owned, words, elsewhere))
+
+
+def embed(weight: torch.Tensor, words: torch.Tensor, own: Span) -> torch.Tensor:
+    """Own rows of `weight` [k, h] for `words` [...], zeros for those of others: [..., h]."""
+    at = located(words, own, weight.shape[0])
+    found = weight.detach()[at.rows]
+    return found.masked_fill_(~at.owned.unsqueeze(-1), 0)
+
+
+def embed_backward(
+    weight: torch.Tensor,
+    words: torch.Tensor,
+    own: Span,
+    gradient: torch.Tensor,
+    padding: int | None = None,
+) -> None:
+    """Add the gradient [..., h] of the whole lookup to own rows; that of `padding` stays."""
+    if not weight.requires_grad:
+        return
+    at = located(words, own, weight.shape[0])
+    owned = at.owned if padding is None else at.owned & (words != padding)
+    gradient = torch.where(owned.unsqueeze(-1), gradient, 0).to(weight.dtype)
+    width = weight.shape[1]
+    gradient_of(weight).index_add_(0, at.rows.reshape(-1), gradient.reshape(-1, width))
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter, to add to."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def check(numbers: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
+    """Refuse numbers outside [0, size), but `ignored`: eager would, and a sum of rows would not.
+
+    Raises InputError on the CPU; elsewhere it is an assertion of the device.
+    """
+    wrong = (numbers < 0) | (numbers >= size)
+    if ignored is not None:
+        wrong &= numbers != ignored
+    if numbers.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"{what}: outside of 0 ... {size - 1}")
+    elif wrong.any():
+        one = int(numbers[wrong][0])
+        also = "" if ignored is None else f" or {ignored}, which is ignored"
+        message = f"{what} must be from 0 to {size - 1}{also} ({one} given)"
+        raise InputError(message)

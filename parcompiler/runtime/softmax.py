@@ -1,0 +1,198 @@
+"""The softmax of one rank's logits by itself, a block of rows at a time and in place.
+
+A matrix [n, k] of logits is the largest thing of a step: it is made once, and becomes the softmax
+where it lies. Blocks of rows stay in the cache of a CPU, and what is computed in another precision,
+or has a derivative of its own, takes the memory of one block.
+
+>>> logits = torch.tensor([[0.0, 1.0, 9.0]])  # the last column is no class
+>>> found = Softmax(size=2).of_block(logits, torch.tensor([0]))
+>>> found.largest.tolist(), round(found.powers.sum().item(), 3)
+([1.0], 1.0)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+Function = Callable[[torch.Tensor], torch.Tensor]  # elementwise
+ELEMENTS = {"cpu": 2**19}  # of one block
+MOST_ELEMENTS = 2**27
+
+_log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a block becomes, and what it tells: largest logit, sum of powers and logit of a column.
+
+    `powers` are in the precision of the products, and where these lay if there was room. `slope`
+    is the derivative of the logits by the product, [rows, k]; None where it is one. `weighted` are
+    the sums of the logits by the weights of their classes, where these are asked for.
+    """
+
+    powers: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+    label: torch.Tensor
+    slope: torch.Tensor | None
+    weighted: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How products [n, k] become a softmax: the first `size` columns are classes.
+
+    `function` is what stands between product and loss, `weights` [k] are those of the classes.
+    `fused` compiles what is done to a block into few kernels.
+    """
+
+    size: int
+    function: Function | None = None
+    weights: torch.Tensor | None = None
+    fused: bool = False
+
+    def blocks(self, products: torch.Tensor) -> Iterator[slice]:
+        """The rows of each block."""
+        n, k = products.shape
+        step = max(1, ELEMENTS.get(products.device.type, MOST_ELEMENTS) // k)
+        for first in range(0, n, step):
+            yield slice(first, min(first + step, n))
+
+    def largest(self, block: torch.Tensor) -> torch.Tensor:
+        """The largest logit of each row; the block stays as it is."""
+        values = block if self.function is None else self.function(block)
+        values = values[:, : self.size].to(precision(block.dtype))
+        return values.amax(1) if self.size else _least(values)
+
+    def of_block(
+        self, block: torch.Tensor, column: torch.Tensor, m: torch.Tensor | None = None
+    ) -> Found:
+        """From a block of products [rows, k] P' = exp(logits - m') / sum', times the derivative of
+        the logits.
+
+        With `m` it is exp(logits - m), which is not divided. `column` [rows] are those whose logits
+        are told. The products are used up.
+        """
+        if self.fused and m is None and self.size:
+            return Found(*_fused(self.function)(block, column, self.size, self.weights))
+        return self._of_block(block, column, m)
+
+    def _of_block(self, block: torch.Tensor, column: torch.Tensor, m: torch.Tensor | None) -> Found:
+        """`of_block`, an operation at a time."""
+        values, slope = _logits(self.function, block)
+        label = _at(values, column)
+        weighted = None if self.weights is None else _weighted(values, self.weights, self.size)
+        if self.size < block.shape[1]:
+            values[:, self.size :] = -torch.inf
+            if slope is not None:
+                slope[:, self.size :] = 0
+        m, total, powers = self._powers(values, m)
+        if slope is not None:
+            powers.mul_(slope)
+        if powers.data_ptr() != block.data_ptr():
+            powers = block.copy_(powers)
+        return Found(powers, m, total, label, slope, weighted)
+
+    def _powers(
+        self, values: torch.Tensor, m: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Largest, sum and powers of logits, where they lie."""
+        if self.size == 0:
+            m = _least(values) if m is None else m
+            return m, values.new_zeros(len(values)), values.zero_()
+        if m is not None:
+            powers = values.sub_(m.unsqueeze(1)).exp_()
+            return m, powers.sum(1), powers
+        m = values.amax(1)
+        powers = torch.softmax(values, 1, out=values)
+        return m, powers.amax(1).reciprocal(), powers  # P' of the largest logit is 1 / sum'
+
+
+def sloped(function: Function, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An elementwise function of a block, and its derivative."""
+    found: Any = torch.func.vjp(function, block)
+    values, back = found
+    (slope,) = back(torch.ones_like(values))
+    return values, slope
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """In which the softmax of logits is computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(
+    function: Function | None, block: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits, in memory of their own or in that of the products, and their derivative."""
+    if function is None:
+        return block.to(precision(block.dtype)), None
+    values, slope = sloped(function, block)
+    return values.to(precision(block.dtype)), slope
+
+
+def _at(values: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """One column of each row."""
+    return values.gather(1, column.unsqueeze(1)).squeeze(1)
+
+
+def _weighted(values: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum of each row's logits by the weights of their classes."""
+    return values[:, :size] @ weights[:size].to(values.dtype)
+
+
+def _least(values: torch.Tensor) -> torch.Tensor:
+    """The largest of no numbers, for each row: what exceeds nothing, and is none of the infinite
+    numbers, which differ from themselves by no number."""
+    return values.new_full((len(values),), torch.finfo(values.dtype).min)
+
+
+def _whole_block(
+    function: Function | None,
+    block: torch.Tensor,
+    column: torch.Tensor,
+    size: int,
+    weights: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """`Softmax.of_block` as expressions, for a compiler."""
+    values, slope = _logits(function, block)
+    label = _at(values, column)
+    weighted = None if weights is None else _weighted(values, weights, size)
+    classes = torch.arange(block.shape[1], device=block.device) < size
+    values = torch.where(classes, values, -torch.inf)
+    m = values.amax(1)
+    powers = torch.exp(values - m.unsqueeze(1))
+    total = powers.sum(1)
+    powers = powers / total.unsqueeze(1)
+    if slope is not None:
+        slope = torch.where(classes, slope, 0)
+        powers = powers * slope
+    return powers.to(block.dtype), m, total, label, slope, weighted
+
+
+class _Fused:
+    """`_whole_block` compiled; after a failure of the compiler it runs as it is."""
+
+    def __init__(self, function: Function | None) -> None:
+        self._function = function
+        self._call: Callable[..., Any] = torch.compile(_whole_block, dynamic=False)
+        self._compiled = True
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The block of `arguments`."""
+        try:
+            return self._call(self._function, *arguments)
+        except Exception as error:  # whatever a compiler may raise
+            if not self._compiled:
+                raise
+            _log.warning("the softmax of logits is not fused: %s", error)
+            self._call, self._compiled = _whole_block, False
+            return self._call(self._function, *arguments)
+
+
+_fused = cache(_Fused)

@@ -1,0 +1,110 @@
+"""Batch norm over the micro-batches of all data ranks: what SyncBatchNorm is when it trains.
+
+    data 0   micro-batch i  ─┐                      a micro-batch has the same shape everywhere, so
+                             ├─ mean, variance      that every rank counts as much as the others
+    data 1   micro-batch i  ─┘
+
+Ranks tell each other 2 numbers a channel, forward and backward. Gradients of weight and bias are
+this rank's part of them: they are averaged with those of all other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from parcompiler.pieces import Shard
+from parcompiler.runtime.axis import Axis
+
+_line: ContextVar[Axis | None] = ContextVar("data line", default=None)
+
+
+@contextmanager
+def together(line: Axis) -> Iterator[None]:
+    """Within it, batch norms count the batches of all ranks of `line`."""
+    token = _line.set(line)
+    try:
+        yield
+    finally:
+        _line.reset(token)
+
+
+def sync_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`F.batch_norm`, in training with the statistics of all data ranks.
+
+    input [b, c, ...], the same shape on every rank; running statistics, weight and bias [c].
+    """
+    line = _line.get()
+    if line is None or not training:
+        made: torch.Tensor = F.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+        return made
+    wide = torch.float32 if input.dtype.itemsize < 4 else input.dtype
+    normal, mean, variance = _Normalized.apply(  # type: ignore[no-untyped-call]
+        line, input.to(wide), eps
+    )
+    _remember(running_mean, mean, momentum)
+    number = line.size * input.numel() // input.shape[1]
+    _remember(running_var, variance * (number / (number - 1)), momentum)
+    if weight is not None:
+        normal = normal * _spread(weight, input)
+    if bias is not None:
+        normal = normal + _spread(bias, input)
+    result: torch.Tensor = normal.to(input.dtype)
+    return result
+
+
+def _remember(running: torch.Tensor | None, now: torch.Tensor, momentum: float) -> None:
+    """Move a running statistic towards that of this micro-batch."""
+    if running is not None:
+        running.lerp_(now.detach().to(running.dtype), momentum)
+
+
+def _spread(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value [c] over the channels of a tensor [b, c, ...]."""
+    return channels.view(-1, *[1] * (like.dim() - 2))
+
+
+class _Normalized(torch.autograd.Function):
+    """y = (x - mean) / sqrt(variance + eps) over all ranks; dx = (dy - ⟨dy⟩ - y⟨dy·y⟩) / sqrt(...),
+    where ⟨⟩ is the mean over all that a channel has on all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, line: Axis, x: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        own_variance, own_mean = torch.var_mean(x, dims, correction=0)
+        own = torch.stack([own_mean, own_variance]).unsqueeze(0)
+        means, variances = line.whole(own, Shard(0, (line.size,))).unbind(1)
+        mean = means.mean(0)
+        variance = (variances + (means - mean).square()).mean(0)
+        scale = (variance + eps).rsqrt()
+        y = (x - _spread(mean, x)) * _spread(scale, x)
+        ctx.save_for_backward(y, scale)
+        ctx.line, ctx.dims = line, dims
+        ctx.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dy, (y, scale) = gradients[0], ctx.saved_tensors
+        own = torch.stack([dy.mean(ctx.dims), (dy * y).mean(ctx.dims)])
+        mean, product = (ctx.line.total(own) / ctx.line.size).unbind()
+        dx = (dy - _spread(mean, dy) - y * _spread(product, dy)) * _spread(scale, dy)
+        return None, dx, None

@@ -1,0 +1,95 @@
+"""Orders in which all ranks also compute the head: S, NORMALIZE and T of every micro-batch.
+
+The head's rows are on all ranks, so between the last forward of a micro-batch and its last backward
+every rank has a share of work, and there are barriers: x goes to all, numbers of the softmax go
+between all, the gradient of x comes back. Each barrier gets a whole interval (2411.05288): on every
+rank the backwards come k micro-batches later, and so k more are alive; S and T fit in between.
+
+    method      k    beside S of x               the last backward of x waits for
+    vocab-2     1    T of x - 1                  S on all ranks
+    vocab-1     2    T of x - 1                  T on all ranks
+    naive       3    NORMALIZE of x - 1, T of x - 2       T
+    interlaced  p/2  NORMALIZE and T of x        T; ranks wait for each other in between
+
+>>> from parcompiler.schedules import build
+>>> print(spread(build("1f1b", 2, 4), "vocab-2"))
+rank 0  F0 F1 S0 F2 T0 S1 B0--- T1 S2 F3 B1--- T2 S3 .  B2--- .  .  B3--- T3
+rank 1  .  F0 S0 F1 B0--- T0 S1 F2 B1--- T1 S2 F3 B2--- T2 S3 B3--- T3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import HEAD, Kind
+from parcompiler.schedules.action import Action
+from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.vocabulary_one_f_one_b import one_f_one_b
+from parcompiler.schedules.vocabulary_walk import METHODS, Walk, slots
+
+# Whole intervals between the last forward and the last backward: one for each barrier.
+INTERVALS = {"vocab-2": 1, "vocab-1": 2, "naive": 3}
+
+
+@lru_cache(maxsize=64)
+def spread(schedule: Schedule, method: str) -> Schedule:
+    """The schedule with S, NORMALIZE and T on every rank, its backwards later by k micro-batches.
+
+    All ranks do these in the same order. A schedule that has one micro-batch in flight keeps it
+    so. One that has such actions already is returned as it is. Raises InputError for an unknown
+    method, and for an asynchronous schedule: its weights would be updated between S and T.
+    """
+    if method not in METHODS:
+        message = f"unknown vocabulary method {method!r} (known: {', '.join(METHODS)})"
+        raise InputError(message)
+    if schedule.asynchronous:
+        message = (
+            f"the vocabulary cannot be spread under {schedule.name!r}, which updates parameters "
+            "between micro-batches: take a synchronous schedule, or vocabulary 'whole'"
+        )
+        raise InputError(message)
+    if is_spread(schedule):
+        return schedule
+    return replace(schedule, orders=tuple(tuple(order) for order in _orders(schedule, method)))
+
+
+def is_spread(schedule: Schedule) -> bool:
+    """Whether a schedule has actions of the vocabulary."""
+    return any(action.kind in HEAD for order in schedule.orders for action in order)
+
+
+def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
+    """The published order where there is one, else that of the walk."""
+    ranks, m = schedule.ranks, schedule.microbatches
+    if schedule.name == "1f1b" and ranks > 1:
+        if method in ("vocab-1", "vocab-2") and m >= ranks + INTERVALS[method]:
+            return one_f_one_b(ranks, m, INTERVALS[method])
+    alone = all(schedule.in_flight(j) <= 1 for j in range(len(schedule.placement)))
+    k = 0 if alone else INTERVALS.get(method, -(-ranks // 2))
+    delayed = [
+        list(delay(order, k * schedule.placement.count(r)))
+        for r, order in enumerate(schedule.orders)
+    ]
+    return Walk(schedule.placement, delayed, method, slots(method, m, together=alone)).orders()
+
+
+def delay(order: Sequence[Action], more: int) -> Iterator[Action]:
+    """An order whose backwards have `more` forwards before them than they had, or all of them.
+
+    >>> from parcompiler.schedules import build
+    >>> " ".join(map(str, delay(build("1f1b", 2, 4).orders[1], 1)))
+    'F0 F1 B0 F2 B1 F3 B2 B3'
+    """
+    forwards = [action for action in order if action.kind is Kind.FORWARD]
+    before = given = 0
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            before += 1
+            continue
+        yield from forwards[given : before + more]
+        given = max(given, min(before + more, len(forwards)))
+        yield action
+    yield from forwards[given:]

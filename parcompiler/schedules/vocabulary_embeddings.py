@@ -1,0 +1,153 @@
+"""Where the embeddings that all ranks compute stand in the orders.
+
+An embedding is looked up one micro-batch ahead of its user, and its gradient added when it has had
+time to arrive. With a head, the collectives of both must not hold up those of the head, whatever
+the seconds of each action are. So all ranks have them at the same S and T:
+
+    EMBED e            in front of the last S that all ranks have begun by that moment
+    EMBED_BACKWARD e   behind the T of the first S that the rank of the user does afterwards
+
+Without a head, all ranks have them at the same moments of a walk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+
+from parcompiler.instruction import BACKWARDS, Kind
+from parcompiler.schedules.action import NOWHERE, Action
+from parcompiler.schedules.lines import Lines, Link, Span
+from parcompiler.schedules.vocabulary_lines import Layers, returned
+
+Moment = tuple[int, Action]  # from when on
+
+AFTER = 1  # how long a broadcast may take beside the compute
+
+
+def with_embeddings(
+    placement: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    links: Sequence[Link],
+    layers: Layers,
+) -> Sequence[Sequence[Action]]:
+    """The orders with EMBED, and EMBED_BACKWARD in training, on every rank."""
+    if not layers.users:
+        return orders
+    walk = Lines(placement, orders, links, replace(layers, users=()))
+    spans = {
+        action: span
+        for order, found in zip(orders, walk.spans, strict=True)
+        for action, span in zip(order, found, strict=True)
+        if action.stage != NOWHERE
+    }
+    lookups = sorted(_lookups(layers.users, spans), key=lambda item: item[0])
+    if layers.source is None:
+        gradients = _gradients(layers.users, spans)
+        return inserted(orders, walk.spans, sorted([*lookups, *gradients], key=lambda m: m[0]))
+    front, first = _in_front(orders, walk.spans, lookups)
+    behind, tail = _behind(placement, orders, layers)
+    return [
+        [*_anchored(order, found, front, first, behind), *tail]
+        for order, found in zip(orders, walk.spans, strict=True)
+    ]
+
+
+def inserted(
+    orders: Sequence[Sequence[Action]],
+    spans: Sequence[Sequence[Span]],
+    moments: Sequence[Moment],
+) -> Sequence[Sequence[Action]]:
+    """The orders with actions put before what begins at their moments or later."""
+    return [
+        list(_merged(order, found, moments)) for order, found in zip(orders, spans, strict=True)
+    ]
+
+
+def _lookups(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
+    """From when on each lookup may stand: since its user began with the micro-batch before."""
+    for k, user in enumerate(users):
+        for action in spans:
+            if action.stage == user and action.kind is Kind.FORWARD:
+                before = spans.get(action._replace(microbatch=action.microbatch - 1))
+                yield (before[0] if before else 0), Action(Kind.EMBED, k, action.microbatch)
+
+
+def _gradients(users: Sequence[int], spans: Mapping[Action, Span]) -> Iterator[Moment]:
+    """From when on the gradient of each lookup may stand."""
+    for k, user in enumerate(users):
+        for action, (_, end) in spans.items():
+            if action.stage == user and action.kind in BACKWARDS:
+                yield end + AFTER, Action(Kind.EMBED_BACKWARD, k, action.microbatch)
+
+
+def _in_front(
+    orders: Sequence[Sequence[Action]],
+    spans: Sequence[Sequence[Span]],
+    lookups: Sequence[Moment],
+) -> tuple[dict[Action, list[Action]], list[Moment]]:
+    """The lookups in front of each S, and those that come before any S."""
+    begun: dict[Action, int] = {}  # on all ranks
+    for order, found in zip(orders, spans, strict=True):
+        for action, (begin, _) in zip(order, found, strict=True):
+            if action.kind is Kind.S:
+                begun[action] = max(begin, begun.get(action, 0))
+    times = sorted((begin, action) for action, begin in begun.items())
+    front: dict[Action, list[Action]] = {}
+    first = []
+    for moment, lookup in lookups:
+        k = bisect_right(times, moment, key=itemgetter(0))
+        if k:
+            front.setdefault(times[k - 1][1], []).append(lookup)
+        else:
+            first.append((moment, lookup))
+    return front, first
+
+
+def _behind(
+    placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: Layers
+) -> tuple[dict[Action, list[Action]], list[Action]]:
+    """The gradients of lookups behind each T, and those at the end."""
+    behind: dict[Action, list[Action]] = {}
+    tail = []
+    for k, user in enumerate(layers.users):
+        found, rest = returned(orders[placement[user]], k, layers)
+        for i, gradients in found.items():
+            added = (Action(Kind.EMBED_BACKWARD, k, x) for x in gradients)
+            behind.setdefault(Action(Kind.T, NOWHERE, i), []).extend(added)
+        tail += [Action(Kind.EMBED_BACKWARD, k, i) for i in rest]
+    return behind, tail
+
+
+def _anchored(
+    order: Sequence[Action],
+    spans: Sequence[Span],
+    front: Mapping[Action, Sequence[Action]],
+    first: Sequence[Moment],
+    behind: Mapping[Action, Sequence[Action]],
+) -> Iterator[Action]:
+    """The order of one rank with what stands in front of its actions and behind them."""
+    left = 0
+    for action, (begin, _) in zip(order, spans, strict=True):
+        while left < len(first) and (first[left][0] <= begin or action.kind is Kind.S):
+            yield first[left][1]
+            left += 1
+        yield from front.get(action, ())
+        yield action
+        yield from behind.get(action, ())
+    yield from (lookup for _, lookup in first[left:])
+
+
+def _merged(
+    order: Sequence[Action], spans: Sequence[Span], moments: Sequence[Moment]
+) -> Iterator[Action]:
+    """The order of one rank with these actions; both are sorted by time."""
+    left = 0
+    for action, (begin, _) in zip(order, spans, strict=True):
+        while left < len(moments) and moments[left][0] <= begin:
+            yield moments[left][1]
+            left += 1
+        yield action
+    yield from (action for _, action in moments[left:])

@@ -1,0 +1,106 @@
+"""A simulated step: when every instruction ran and what memory it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+
+from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Instruction
+from parcompiler.schedules.action import LETTERS
+
+WIDTH = 64  # columns of the drawn step
+START = -1  # the cause of an event that begins with the step
+WORK = COMPUTE | HEAD | EMBEDDING  # what a rank does not idle in
+DRAWN = COMPUTE | HEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Seconds from the begin of the step: compute and collectives on `rank`, a SEND on its link."""
+
+    rank: int
+    begin: float
+    end: float
+    instruction: Instruction
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step. Seconds and bytes; one entry per rank where it is a tuple of numbers.
+
+    `bubble` is the fraction of the step in which a rank does not compute. `peak_memory` counts
+    resident bytes, activations of micro-batches in flight, and message buffers; `memory` are its
+    steps, for each rank (second, bytes from then on). `events` are sorted by their begin.
+    `critical_path` are events, each beginning when the one before ends, that last the whole step.
+    """
+
+    step_time: float
+    bubble: tuple[float, ...]
+    peak_memory: tuple[int, ...]
+    events: tuple[Event, ...] = field(repr=False)
+    critical_path: tuple[Event, ...] = field(repr=False)
+    memory: tuple[tuple[tuple[float, int], ...], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        """The numbers of each rank and a drawing of its step; `.` is idle."""
+        idle = sum(self.bubble) / len(self.bubble) if self.bubble else 0.0
+        largest = _in_units(max(self.peak_memory, default=0))
+        first = f"step {self.step_time:.6g} s, {100 * idle:.1f} % idle, at most {largest} on a rank"
+        return "\n".join([first, *self._rows()])
+
+    def _rows(self) -> Iterator[str]:
+        """One line per rank."""
+        scale = WIDTH / self.step_time if self.step_time else 0.0
+        drawn = [["."] * WIDTH for _ in self.bubble]
+        for event in self.events:
+            if event.instruction.kind in DRAWN:
+                begin, end = round(event.begin * scale), round(event.end * scale)
+                label = f"{LETTERS[event.instruction.kind]}{event.instruction.microbatch}"
+                drawn[event.rank][begin:end] = label.ljust(end - begin, "-")[: end - begin]
+        for rank, (bubble, peak) in enumerate(zip(self.bubble, self.peak_memory, strict=True)):
+            numbers = f"rank {rank:<3} {100 * bubble:4.1f} % {_in_units(peak):>12}"
+            yield f"{numbers}  {''.join(drawn[rank])}"
+
+
+def idle(events: Iterable[Event], step_time: float, ranks: int) -> tuple[float, ...]:
+    """The fraction of the step that each rank does not compute."""
+    busy = [0.0] * ranks
+    for event in events:
+        if event.instruction.kind in WORK:
+            busy[event.rank] += event.end - event.begin
+    return tuple(1.0 - seconds / step_time if step_time else 0.0 for seconds in busy)
+
+
+def levels(resident: int, changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """The bytes held from each change on; what happens at one moment happens at once."""
+    size = resident
+    found = {0.0: size}
+    for second, change in sorted(changes, key=itemgetter(0)):
+        size += change
+        found[second] = size
+    return tuple(next(same) for _, same in groupby(found.items(), key=itemgetter(1)))
+
+
+def critical_path(events: Sequence[Event], causes: Sequence[int]) -> tuple[Event, ...]:
+    """From the event that ends last back to the begin of the step, in order of time."""
+    path = []
+    event = max(range(len(events)), key=lambda k: (events[k].end, k), default=START)
+    while event != START:
+        path.append(events[event])
+        event = causes[event]
+    return tuple(reversed(path))
+
+
+def _in_units(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> _in_units(3 * 2**29)
+    '1.5 GiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

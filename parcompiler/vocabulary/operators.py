@@ -1,0 +1,53 @@
+"""What the layers of the vocabulary compute, in one process: the definition that ranks must meet.
+
+These functions are also the targets of the nodes that stand for the layers in a spread graph. No
+stage runs those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from parcompiler.graph import Head, Lookup
+
+Values = Mapping[str, Tensor]  # by the names of placeholders
+
+
+def lookup(item: Lookup, weight: Tensor, values: Values) -> Tensor:
+    """Rows of `weight` [V, h] for the indices that `values` give."""
+    return F.embedding(computed(item.indices, values), weight, item.padding_idx)
+
+
+def head(
+    item: Head,
+    x: Tensor,
+    weight: Tensor,
+    values: Values,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> Tensor:
+    """The loss of `x` [n, h] under `weight` [V, h]; `bias` and `class_weight` have V elements."""
+    logits = F.linear(x, weight, None if bias is None else bias.reshape(-1))
+    if item.logits is not None:
+        logits = computed(item.logits, {"logits": logits})
+    loss = F.cross_entropy(
+        logits,
+        computed(item.targets, values),
+        class_weight,
+        ignore_index=item.ignore_index,
+        reduction=item.reduction,
+        label_smoothing=item.label_smoothing,
+    )
+    return loss * item.scale
+
+
+def computed(graph: fx.Graph, values: Values) -> Tensor:
+    """The result of a small graph of operators on `values`."""
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    result: Tensor = fx.Interpreter(module).run(*(values[name] for name in names))
+    return result

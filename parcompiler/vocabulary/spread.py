@@ -1,0 +1,225 @@
+"""A graph -> the same with its vocabulary layers as single nodes, which belong to no stage.
+
+    captured  tokens ─► embedding ─► layers ─► linear ─► cap ─► view ─► cross_entropy ◄─ labels
+    spread    tokens ─► lookup    ─► layers ─► view ─► head ◄─ labels
+
+What is left, the trunk, is cut, costed, divided and lowered like any graph. Operations on rows of
+the logits are now done on rows of the head's input `x`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.capture.blocks import cut, levels
+from parcompiler.capture.clean import drop_dead, keep_names
+from parcompiler.capture.effects import Effects
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph, Head, Lookup, Vocabulary, shape_of
+from parcompiler.plan import VocabularyChoice
+from parcompiler.vocabulary import operators
+from parcompiler.vocabulary.computed import extract
+from parcompiler.vocabulary.find import find
+from parcompiler.vocabulary.found import Found, FoundHead, FoundLookup
+from parcompiler.vocabulary.logits import logits_graph
+
+
+def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int) -> Graph:
+    """`graph` with the layers of these tables spread; a new graph, or itself when there are none.
+
+    A choice may be the names of weights: all that reads them is spread. Raises InputError for one
+    that `ranks` ranks cannot share, with the reason.
+    """
+    found = find(graph, ranks)
+    if isinstance(choice, VocabularyChoice):
+        names = {*choice.lookups, *([choice.head] if choice.head else [])}
+        _check(found, set(choice.lookups) - set(found.tables))
+        _check(found, {choice.head} - {found.head.weight if found.head else None, None})
+    else:
+        names = set(choice)
+    lookups = tuple(item for item in found.lookups if item.weight in names)
+    head = found.head if found.head and found.head.weight in names else None
+    spread_now = {item.weight for item in lookups} | ({head.weight} if head else set())
+    _check(found, names - spread_now)
+    return _Spreading(graph, lookups, head).graph() if lookups or head else graph
+
+
+def _check(found: Found, missing: Collection[str | None]) -> None:
+    """Refuse names of tables that cannot be spread."""
+    for name in sorted(filter(None, missing)):
+        reason = next((item.reason for item in found.whole if item.name == name), None)
+        message = (
+            f"the vocabulary layer {name!r} cannot be spread over the ranks "
+            f"({reason or 'no lookup or head reads it'}): leave it out of the plan"
+        )
+        raise InputError(message)
+
+
+class _Spreading:
+    """The rewriting of one graph."""
+
+    def __init__(
+        self, graph: Graph, lookups: tuple[FoundLookup, ...], head: FoundHead | None
+    ) -> None:
+        self.whole = graph
+        self.lookups = lookups
+        self.head = head
+        self.effects = Effects(graph.fx_graph)
+        self.made = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.made.output(self.made.graph_copy(graph.fx_graph, self.nodes))
+        keep_names(self.nodes)
+        self.taken = {node.name for node in graph.fx_graph.nodes}
+        self.carrying: set[str] = set()
+
+    def graph(self) -> Graph:
+        """The spread graph."""
+        lookups = tuple(map(self._lookup, self.lookups))
+        head = self._head(self.head) if self.head else None
+        loss = head.node if head else self.nodes[self.whole.loss]
+        _drop_dead(self.made)
+        self.made.lint()
+        left = {node.name for node in self.made.nodes}
+        return dataclasses.replace(
+            self.whole,
+            fx_graph=self.made,
+            loss=loss,
+            differentiable=(self.whole.differentiable & left) | self.carrying,
+            random=self.whole.random,
+            vocabulary=Vocabulary(lookups, head),
+        )
+
+    def _lookup(self, item: FoundLookup) -> Lookup:
+        """One node for an embedding, of what it reads of the batch and the table."""
+        indices = extract(self.whole.fx_graph, item.index, self.effects)
+        old = self.nodes[item.node]
+        with self.made.inserting_before(old):
+            new = self.made.call_function(
+                operators.lookup, (self._tensor(item.weight), *self._inputs(indices))
+            )
+        self._replace(old, new)
+        # What a stage receives is not updated in place, and goes to one stage: layers apart may be
+        # on several, which get it from there.
+        if item.node in self.effects.writers or self._is_used_apart(item.node):
+            with self.made.inserting_after(new):
+                own = self.made.call_function(torch.ops.aten.clone.default, (new,))
+            own.meta = dict(new.meta)
+            own.name = self._free_name(f"{new.name}_own")
+            new.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+            self.carrying.add(own.name)
+        return Lookup(new, item.weight, indices, item.padding_idx)
+
+    def _is_used_apart(self, node: fx.Node) -> bool:
+        """Whether several of the finest blocks read a node's value."""
+        if len(node.users) == 1:
+            return False
+        finest = cut(self.whole, levels(self.whole)[-1])
+        home = {inner: b for b, block in enumerate(finest.blocks) for inner in block.nodes}
+        return len({home[user] for user in node.users if user in home}) > 1
+
+    def _head(self, item: FoundHead) -> Head:
+        """One node for all from the product to the loss, and the rows of its input before it."""
+        old = self.nodes[self.whole.loss]
+        targets = extract(self.whole.fx_graph, item.targets, self.effects)
+        with self.made.inserting_before(old):
+            x = self._rows(item)
+            _flatten_targets(targets)
+            tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
+            new = self.made.call_function(
+                operators.head, (x, *map(self._tensor, tensors), *self._inputs(targets))
+            )
+        self._replace(old, new)
+        return Head(
+            node=new,
+            x=x,
+            weight=item.weight,
+            targets=targets,
+            bias=item.bias,
+            class_weight=item.class_weight,
+            logits=logits_graph(item, shape_of(x)[0], self.whole.by_name[item.weight].shape[0]),
+            ignore_index=item.ignore_index,
+            label_smoothing=item.label_smoothing,
+            reduction=item.reduction,
+            scale=item.scale,
+        )
+
+    def _rows(self, item: FoundHead) -> fx.Node:
+        """The head's input [n, h], contiguous: the operand of the product, with its rows as the
+        loss reads those of the logits."""
+        x = self.nodes[item.x]
+        x.meta = {**x.meta, "readers": (item.product,)}  # its line in the source goes on with it
+        for row in item.rows:
+            args = fx.map_arg(row.args, self.nodes.__getitem__)
+            x = self._called(x, row.target, args, row.node)
+        shape = shape_of(x)
+        if item.dim != len(shape) - 1:
+            order = [*(dim for dim in range(len(shape)) if dim != item.dim), item.dim]
+            x = self._called(x, torch.ops.aten.permute.default, (order,), item.product)
+        if len(shape) != 2:
+            width = shape[item.dim]
+            x = self._called(x, torch.ops.aten.reshape.default, ([-1, width],), item.product)
+        if not x.meta["val"].is_contiguous():
+            x = self._called(x, torch.ops.aten.contiguous.default, (), item.product)
+        return x
+
+    def _called(self, x: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        """A new node that does something to rows, at the place in the model of another."""
+        new = self.made.call_function(target, (x, *args))
+        values = fx.map_arg(args, lambda node: node.meta["val"])
+        with torch.no_grad():
+            value = target(x.meta["val"], *values)
+        new.meta = {**self.nodes[like].meta, "val": value}
+        new.name = self._free_name(f"{target._opname}_of_rows")
+        if x.name in self.whole.differentiable or x.name in self.carrying:
+            self.carrying.add(new.name)
+        return new
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let `new` stand where `old` does, under its name."""
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+        old.name, new.name = self._free_name(f"{old.name}_whole"), old.name
+
+    def _tensor(self, name: str) -> fx.Node:
+        """The placeholder of a tensor of the model."""
+        wanted = self.whole.by_name[name].node
+        return next(copy for node, copy in self.nodes.items() if node.name == wanted)
+
+    def _inputs(self, computation: fx.Graph) -> list[fx.Node]:
+        """The placeholders that a small graph reads."""
+        names = {node.name for node in computation.nodes if node.op == "placeholder"}
+        return [copy for node, copy in self.nodes.items() if node.name in names]
+
+    def _free_name(self, wish: str) -> str:
+        """A name that no node has."""
+        name, count = wish, 1
+        while name in self.taken:
+            count += 1
+            name = f"{wish}_{count}"
+        self.taken.add(name)
+        return name
+
+
+def _flatten_targets(graph: fx.Graph) -> None:
+    """Let a computation of classes yield a vector."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    (result,) = output.all_input_nodes
+    if len(shape_of(result)) == 1:
+        return
+    with graph.inserting_before(output):
+        flat = graph.call_function(torch.ops.aten.reshape.default, (result, [-1]))
+    flat.meta = {**result.meta, "val": result.meta["val"].reshape(-1)}
+    output.args = (flat,)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erase what nothing uses any more, also what wrote to memory that nothing reads."""
+    count = -1
+    while count != len(graph.nodes):
+        count = len(graph.nodes)
+        drop_dead(graph)

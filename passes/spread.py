@@ -1,0 +1,58 @@
+"""What every rank does for the layers of the vocabulary, in seconds and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from parcompiler.cost.vocabulary import vocabulary_parts
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.vocabulary_cost import VocabularyCost
+
+
+def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
+    """Of one micro-batch on each rank; None where the layers of the vocabulary are on stages.
+
+    Before the blocks are on stages the embeddings count as those of the first, and the head takes
+    its input from the last.
+    """
+    spread = problem.graph.vocabulary
+    if plan.vocabulary is None or not plan.vocabulary.spread or spread is None:
+        return None
+    method = plan.vocabulary.method
+    parts = _parts(problem, plan.mesh.pipeline * plan.mesh.tensor, method)
+    stages = _stages(problem, plan)
+    last = len(trunk(plan).placement) - 1
+    users = (min((stages[u] for u in item.node.users if u in stages), default=0)
+             for item in spread.lookups)  # fmt: skip
+    return VocabularyCost(
+        method=method,
+        source=stages.get(spread.head.x, last) if spread.head else -1,
+        users=tuple(users),
+        **parts,
+    )
+
+
+def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
+    """Seconds and bytes, found once for each method."""
+    key = "vocabulary", ranks, method
+    known: dict[Any, Any] = problem.local
+    if key not in known:
+        known[key] = vocabulary_parts(
+            problem.graph, ranks, method, problem.device, problem.state_bytes,
+            everywhere=problem.mesh.tensor > 1,
+        )  # fmt: skip
+    found: dict[str, Any] = known[key]
+    return found
+
+
+def _stages(problem: Problem, plan: Plan) -> dict[fx.Node, int]:
+    """The stage of every node in a block, once that is decided."""
+    if plan.stages is None or plan.granularity is None:
+        return {}
+    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
+    blocks = problem.priced(plan.granularity).cut.blocks
+    return {node: home[block.name] for block in blocks for node in block.nodes}

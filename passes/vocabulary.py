@@ -1,0 +1,133 @@
+"""Whether the layers of the vocabulary stand on stages, or on all ranks, and how.
+
+"auto" asks the other passes what they would do with every method and takes the shortest step that
+fits into memory, in one decision with the stages. Methods are listed from the plainest; one further
+down must save more than `gain` of the step, for what a simulation does not see. The schedule is
+chosen for the first method that spreads the vocabulary, and the others are tried with that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from parcompiler.errors import InfeasibleError, InputError, PlanError
+from parcompiler.options import METHODS
+from parcompiler.passes.base import Pass
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.recompute import RecomputePass
+from parcompiler.passes.schedule import SchedulePass
+from parcompiler.passes.shard import ShardPass
+from parcompiler.passes.shard.local import local
+from parcompiler.passes.stage import StagePass, ideal
+from parcompiler.plan import Method, Plan, VocabularyChoice
+from parcompiler.problem import Problem
+from parcompiler.schedules import Schedule
+from parcompiler.vocabulary import Found, find
+
+CANDIDATES = ("whole", "vocab-2", "vocab-1")
+NOTHING = "it looks up no words of the batch and has no head with a cross-entropy"
+
+
+@dataclass(frozen=True)
+class VocabularyPass(Pass):
+    """Decides `plan.vocabulary`, and where methods were weighed what `others` decide with it."""
+
+    name: ClassVar[str] = "vocabulary"
+    gain: float = 0.02
+    others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
+
+    def run(self, problem: Problem, plan: Plan) -> Plan:
+        """What was asked for, as far as there are such layers, or the fastest that fits."""
+        if plan.mesh.pipeline == 1:
+            return plan
+        wanted, spread = problem.options.vocabulary, _spread(problem)
+        methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
+        choices = list(_choices(methods, spread))
+        if len(choices) == 1:
+            return dataclasses.replace(plan, vocabulary=choices[0])
+        return self._fastest(problem, plan, choices)
+
+    def _fastest(self, problem: Problem, plan: Plan, choices: list[VocabularyChoice]) -> Plan:
+        """The choice with the shortest step that fits, and all that were weighed."""
+        best: tuple[float, Plan] | None = None
+        refusal: InfeasibleError | InputError | None = None
+        weighed: list[Method] = []
+        known = plan
+        for choice in choices:
+            trial = dataclasses.replace(known if choice.spread else plan, vocabulary=choice)
+            try:
+                decided = self._decided(problem, trial)
+            except (InfeasibleError, InputError) as error:  # of the plainest, if all fail
+                refusal = refusal or error
+                weighed.append(Method(choice.method, None, None, None, str(error)))
+                continue
+            own = local(problem, decided)
+            try:
+                step = estimate(own, decided)
+            except PlanError:  # an order that never ends: the verifier says why
+                return decided
+            peak = max(step.peak_memory)
+            weighed.append(Method(choice.method, decided.schedule, step.step_time, peak))
+            if choice.spread and known is plan:
+                known = _scheduled(plan, decided)
+            if best is None or step.step_time < (1 - self.gain) * best[0]:
+                best = step.step_time, decided
+            if choice.method == "whole" and best[0] * (1 - self.gain) <= ideal(own, decided):
+                break  # no balance can save more than that
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        assert best[1].vocabulary is not None
+        chosen = dataclasses.replace(best[1].vocabulary, weighed=tuple(weighed))
+        return dataclasses.replace(best[1], vocabulary=chosen)
+
+    def _decided(self, problem: Problem, plan: Plan) -> Plan:
+        """A plan as the other passes would complete it."""
+        for item in self.others:
+            plan = item.run(local(problem, plan), plan)
+        return plan
+
+
+def _scheduled(plan: Plan, decided: Plan) -> Plan:
+    """A plan with the schedule of one that is decided."""
+    return dataclasses.replace(
+        plan,
+        schedule=decided.schedule,
+        virtual_stages=decided.virtual_stages,
+        orders=decided.orders,
+        weighed=decided.weighed,
+    )
+
+
+def _spread(problem: Problem) -> VocabularyChoice:
+    """What can be on all ranks, and what stays whole and why; of no method yet."""
+    ranks = problem.mesh.pipeline * problem.mesh.tensor
+    found = find(problem.graph, ranks)
+    kept = found.kept
+    if problem.options.vocabulary in METHODS and found == Found():
+        kept = (f"{problem.graph.name}: {NOTHING}",)
+    return VocabularyChoice(
+        method="",
+        lookups=found.tables,
+        head=found.head.weight if found.head else None,
+        kept=kept,
+    )
+
+
+def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[VocabularyChoice]:
+    """The choices that are different; where nothing can be spread, all are the same."""
+    able = spread.lookups or spread.head
+    for method in dict.fromkeys(method if able else "whole" for method in methods):
+        if method in ("auto", "whole"):
+            yield VocabularyChoice("whole", kept=spread.kept)
+        elif spread.head or method == "vocab-2" or len(methods) == 1:  # methods are of heads
+            yield dataclasses.replace(spread, method=method)
+
+
+def _asynchronous(problem: Problem) -> bool:
+    """Whether the schedule that was asked for updates parameters inside the step."""
+    wanted = problem.options.schedule
+    return wanted.asynchronous if isinstance(wanted, Schedule) else wanted == "pipedream"

@@ -1,0 +1,163 @@
+"""Two plans compared in words: every decision that differs is said, and nothing else."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from parcompiler.changes import changes
+from parcompiler.plan import (
+    Method,
+    Plan,
+    Shape,
+    Sharding,
+    Shards,
+    Solution,
+    StageChoice,
+    VocabularyChoice,
+    Weighed,
+)
+
+
+def stages(*counts: int, ranks: tuple[int, ...] | None = None) -> tuple[StageChoice, ...]:
+    """Numbered blocks in stages of so many."""
+    names = iter(f"h.{k}" for k in range(sum(counts)))
+    return tuple(
+        StageChoice(tuple(next(names) for _ in range(count)), j if ranks is None else ranks[j])
+        for j, count in enumerate(counts)
+    )
+
+
+def template(**tensors: str) -> Shards:
+    """A template whose tensors are held so."""
+    lines = tuple(f"{name}: {held}" for name, held in tensors.items())
+    return Shards("Layer", ("linear: R S(0) -> S(2)",), lines)
+
+
+METHOD = Method("whole", "1f1b", 0.5)
+PLAN = Plan(
+    model="GPT",
+    fingerprint="0f",
+    mesh=Shape(pipeline=2, tensor=2),
+    microbatches=8,
+    schedule="1f1b",
+    granularity=1,
+    sent=("mask",),
+    stages=stages(4, 4),
+    recompute=("h.0",),
+    solution=Solution("optimal", 1.0, 1.0, 0.0),
+    weighed=(Weighed("1f1b", 1, 1.0),),
+    sharding=Sharding(1, (template(up="S(0)", down="S(1)"),)),
+    vocabulary=VocabularyChoice("whole", weighed=(METHOD,)),
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model": "Llama"}, ["model: GPT -> Llama"]),
+        ({"fingerprint": "1f"}, ["fingerprint: another graph: the sizes, the inputs or the code"]),
+        (
+            {"mesh": Shape(4, 1, 2, "h100")},
+            ["mesh: pipeline 2 -> 4, tensor 2 -> 1, data 1 -> 2, device cpu -> h100 (4 -> 8 rank"],
+        ),
+        ({"microbatches": 16}, ["microbatches: 8 -> 16"]),
+        ({"precision": "fp64"}, ["precision: the model's own -> fp64"]),
+        ({"optimizer": "sgd"}, ["optimizer: adamw -> sgd"]),
+        ({"schedule": None}, ["schedule: 1f1b -> undecided"]),
+        ({"virtual_stages": 2}, ["virtual_stages: 1 -> 2"]),
+        ({"orders": ("0F0", "1F0")}, ["orders: the order that the schedule's name says -> an ord"]),
+        ({"granularity": 2}, ["granularity: 1 -> 2"]),
+        ({"sent": ("mask", "rope")}, ["sent: now also rope"]),
+        ({"sent": ()}, ["sent: no longer mask"]),
+        (
+            {"recompute": ("h.1", "h.2", "h.3")},
+            ["recompute: now also h.1 … h.3 (3); no longer h.0"],
+        ),
+        ({"recompute": None}, ["recompute: h.0 -> undecided"]),
+        ({"stages": stages(3, 5)}, ["stages: h.3 moves from stage 0 to stage 1 (rank 0 -> 1)"]),
+        (
+            {"stages": stages(7, 1)},
+            ["stages: h.4 … h.6 (3) move from stage 1 to stage 0 (rank 1 -> 0)"],
+        ),
+        (
+            {"stages": stages(4, 4, ranks=(1, 0))},
+            ["stages: stage 0 runs on rank 1 ins", "stages: stage 1 runs on rank 0 ins"],
+        ),
+        (
+            {"stages": stages(4, 2, 2)},
+            [
+                "stages: 2 stages of 4 blocks -> 3 stages of 2 to 4 blocks",
+                "stages: stage 0 (rank 0) holds h.0 … h.3 (4)",
+                "stages: stage 1 (rank 1) holds h.4, h.5",
+                "stages: stage 2 (rank 2) holds h.6, h.7",
+            ],
+        ),
+        ({"stages": None}, ["stages: 2 stages of 4 blocks -> undecided"]),
+        (
+            {"solution": Solution("feasible", 2.0, 1.5, 0.25)},
+            ["solution: optimal (1.00 s, gap 0.0 %) -> feasible (2.00 s, gap 25.0 %)"],
+        ),
+        ({"search": Solution("feasible", 2.0, 1.5, 0.25)}, ["search: none -> feasible (2.00 s, g"]),
+        (
+            {"weighed": (Weighed("1f1b", 1, 2.0), Weighed("zb-v", 2, 1.0))},
+            ["weighed: now also considered: zb-v x 2; other figures for: 1f1b x 1"],
+        ),
+        ({"weighed": None}, ["weighed: no longer considered: 1f1b x 1"]),
+        ({"sharding": None}, ["sharding: tensors in pieces on the tensor ranks -> tensors whole"]),
+        (
+            {"sharding": Sharding(1, (template(up="I", down="S(1)"),))},
+            ["sharding: Layer: up S(0) -> I"],
+        ),
+        ({"sharding": Sharding(1, ())}, ["sharding: Layer: no longer a template"]),
+        (
+            {"sharding": Sharding(1, (template(up="S(0)", down="S(1)"),), memory=5)},
+            ["sharding: the same placements, with other predictions"],
+        ),
+        (
+            {"vocabulary": VocabularyChoice("vocab-2", ("wte",), "head", weighed=(METHOD,))},
+            ["vocabulary: whole -> vocab-2 (all ranks hold rows of wte, head)"],
+        ),
+        (
+            {"vocabulary": VocabularyChoice("whole", kept=("head: tied",), weighed=(METHOD,))},
+            ["vocabulary: kept whole: none -> head: tied"],
+        ),
+        ({"vocabulary": None}, ["vocabulary: no longer considered: whole"]),
+        ({"version": 2}, ["version: 1 -> 2"]),
+    ],
+)
+def test_a_decision_that_differs_is_said(fields: dict[str, Any], said: list[str]) -> None:
+    found = changes(PLAN, dataclasses.replace(PLAN, **fields))
+    lines = [f"{change.field}: {change.text}" for change in found]
+    assert len(lines) == len(said), lines
+    for line, begin in zip(lines, said, strict=True):
+        assert line.startswith(begin)
+
+
+def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
+    assert changes(PLAN, PLAN) == ()
+    other = Plan("Llama", "1f", Shape(), 1, precision="fp64", optimizer="sgd", virtual_stages=2)
+    found = dataclasses.replace(other, orders=("0F0",), search=PLAN.solution, version=2)
+    names = {field.name for field in dataclasses.fields(Plan)}
+    for one, two in ((PLAN, found), (found, PLAN)):
+        assert {change.field for change in changes(one, two)} == names
+
+
+def test_what_came_is_what_goes_the_other_way() -> None:
+    after = dataclasses.replace(PLAN, recompute=("h.0", "h.1"))
+    assert [change.text for change in changes(PLAN, after)] == ["now also h.1"]
+    assert [change.text for change in changes(after, PLAN)] == ["no longer h.1"]
+
+
+def test_ranks_with_another_order_are_named() -> None:
+    one = dataclasses.replace(PLAN, orders=("0F0 0B0", "1F0 1B0"))
+    other = dataclasses.replace(PLAN, orders=("0F0 0B0", "1F0 1I0 1W0"))
+    assert [change.text for change in changes(one, other)] == ["rank 1 computes in another order"]
+
+
+def test_a_layer_with_many_tensors_is_cut_short() -> None:
+    one = template(**{f"t{k}": "I" for k in range(9)})
+    other = template(**{f"t{k}": "S(0)" for k in range(9)})
+    plans = [dataclasses.replace(PLAN, sharding=Sharding(1, (item,))) for item in (one, other)]
+    (change,) = changes(*plans)
+    assert change.text.endswith("t5 I -> S(0) and 3 more")

@@ -1,0 +1,177 @@
+"""The commands as a user meets them: what is printed where, the files, the exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.cli import run
+from parcompiler.cli.words import OPTIMIZERS, SCHEDULES, VOCABULARY, devices
+from parcompiler.cost import OPTIMIZERS as KNOWN_OPTIMIZERS
+from parcompiler.device import names
+from parcompiler.options import METHODS
+from parcompiler.schedules import SCHEDULES as KNOWN_SCHEDULES
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tests.cli.models:make"
+FILE = str(Path(__file__).with_name("models.py"))
+QUICK = ("--microbatches", "2", "--schedule", "1f1b", "--vocabulary", "whole")
+PLAN = (MODEL, "--mesh", "pipeline=2", *QUICK)
+
+
+def test_a_plan_is_printed_and_nothing_else_is_on_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", *PLAN]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("GPT on 2 x cpu\n")
+    assert "printed by the factory" not in out
+    assert err == "printed by the factory\n"
+
+
+def test_json_for_scripts_has_plan_and_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *PLAN, "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = pc.Plan.from_json(json.dumps(document["plan"]))
+    report = pc.Report.from_json(json.dumps(document["report"]))
+    assert (plan.schedule, plan.microbatches, report.choices.schedule) == ("1f1b", 2, "1f1b")
+
+
+def test_files_are_written_and_named_on_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, trace, plan = tmp_path / "r.html", tmp_path / "t.json", tmp_path / "p.json"
+    files = ["--html", str(page), "--trace", str(trace), "--json", str(plan)]
+    assert run(["plan", *PLAN, *files]) == 0
+    err = capsys.readouterr().err
+    assert f"report: {page}\ntrace: {trace}\nplan: {plan}\n" in err
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert pc.Plan.from_json(plan.read_text()).schedule == "1f1b"
+    assert run(["plan", *PLAN, *files, "--quiet"]) == 0
+    assert "report:" not in capsys.readouterr().err
+
+
+def test_a_plan_is_reused_with_its_mesh_precision_and_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    typed = ["--precision", "fp64", "--optimizer", "sgd", "--recompute", "layers.*=yes"]
+    assert run(["plan", *PLAN, *typed, "--json", str(first)]) == 0
+    assert run(["plan", MODEL, "--plan", str(first), "--json", str(second)]) == 0
+    assert pc.Plan.from_json(first.read_text()) == pc.Plan.from_json(second.read_text())
+    capsys.readouterr()
+    assert run(["plan", MODEL, "--plan", str(first), "--schedule", "gpipe"]) == 1
+    assert "the plan has schedule '1f1b' (asked for: 'gpipe')" in capsys.readouterr().err
+
+
+def test_an_exported_folder_is_reported_compared_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, plan = tmp_path / "out", tmp_path / "a.json"
+    assert run(["plan", *PLAN, "--json", str(plan)]) == 0
+    report = capsys.readouterr().out
+    compiled = ["compile", f"{FILE}:make", "--plan", str(plan), "--export", str(folder)]
+    assert run(compiled) == 0
+    assert f"torchrun --nproc-per-node 2 {folder / 'main.py'}" in capsys.readouterr().out
+    assert (folder / "weights" / "stage_1.safetensors").is_file()
+    assert run(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == report
+    assert run(["diff", str(plan), str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "The plans are the same." in out
+    assert "time of a step" in out
+    assert run(["verify", MODEL, "--plan", str(folder), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_program_that_is_not_equal_to_the_model_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from parcompiler.verification import Errors, Verification
+
+    wrong = Errors("float32", 0.5, 0.0, 0.0, "head.weight", bitwise=False, limit=1e-5)
+    monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(wrong, None))
+    assert run(["verify", *PLAN]) == 1
+    assert "NOT EQUAL" in capsys.readouterr().out
+
+
+def test_two_plans_are_compared_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    assert run(["plan", *PLAN, "--stages", "2,2", "--json", str(one)]) == 0
+    assert run(["plan", *PLAN, "--stages", "1,3", "--recompute", "full", "--json", str(other)]) == 0
+    capsys.readouterr()
+    assert run(["diff", str(one), str(other)]) == 0
+    out = capsys.readouterr().out
+    assert "layers.0 moves from stage 0 to stage 1 (rank 0 -> 1)" in out
+    assert "now also embedding+positions, layers.0, layers.1, norm+head" in out
+    assert run(["diff", str(one), str(other), "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"stages", "recompute"} <= {change["field"] for change in data["changes"]}
+    assert data["before"]["predicted"]["seconds"] < data["after"]["predicted"]["seconds"]
+
+
+def test_help_is_there_without_torch() -> None:
+    script = (
+        "import sys; from parcompiler.cli import run; code = run(['plan', '--help']);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert found.endswith("0 False\n")
+    assert "parcompiler plan hf:config.json --mesh pipeline=4,tensor=2,data=2" in found
+
+
+def test_the_words_of_help_and_completion_are_those_on_offer() -> None:
+    assert set(SCHEDULES) == {"auto", "search", *KNOWN_SCHEDULES}
+    assert set(VOCABULARY) == {"auto", "whole", *METHODS}
+    assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
+    assert devices() == names()
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("parcompiler pl", "plan"),
+        ("parcompiler plan m.py:make --schedule zb-v", "zb-v"),
+        ("parcompiler plan m.py:make --device h2", "h200"),
+        ("parcompiler plan m.py:make --mesh pipeline=2,te", "pipeline=2,tensor="),
+    ],
+)
+def test_a_shell_completes_commands_and_values(typed: str, completed: str) -> None:
+    words = typed.split()
+    environment = {
+        **os.environ,
+        "_PARCOMPILER_COMPLETE": "bash_complete",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    command = [sys.executable, "-c", "from parcompiler.cli import main; main()"]
+    found = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    )
+    assert [line.partition(",")[2] for line in found.stdout.splitlines()] == [completed]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_of_this_command(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["completion", shell]) == 0
+    assert "_PARCOMPILER_COMPLETE" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    script = (
+        "import os, sys; from parcompiler.cli import run;"
+        "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1);"
+        "sys.exit(run(['completion', 'bash']))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")

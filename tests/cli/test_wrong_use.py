@@ -1,0 +1,241 @@
+"""Wrong use is said in one message, with exit code 2; faults of a plan with exit code 1."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.cli import run
+from parcompiler.plan import Shape, StageChoice
+
+MODEL = "tests.cli.models:make"
+FILE = str(Path(__file__).with_name("models.py"))
+MESH = ("--mesh", "pipeline=2")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code, and what is on standard error; nothing is on standard output."""
+    code = run(arguments)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Usage: parcompiler"),
+        (("calibrate",), "No such command 'calibrate'"),
+        (("plan",), "Missing argument 'MODEL'"),
+        (("plan", MODEL), "--mesh is missing"),
+        (("plan", MODEL, "--mesh", "pipe=2"), "'pipe=2' names no axis: write pipeline=4,tensor=2"),
+        (("plan", MODEL, "--mesh", "pipeline=0"), "'pipeline=0' needs a positive integer"),
+        (("plan", MODEL, "--mesh", "data"), "'data' needs a positive integer: write data=2"),
+        (("plan", MODEL, "--mesh", "data=2,data=3"), "axis 'data' is given twice"),
+        (("plan", MODEL, *MESH, "--device", "h9"), "no device 'h9' in the catalogue (known: a100"),
+        (("plan", MODEL, *MESH, "--device", "no.json"), "cannot read no.json (No such file"),
+        (("plan", MODEL, *MESH, "--schedule", "fast"), "schedule must be one of 'auto', 'search'"),
+        (("plan", MODEL, *MESH, "--schedule", "no.csv"), "cannot read no.csv (No such file"),
+        (("plan", MODEL, *MESH, "--vocabulary", "no"), "vocabulary must be one of 'auto', 'whole'"),
+        (("plan", MODEL, *MESH, "--stages", "3,x"), "'3,x' is none of auto, even, or the number"),
+        (("plan", MODEL, *MESH, "--recompute", "some"), "'some' is none of auto, none, full, or"),
+        (("plan", MODEL, *MESH, "--shard", "head"), "'head' is no pin: write '*.ffn.up.weight=S"),
+        (("plan", MODEL, *MESH, "--shard", "head=Q"), "'Q' is no placement: write 'R'"),
+        (("plan", MODEL, *MESH, "--precision", "fp8"), "precision must be one of None, 'fp32'"),
+        (("plan", MODEL, *MESH, "--optimizer", "lion"), "optimizer must be one of 'adamw'"),
+        (("plan", MODEL, *MESH, "--microbatches", "0"), "0 is not in the range x>=1"),
+        (("plan", MODEL, *MESH, "--rows", "4"), "--rows is for hf: models"),
+        (("plan", MODEL, *MESH, "--html", "no/r.html"), "cannot write no/r.html: there is no fol"),
+        (("plan", MODEL, *MESH, "--trace", "tests"), "cannot write tests: it is a folder"),
+        (("compile", MODEL, *MESH), "Missing option '--export'"),
+        (("compile", MODEL, *MESH, "--export", FILE), "models.py: it is a file"),
+        (("compile", MODEL, *MESH, "--export", "tests"), "tests: it holds other things than an"),
+        (("report", "no"), "no is no exported program: it has no plan.json"),
+        (("report", "tests"), "tests is no exported program: it has no plan.json"),
+        (("diff", "no.json", "no.json"), "cannot read no.json (No such file or directory)"),
+        (("diff", "tests", "tests"), "tests is no exported program"),
+        (("diff", "Makefile", "Makefile"), "Makefile: the plan is no JSON"),
+        (("completion", "dos"), "'dos' is not one of 'bash', 'zsh', 'fish'"),
+    ],
+)
+def test_wrong_use_is_named(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    code, err = said(capsys, *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("models", "'models' is no MODEL: write package.module:factory"),
+        ("c.json", "for a configuration of transformers write hf:c.json"),
+        (FILE, f"say which function makes it, as in {FILE}:make"),
+        ("no.py:make", "there is no file no.py"),
+        ("no.such:make", "no.such does not import (ModuleNotFoundError: No module named 'no')"),
+        (f"{FILE}:mak", "has no 'mak' (did you mean make?)"),
+        (f"{FILE}:zzzzzz", "has no 'zzzzzz' (it has: make, empty, failing, loose"),
+        (f"{FILE}:MODEL", "'MODEL'"),
+        (f"{FILE}:empty", "must return (model, inputs): what it returned is None"),
+        (f"{FILE}:loose", "or a tuple of positional ones: they are of type Tensor"),
+        (f"{FILE}:failing", "raised ValueError: no such size, at "),
+    ],
+)
+def test_a_model_that_is_none_is_named(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, err = said(capsys, "plan", model, *MESH)
+    assert code == 2
+    assert message in err
+
+
+def test_a_file_that_does_not_import_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import json\njson.nothing\n")
+    code, err = said(capsys, "plan", f"{path}:make", *MESH)
+    assert code == 2
+    assert f"{path} does not import (AttributeError: module 'json' has no attribute" in err
+    assert f"at {path}:2)" in err
+    path.write_text("def make(:\n")
+    code, err = said(capsys, "plan", f"{path}:make", *MESH)
+    assert code == 2
+    assert "SyntaxError: invalid syntax (broken.py, line 1)" in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o500)
+    for arguments in (("plan", "--json"), ("compile", "--export")):
+        command, option = arguments
+        code, err = said(capsys, command, MODEL, *MESH, option, str(tmp_path / "x"))
+        assert code == 2
+        assert "permission" in err
+        assert "printed by the factory" not in err
+
+
+def test_without_permission_no_model_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    for command, option in (("plan", "--json"), ("compile", "--export")):
+        code, err = said(capsys, command, MODEL, *MESH, option, str(tmp_path / "x"))
+        assert code == 2
+        assert "no permission" in err
+        assert "printed by the factory" not in err
+
+
+def test_a_full_disk_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    quick = ("--microbatches", "2", "--schedule", "1f1b", "--vocabulary", "whole")
+    code, err = said(capsys, "plan", MODEL, *MESH, *quick, "--json", str(tmp_path / "x"))
+    assert code == 2
+    assert "(No space left on device)" in err
+
+
+def edited(**fields: Any) -> str:
+    """A plan of no model, with fields changed by hand."""
+    stages = (StageChoice(("a", "b"), 0), StageChoice(("c",), 1))
+    plan = pc.Plan("GPT", "0f", Shape(pipeline=2), 8, schedule="1f1b", granularity=1, stages=stages)
+    return json.dumps(json.loads(plan.to_json()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (edited(microbatches="8"), 'plan.microbatches must be an integer ("8" found)'),
+        (edited(microbatches=0), "plan.microbatches must be at least 1 (0 found)"),
+        (edited(mesh={"pipeline": -2}), "plan.mesh.pipeline must be at least 1 (-2 found)"),
+        (edited(shedule="1f1b"), "plan has an unknown field 'shedule' (known:"),
+        (
+            edited(stages=[{"blocks": ["a"], "rank": 2}]),
+            "plan.stages[0].rank must be from 0 to 1, as mesh.pipeline says (2 found)",
+        ),
+        (
+            edited(stages=[{"blocks": ["a"], "rank": 0}, {"blocks": ["a"], "rank": 1}]),
+            "plan.stages[1].blocks names 'a', which stands in the stages already",
+        ),
+        (edited(stages=[{"blocks": [], "rank": 0}]), "plan.stages[0].blocks must name at least"),
+        (edited(predicted={"seconds": "soon"}), "predicted"),
+        ("[" * 100_000, "nests too deeply"),
+        ("{", "the plan is no JSON: Expecting property name"),
+        ("7", "plan must be an object (7 found)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["diff", "plan"])
+def test_a_plan_edited_into_nonsense_is_named_with_its_field(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    arguments = (str(path), str(path)) if command == "diff" else (MODEL, "--plan", str(path))
+    code, err = said(capsys, command, *arguments)
+    assert code == 2
+    assert str(path) in err
+    assert message in err
+
+
+def test_a_damaged_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(edited())
+    code, err = said(capsys, "report", str(tmp_path))
+    assert code == 2
+    assert f"cannot read {tmp_path / 'report.json'}" in err
+    (tmp_path / "report.json").write_text("{}")
+    code, err = said(capsys, "report", str(tmp_path))
+    assert code == 2
+    assert "report lacks the field" in err
+
+
+def test_what_cannot_be_captured_or_planned_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, err = said(capsys, "plan", "tests.cli.models:unruly", *MESH)
+    assert code == 1
+    assert err.startswith("error: ")
+    code, err = said(capsys, "plan", MODEL, "--mesh", "pipeline=40", "--schedule", "1f1b")
+    assert code == 1
+    assert "more stages than blocks" in err
+
+
+def test_an_unexpected_error_is_one_message_and_a_traceback_with_debug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: object, **_options: object) -> None:
+        message = "x"
+        raise KeyError(message)
+
+    monkeypatch.setattr("parcompiler.compiler.compile", broken)
+    code, err = said(capsys, "plan", MODEL, *MESH)
+    assert code == 1
+    assert "error: KeyError: 'x'" in err
+    assert run(["plan", MODEL, *MESH, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parcompiler.compiler.compile", interrupted)
+    code, err = said(capsys, "plan", MODEL, *MESH)
+    assert code == 130
+    assert err.endswith("interrupted\n")

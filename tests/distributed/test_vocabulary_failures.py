@@ -1,0 +1,107 @@
+"""With the vocabulary on all ranks, too, all stop within seconds and say which failed and why."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parcompiler as pc
+from tests import zoo
+from tests.distributed import failing_vocabulary
+from tests.distributed.torchrun import torchrun
+
+SCRIPT = Path(failing_vocabulary.__file__)
+LAST = zoo.VOCABULARY - 1
+RANGE = f"must be from 0 to {LAST}"
+LABEL = f"InputError: the labels of 'head.weight' {RANGE} or -100, which is ignored"
+WORD = f"InputError: the words that 'embedding.weight' is asked for {RANGE}"
+BEFORE = "failed before the first instruction: "
+EVERYWHERE = ""  # all ranks fail by themselves
+
+# For each way to fail: what the rank that failed says, and what the other one says.
+WAYS = {
+    "label too large on rank 1": (
+        f"{LABEL} ({LAST + 1} given)",
+        f"because rank 1 {BEFORE}{LABEL}",
+    ),
+    "negative label on all ranks": (f"{LABEL} (-1 given)", EVERYWHERE),
+    "word too large on rank 0": (f"{WORD} ({LAST + 6} given)", f"because rank 0 {BEFORE}{WORD}"),
+    "negative word on all ranks": (f"{WORD} (-100 given)", EVERYWHERE),
+    "label too large in an evaluation on rank 0": (
+        f"{LABEL} ({LAST + 1} given)",
+        f"because rank 0 {BEFORE}{LABEL}",
+    ),
+    "exception in an exchange on rank 1": (
+        "rank 1 failed at 'EXCHANGE statistics mb 0': ValueError: boom",
+        "because rank 1 failed at 'EXCHANGE statistics mb 0': ValueError: boom",
+    ),
+    "exception in a broadcast on rank 0": (
+        "rank 0 failed at 'BROADCAST norm mb 0 from 1': ValueError: boom",
+        "because rank 0 failed at 'BROADCAST norm mb 0 from 1': ValueError: boom",
+    ),
+    "connections closed in an exchange on rank 1": (
+        "rank 1 failed at 'EXCHANGE statistics mb 0'",
+        "LaunchError: rank 0",
+    ),
+}
+Raised = dict[str, list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of two ranks."""
+    model, inputs = zoo.build("gpt")
+    program = pc.compile(
+        model, pc.Mesh(pipeline=2), inputs, microbatches=2, schedule="1f1b", vocabulary="vocab-2"
+    )
+    return program.export(tmp_path_factory.mktemp("failing") / "out")
+
+
+@pytest.fixture(scope="module")
+def raised(folder: Path) -> Raised:
+    """What each rank raised, for each way to fail."""
+    text = torchrun(2, SCRIPT, str(folder), *WAYS)
+    found: Raised = {way: [] for way in WAYS}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            answer = json.loads(line)
+            found[answer["way"]].append(answer)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_stop_and_name_the_cause(way: str, raised: Raised) -> None:
+    own, others = WAYS[way]
+    texts = [answer["raised"] for answer in raised[way]]
+    assert len(texts) == 2
+    assert all(float(answer["s"]) < 20 for answer in raised[way])
+    saying = [own in text for text in texts]
+    assert all(saying) if others == EVERYWHERE else any(saying), texts
+    assert any(others in text for text in texts), texts
+
+
+def test_a_rank_that_dies_in_a_collective_is_missed_within_seconds(folder: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    given = {
+        **os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(SCRIPT.parents[2]),
+    }  # fmt: skip
+    command = [sys.executable, str(SCRIPT), str(folder), "kill"]
+    ranks = [
+        subprocess.Popen(
+            command, env={**given, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said, nothing = (rank.communicate(timeout=100)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 9]
+    assert nothing == ""
+    seconds, _, text = said.partition(" s ")
+    assert float(seconds) < 20
+    assert text.startswith("rank 0 lost its connection"), text

@@ -1,0 +1,113 @@
+"""Stage 0 of 2 of GPT: positions, layers.0, layers.1.
+
+embedding → layers_1
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parcompiler import runtime
+
+DEVICE = runtime.rank_device("cpu")
+
+
+class Positions(runtime.Block):
+    """positions, from model.py:107."""
+
+    names = {
+        "positions_weight": "positions.weight",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions_weight = nn.Parameter(torch.empty(12, 16, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(12, device=DEVICE)
+        positions = F.embedding(positions, self.positions_weight)
+        x = x + positions
+        return x
+
+
+class Layer(runtime.Block):
+    """layers.0, layers.1, from model.py:62."""
+
+    names = {
+        "attention_norm_weight": ".attention_norm.weight",
+        "attention_norm_bias": ".attention_norm.bias",
+        "attention_qkv_weight": ".attention.qkv.weight",
+        "attention_qkv_bias": ".attention.qkv.bias",
+        "attention_out_weight": ".attention.out.weight",
+        "attention_out_bias": ".attention.out.bias",
+        "ffn_norm_weight": ".ffn_norm.weight",
+        "ffn_norm_bias": ".ffn_norm.bias",
+        "ffn_up_weight": ".ffn.up.weight",
+        "ffn_up_bias": ".ffn.up.bias",
+        "ffn_down_weight": ".ffn.down.weight",
+        "ffn_down_bias": ".ffn.down.bias",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.attention_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.attention_qkv_weight = nn.Parameter(torch.empty(48, 16, dtype=torch.float32))
+        self.attention_qkv_bias = nn.Parameter(torch.empty(48, dtype=torch.float32))
+        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
+        self.attention_out_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.ffn_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
+        self.ffn_up_bias = nn.Parameter(torch.empty(64, dtype=torch.float32))
+        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
+        self.ffn_down_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention_norm = F.layer_norm(
+            x, (16,), self.attention_norm_weight, self.attention_norm_bias, 1e-05
+        )
+
+        # attention
+        qkv = F.linear(attention_norm, self.attention_qkv_weight, self.attention_qkv_bias)
+        qkv = qkv.view(2, 12, 2, 24)
+        qkv = qkv.transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2)
+        y = y.reshape(2, 12, 16)
+        out = F.linear(y, self.attention_out_weight, self.attention_out_bias)
+
+        x = x + out
+        ffn_norm = F.layer_norm(x, (16,), self.ffn_norm_weight, self.ffn_norm_bias, 1e-05)
+
+        # ffn
+        up = F.linear(ffn_norm, self.ffn_up_weight, self.ffn_up_bias)
+        gelu = F.gelu(up, approximate="tanh")
+        down = F.linear(gelu, self.ffn_down_weight, self.ffn_down_bias)
+
+        x = x + down
+        return x
+
+
+class Stage0(runtime.Stage):
+    """Stage 0 of 2 of GPT: positions, layers.0, layers.1."""
+
+    receives = ("embedding",)
+    gives = ("layers_1",)
+    scopes = {
+        "positions": "",
+        "layers.0": "layers.0",
+        "layers.1": "layers.1",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        x = self.positions(embedding)
+        for layer in self.layers:
+            x = layer(x)
+        return x

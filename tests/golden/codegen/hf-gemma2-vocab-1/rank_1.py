@@ -1,0 +1,153 @@
+"""Rank 1 of 2: stage 1 of Gemma2ForCausalLM, with rows 48 to 95 of a vocabulary of 96.
+
+Started by `torchrun --nproc-per-node 2 main.py` as the process with RANK=1.
+"""
+
+from pathlib import Path
+
+import torch
+
+from parcompiler.runtime import Input, RankProgram, Value, Worker, run, stored
+
+from stage_1 import Stage1
+from vocabulary import Vocabulary
+
+# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+INPUTS = {
+    "input_ids": Input("input_ids", (2, 12), torch.int64, high=96),
+    "labels": Input("labels", (2, 12), torch.int64, high=96),
+}
+
+# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+VALUES = {
+    "embed_tokens": Value((2, 12, 16), torch.float32),
+    "layers_1": Value((2, 12, 16), torch.float32),
+    "norm": Value((24, 16), torch.float32),
+}
+
+# Tensors that all ranks of a pipeline hold rows of: how many there are on the whole.
+ROWS = {
+    "model.embed_tokens.weight": 96,
+}
+
+# Further names of tied tensors.
+ALIASES = {
+    "lm_head.weight": "model.embed_tokens.weight",
+}
+
+# One training step. A receive is only posted where it stands; its first use waits for it.
+INSTRUCTIONS = """
+EMBED           embed_tokens       mb 0
+REDUCE          embed_tokens       mb 0  to 0
+EMBED           embed_tokens       mb 1
+REDUCE          embed_tokens       mb 1  to 0
+EMBED           embed_tokens       mb 2
+REDUCE          embed_tokens       mb 2  to 0
+RECV            layers_1           mb 0  from 0
+RECV            layers_1           mb 1  from 0
+FORWARD         stage 1            mb 0
+BROADCAST       norm               mb 0  from 1
+EMBED           embed_tokens       mb 3
+REDUCE          embed_tokens       mb 3  to 0
+S                                  mb 0
+EXCHANGE        statistics         mb 0
+RECV            layers_1           mb 2  from 0
+FORWARD         stage 1            mb 1
+BROADCAST       norm               mb 1  from 1
+T                                  mb 0
+REDUCE          norm.grad          mb 0  to 1
+S                                  mb 1
+EXCHANGE        statistics         mb 1
+RECV            layers_1           mb 3  from 0
+FORWARD         stage 1            mb 2
+BROADCAST       norm               mb 2  from 1
+BACKWARD        stage 1            mb 0
+SEND            layers_1.grad      mb 0  to 0
+T                                  mb 1
+REDUCE          norm.grad          mb 1  to 1
+S                                  mb 2
+EXCHANGE        statistics         mb 2
+FORWARD         stage 1            mb 3
+BROADCAST       norm               mb 3  from 1
+BACKWARD        stage 1            mb 1
+SEND            layers_1.grad      mb 1  to 0
+T                                  mb 2
+REDUCE          norm.grad          mb 2  to 1
+S                                  mb 3
+EXCHANGE        statistics         mb 3
+BROADCAST       embed_tokens.grad  mb 0  from 0
+BACKWARD        stage 1            mb 2
+SEND            layers_1.grad      mb 2  to 0
+T                                  mb 3
+REDUCE          norm.grad          mb 3  to 1
+EMBED_BACKWARD  embed_tokens       mb 0
+BACKWARD        stage 1            mb 3
+SEND            layers_1.grad      mb 3  to 0
+BROADCAST       embed_tokens.grad  mb 1  from 0
+BROADCAST       embed_tokens.grad  mb 2  from 0
+BROADCAST       embed_tokens.grad  mb 3  from 0
+EMBED_BACKWARD  embed_tokens       mb 1
+EMBED_BACKWARD  embed_tokens       mb 2
+EMBED_BACKWARD  embed_tokens       mb 3
+SHARE_LOSS from 1
+"""
+
+# One evaluation: forwards only.
+EVALUATION = """
+EMBED      embed_tokens  mb 0
+REDUCE     embed_tokens  mb 0  to 0
+EMBED      embed_tokens  mb 1
+REDUCE     embed_tokens  mb 1  to 0
+EMBED      embed_tokens  mb 2
+REDUCE     embed_tokens  mb 2  to 0
+RECV       layers_1      mb 0  from 0
+RECV       layers_1      mb 1  from 0
+FORWARD    stage 1       mb 0
+BROADCAST  norm          mb 0  from 1
+EMBED      embed_tokens  mb 3
+REDUCE     embed_tokens  mb 3  to 0
+S                        mb 0
+EXCHANGE   statistics    mb 0
+RECV       layers_1      mb 2  from 0
+FORWARD    stage 1       mb 1
+BROADCAST  norm          mb 1  from 1
+S                        mb 1
+EXCHANGE   statistics    mb 1
+RECV       layers_1      mb 3  from 0
+FORWARD    stage 1       mb 2
+BROADCAST  norm          mb 2  from 1
+S                        mb 2
+EXCHANGE   statistics    mb 2
+FORWARD    stage 1       mb 3
+BROADCAST  norm          mb 3  from 1
+S                        mb 3
+EXCHANGE   statistics    mb 3
+SHARE_LOSS from 1
+"""
+
+PROGRAM = RankProgram.parsed(
+    rank=1,
+    size=2,
+    device="cpu",
+    microbatches=4,
+    digest="b153ff218c7463b",
+    loss=torch.float32,
+    inputs=INPUTS,
+    values=VALUES,
+    rows=ROWS,
+    aliases=ALIASES,
+    channels=((0, 1), (1, 0)),
+    stages=(1,),
+    instructions=INSTRUCTIONS,
+    evaluation=EVALUATION,
+)
+
+
+def worker() -> Worker:
+    """This rank, with the weights beside this file."""
+    weights = stored(Path(__file__).parent / "weights", PROGRAM)
+    return Worker(PROGRAM, {1: Stage1}, weights, vocabulary=Vocabulary)
+
+
+if __name__ == "__main__":
+    run(worker())

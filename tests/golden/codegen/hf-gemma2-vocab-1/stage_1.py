@@ -1,0 +1,247 @@
+"""Stage 1 of 2 of Gemma2ForCausalLM: model.layers.2, model.layers.3, norm.
+
+layers_1 → norm
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parcompiler import runtime
+
+DEVICE = runtime.rank_device("cpu")
+
+
+class Gemma2DecoderLayer(runtime.Block):
+    """model.layers.2, model.layers.3, from modeling_gemma2.py:307."""
+
+    names = {
+        "input_layernorm_weight": ".input_layernorm.weight",
+        "self_attn_q_proj_weight": ".self_attn.q_proj.weight",
+        "self_attn_k_proj_weight": ".self_attn.k_proj.weight",
+        "self_attn_v_proj_weight": ".self_attn.v_proj.weight",
+        "self_attn_o_proj_weight": ".self_attn.o_proj.weight",
+        "post_attention_layernorm_weight": ".post_attention_layernorm.weight",
+        "pre_feedforward_layernorm_weight": ".pre_feedforward_layernorm.weight",
+        "mlp_gate_proj_weight": ".mlp.gate_proj.weight",
+        "mlp_up_proj_weight": ".mlp.up_proj.weight",
+        "mlp_down_proj_weight": ".mlp.down_proj.weight",
+        "post_feedforward_layernorm_weight": ".post_feedforward_layernorm.weight",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.self_attn_q_proj_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
+        self.self_attn_k_proj_weight = nn.Parameter(torch.empty(8, 16, dtype=torch.float32))
+        self.self_attn_v_proj_weight = nn.Parameter(torch.empty(8, 16, dtype=torch.float32))
+        self.self_attn_o_proj_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
+        self.post_attention_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.pre_feedforward_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.mlp_gate_proj_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
+        self.mlp_up_proj_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
+        self.mlp_down_proj_weight = nn.Parameter(torch.empty(16, 32, dtype=torch.float32))
+        self.post_feedforward_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, where_1: Tensor) -> Tensor:
+        # input_layernorm
+        power = hidden_states**2
+        mean = power.mean(-1, keepdim=True)
+        total = mean + 1e-06
+        rsqrt = torch.rsqrt(total)
+        output = hidden_states * rsqrt
+        total = self.input_layernorm_weight + 1.0
+        output = output * total
+        input_layernorm = output.type_as(hidden_states)
+
+        # self_attn
+        q_proj = F.linear(input_layernorm, self.self_attn_q_proj_weight)
+        query_states = q_proj.view(2, 12, -1, 4)
+        query_states = query_states.transpose(1, 2)
+        k_proj = F.linear(input_layernorm, self.self_attn_k_proj_weight)
+        key_states = k_proj.view(2, 12, -1, 4)
+        key_states = key_states.transpose(1, 2)
+        v_proj = F.linear(input_layernorm, self.self_attn_v_proj_weight)
+        value_states = v_proj.view(2, 12, -1, 4)
+        value_states = value_states.transpose(1, 2)
+        cos = cos.unsqueeze(1)
+        sin = sin.unsqueeze(1)
+        product = query_states * cos
+        part = query_states[..., :2]
+        part_2 = query_states[..., 2:]
+        negative = -part_2
+        joined = torch.cat([negative, part], dim=-1)
+        product_2 = joined * sin
+        query_states = product + product_2
+        product = key_states * cos
+        part = key_states[..., :2]
+        part_2 = key_states[..., 2:]
+        negative = -part_2
+        joined = torch.cat([negative, part], dim=-1)
+        product_2 = joined * sin
+        key_states = product + product_2
+        key_states = key_states.unsqueeze(2)
+        key_states = key_states.expand(2, 2, 2, 12, 4)
+        key_states = key_states.reshape(2, 4, 12, 4)
+        value_states = value_states.unsqueeze(2)
+        value_states = value_states.expand(2, 2, 2, 12, 4)
+        value_states = value_states.reshape(2, 4, 12, 4)
+        key_states = key_states.transpose(2, 3)
+        matmul = query_states @ key_states
+        product = matmul * 0.0625
+        ratio = product / 50.0
+        tanh = torch.tanh(ratio)
+        product = tanh * 50.0
+        total = product + where_1
+        softmax = F.softmax(total, dim=-1, dtype=torch.float32)
+        matmul = softmax @ value_states
+        matmul = matmul.transpose(1, 2)
+        matmul = matmul.contiguous()
+        attn_output = matmul.reshape(2, 12, -1)
+        attn_output = F.linear(attn_output, self.self_attn_o_proj_weight)
+
+        # post_attention_layernorm
+        power = attn_output**2
+        mean = power.mean(-1, keepdim=True)
+        total = mean + 1e-06
+        rsqrt = torch.rsqrt(total)
+        output = attn_output * rsqrt
+        total = self.post_attention_layernorm_weight + 1.0
+        output = output * total
+        post_attention_layernorm = output.type_as(attn_output)
+
+        hidden_states = hidden_states + post_attention_layernorm
+
+        # pre_feedforward_layernorm
+        power = hidden_states**2
+        mean = power.mean(-1, keepdim=True)
+        total = mean + 1e-06
+        rsqrt = torch.rsqrt(total)
+        output = hidden_states * rsqrt
+        total = self.pre_feedforward_layernorm_weight + 1.0
+        output = output * total
+        pre_feedforward_layernorm = output.type_as(hidden_states)
+
+        # mlp
+        gate_proj = F.linear(pre_feedforward_layernorm, self.mlp_gate_proj_weight)
+
+        # mlp.act_fn
+        act_fn = F.gelu(gate_proj, approximate="tanh")
+
+        # mlp
+        up_proj = F.linear(pre_feedforward_layernorm, self.mlp_up_proj_weight)
+        down_proj = act_fn * up_proj
+        down_proj = F.linear(down_proj, self.mlp_down_proj_weight)
+
+        # post_feedforward_layernorm
+        power = down_proj**2
+        mean = power.mean(-1, keepdim=True)
+        total = mean + 1e-06
+        rsqrt = torch.rsqrt(total)
+        output = down_proj * rsqrt
+        total = self.post_feedforward_layernorm_weight + 1.0
+        output = output * total
+        post_feedforward_layernorm = output.type_as(down_proj)
+
+        hidden_states = hidden_states + post_feedforward_layernorm
+        return hidden_states
+
+
+class Norm(runtime.Block):
+    """norm, from modeling_gemma2.py:58."""
+
+    names = {
+        "model_norm_weight": "model.norm.weight",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # model.norm
+        power = hidden_states**2
+        mean = power.mean(-1, keepdim=True)
+        total = mean + 1e-06
+        rsqrt = torch.rsqrt(total)
+        output = hidden_states * rsqrt
+        total = self.model_norm_weight + 1.0
+        output = output * total
+        hidden_states = output.type_as(hidden_states)
+
+        hidden_states = hidden_states.reshape(24, -1)
+        return hidden_states
+
+
+class Stage1(runtime.Stage):
+    """Stage 1 of 2 of Gemma2ForCausalLM: model.layers.2, model.layers.3, norm."""
+
+    receives = ("layers_1",)
+    gives = ("norm",)
+    scopes = {
+        "layers_2": "model.layers.2",
+        "layers_3": "model.layers.3",
+        "norm": "",
+    }
+
+    names = {
+        "model_rotary_emb_inv_freq": "model.rotary_emb.inv_freq",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("model_rotary_emb_inv_freq", torch.empty(2, dtype=torch.float32))
+        self.layers_2 = Gemma2DecoderLayer()
+        self.layers_3 = Gemma2DecoderLayer()
+        self.norm = Norm()
+
+    def forward(self, layers_1: Tensor) -> Tensor:
+        # Computed here, not received: no parameters, no gradient.
+        position_ids = torch.arange(12, device=DEVICE)
+        position_ids = position_ids.unsqueeze(0)
+        expand = position_ids.expand(2, -1)
+        part = expand[:, :1]
+        difference = part - 1
+        diff = torch.diff(expand, prepend=difference)
+        differs = diff != 1
+        cumsum = torch.cumsum(differs, dim=-1)
+        arange = torch.arange(2, device=DEVICE)
+        arange = arange.unsqueeze(1)
+        arange = arange.unsqueeze(2)
+        arange = arange.unsqueeze(3)
+        unsqueeze = position_ids.unsqueeze(1)
+        unsqueeze_2 = unsqueeze.unsqueeze(3)
+        unsqueeze = unsqueeze.unsqueeze(2)
+        new_ones = unsqueeze_2.new_ones((), dtype=torch.bool)
+        picked = cumsum[arange, unsqueeze_2]
+        picked_2 = cumsum[arange, unsqueeze]
+        equal = picked == picked_2
+        both = new_ones & equal
+        picked = expand[arange, unsqueeze_2]
+        picked_2 = expand[arange, unsqueeze]
+        at_most = picked_2 <= picked
+        both_2 = both & at_most
+        both_2 = both_2.expand(2, -1, 12, 12)
+        zeros = torch.zeros((), dtype=torch.float32, device=DEVICE)
+        where = torch.where(both_2, zeros, -3.4028234663852886e38)
+        new_ones = picked.new_ones((), dtype=torch.bool)
+        difference = picked - 4096
+        above = picked_2 > difference
+        both_2 = new_ones & above
+        both_2 = both_2 & at_most
+        both = both & both_2
+        both = both.expand(2, -1, 12, 12)
+        where_1 = torch.where(both, zeros, -3.4028234663852886e38)
+        position_ids = position_ids.unsqueeze(2)
+        freqs = position_ids.to(torch.float32)
+        freqs = freqs * self.model_rotary_emb_inv_freq
+        emb = torch.cat([freqs, freqs], dim=-1)
+        cos = torch.cos(emb)
+        cos = cos * 1.0
+        sin = torch.sin(emb)
+        sin = sin * 1.0
+
+        hidden_states = self.layers_2(layers_1, cos, sin, where_1)
+        hidden_states = self.layers_3(hidden_states, cos, sin, where)
+        norm = self.norm(hidden_states)
+        return norm

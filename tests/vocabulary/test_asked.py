@@ -1,0 +1,164 @@
+"""A way with the vocabulary that was asked for: done, or kept whole with the reason, or refused."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parcompiler as pc
+from tests import zoo
+
+Loss = Callable[..., torch.Tensor]
+TOKENS = torch.randint(3, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+class Layers(nn.Module):
+    """No words at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+class Words(nn.Module):
+    """A small language model; `loss` says what becomes of its logits."""
+
+    def __init__(self, loss: Loss = F.cross_entropy, words: int = 40) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.table = nn.Embedding(words, 8)
+        self.head = nn.Linear(8, words, bias=False)
+        self.loss = loss
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.through(self.table(x))).flatten(0, 1)
+        return self.loss(logits, y.flatten())
+
+
+def with_z_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def focal(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    own = F.log_softmax(logits, -1).gather(1, y.unsqueeze(1)).squeeze(1)
+    return (-((1 - own.exp()) ** 2) * own).mean()
+
+
+class Twice(Words):
+    """Reads its head a second time."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = self.head(self.through(self.table(x)))
+        again = self.head(self.through(first.softmax(-1) @ self.head.weight))
+        return F.cross_entropy(again.flatten(0, 1), y.flatten())
+
+
+def compiled(model: nn.Module, ranks: int = 2, **options: Any) -> pc.Program:
+    inputs = {"x": TOKENS, "y": TOKENS} if isinstance(model, Words) else {"x": torch.ones(2, 8)}
+    given = {"vocabulary": "vocab-2", "microbatches": 3, **options}
+    return pc.compile(model, pc.Mesh(pipeline=ranks), inputs, **given)
+
+
+WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "no words": (Layers, "Layers: it looks up no words of the batch and has no head with"),
+    "two terms": (lambda: Words(with_z_loss), "head.weight: the loss has other terms besides"),
+    "focal": (lambda: Words(focal), "head.weight: a loss that needs whole logits (mul)"),
+    "twice": (Twice, "head.weight: its weight is also read by"),
+    "few words": (
+        lambda: Words(words=3),
+        "head.weight: V (3) is smaller than the number of ranks (4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_on_all_ranks_stays_whole_and_plan_and_report_say_why(name: str) -> None:
+    make, reason = WHOLE[name]
+    program = compiled(make(), ranks=4 if name == "few words" else 2)
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert choice.head is None
+    assert any(line.startswith(reason) for line in choice.kept), choice.kept
+    text = " ".join(str(program.report()).split())
+    assert reason.partition(": ")[2] in text
+    again = pc.compile(
+        program, pc.Mesh(pipeline=program.plan.mesh.pipeline), vocabulary="vocab-2",
+        plan=program.plan, microbatches=3,
+    )  # fmt: skip
+    assert again.plan.vocabulary == choice
+
+
+@pytest.mark.parametrize("words", [4, 5])
+def test_ranks_may_be_left_without_a_row(words: int) -> None:
+    found = compiled(Words(words=words), ranks=4).verify()
+    assert found.ok, str(found)
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+def test_the_classes_of_a_picture_are_a_head_when_that_is_asked_for() -> None:
+    model, inputs = zoo.build("resnet")
+    program = pc.compile(
+        model, pc.Mesh(pipeline=2), inputs, microbatches=3, schedule="1f1b", vocabulary="vocab-2"
+    )
+    assert program.plan.vocabulary is not None
+    assert program.plan.vocabulary.head == "head.weight"
+    found = program.verify()
+    assert found.ok, str(found)
+    undecided = pc.compile(program, pc.Mesh(pipeline=2), microbatches=3)
+    assert undecided.plan.vocabulary is not None
+    assert undecided.plan.vocabulary.method == "whole"
+
+
+def test_a_way_that_there_is_not_is_refused() -> None:
+    with pytest.raises(pc.InputError, match=r"vocabulary must be one of 'auto', .*'bogus' given"):
+        compiled(Words(), vocabulary="bogus")
+
+
+def test_pipedream_cannot_have_it_on_all_ranks() -> None:
+    with pytest.raises(pc.InputError, match=r"cannot be spread under 'pipedream', .* synchronous"):
+        compiled(Words(), schedule="pipedream")
+
+
+@cache
+def program() -> pc.Program:
+    return compiled(Words(), schedule="1f1b")
+
+
+EDITS = {
+    '"table.weight"': ('"tables.weight"', "layer 'tables.weight' cannot be spread .*no lookup or"),
+    '"head": "head.weight"': ('"head": "layers.0.weight"', "layer 'layers.0.weight' cannot be"),
+    '"head": "head': ('"head": 3, "_": "head', "plan.vocabulary"),
+    '"method": "vocab-2"': ('"method": "vocab-9"', r"vocabulary 'vocab-9' \(known: whole, naive"),
+}
+
+
+@pytest.mark.parametrize("found", EDITS)
+def test_a_plan_edited_into_nonsense_is_refused(found: str) -> None:
+    wanted, message = EDITS[found]
+    text = program().plan.to_json()
+    assert text.count(found) == 1
+    with pytest.raises(pc.ParcompilerError, match=message):
+        plan = pc.Plan.from_json(text.replace(found, wanted))
+        pc.compile(program(), pc.Mesh(pipeline=2), plan=plan)
+
+
+def test_another_method_in_a_plan_is_taken() -> None:
+    text = program().plan.to_json().replace('"vocab-2"', '"vocab-1"')
+    plan = pc.Plan.from_json(text)
+    again = pc.compile(program(), pc.Mesh(pipeline=2), plan=plan)
+    assert "T mb 0" in str(again.instructions(0))
+    assert again.instructions(0) != program().instructions(0)
