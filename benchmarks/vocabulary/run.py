@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps of each method")
     options = parser.parse_args()
     names = "vocabulary", "method", "wall (s)", "CPU (s)", "wall, of whole", "CPU, of whole"
-    names += "wall, of balance", "CPU, of balance", "parameters, largest rank over mean"
+    names += "wall, of balance", "CPU, of one process", "parameters, largest rank over mean"
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for size in options.vocabularies:
         for row in _rows(options, size):
