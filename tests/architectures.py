@@ -45,12 +45,6 @@ CHOSEN = {
     "led": "branches on masks that are constants",
     "phimoe": "a custom autograd Function, experts, noise",
 }
-# Experts multiplied in groups have no float64 kernel: these are compared in float32 alone.
-SINGLE = {
-    "ariatext", "deepseek-v2", "deepseek-v3", "dots1", "flexolmo", "glm4-moe", "gpt-oss",
-    "granite-hybrid", "granitemoe", "granitemoeshared", "jamba", "lfm2-moe", "minimax",
-    "olmoe", "phimoe", "qwen2-moe", "qwen3-moe", "qwen3-next", "zaya",
-}  # fmt: skip
 
 
 def spoken() -> dict[str, torch.Tensor]:

@@ -37,6 +37,10 @@ def two_numbers(x: torch.Tensor) -> torch.Tensor:
     return x * torch.where(torch.arange(WIDTH) > 2, 0.5, 2.0)
 
 
+def mask_and_number(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.add(0.3333, torch.arange(WIDTH) > 2, alpha=0.6667)
+
+
 def constants(x: torch.Tensor) -> torch.Tensor:
     return x * torch.tensor(0.1) + torch.tensor([0.3] * WIDTH, dtype=x.dtype)
 
@@ -61,8 +65,12 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "step", [inner_float, integer_division, two_numbers, constants, turned, limits, autocast]
-)
+    "step",
+    [
+        inner_float, integer_division, two_numbers, mask_and_number, constants, turned, limits,
+        autocast,
+    ],
+)  # fmt: skip
 def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
     model, x = Wrapped(step), rows(WIDTH)
     graph = simplify(lift(capture(model, {"x": x}), torch.float64))

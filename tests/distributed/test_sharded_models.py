@@ -91,10 +91,8 @@ def proved(name: str, mesh: Mesh, device: Any = CHEAP, **options: Any) -> pc.Pro
     )
     found = program.verify()
     assert found.ok, str(found)
-    if found.lifted is None:
-        assert name in architectures.SINGLE, found.note
-    else:
-        assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+    assert found.lifted is not None, found.note
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
     return program
 
 
