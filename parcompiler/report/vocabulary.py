@@ -11,7 +11,7 @@ from parcompiler.lower import Lowered
 from parcompiler.plan import Plan
 from parcompiler.report import data
 from parcompiler.report.table import Column, Table, table, words
-from parcompiler.report.units import BYTES, COUNT, NOTHING, SECONDS, column, ratio
+from parcompiler.report.units import BYTES, NOTHING, SECONDS, column, ratio
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def tables(report: Report) -> Table:
 def _shared(found: data.Vocabulary) -> Iterator[tuple[str, ...]]:
     """A row for each table in pieces."""
     for item in found.tables:
-        counts = column([item.size, item.width, item.own], COUNT)
+        counts = (f"{count:,}" for count in (item.size, item.width, item.own))
         yield item.name, " and ".join(item.uses), *counts, ""
 
 
