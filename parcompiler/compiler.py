@@ -274,7 +274,8 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
     found = [name for choice in plan.stages for name in choice.blocks]
     for name in sorted(set(wanted) ^ set(found)) or _repeated(found):
         verb = "lacks" if name in wanted and name not in found else "misplaces"
-        message = f"the plan {verb} block {name!r} (blocks: {', '.join(wanted)})"
+        given = f" with vocabulary {plan.vocabulary.method!r}" if plan.vocabulary else ""
+        message = f"the plan {verb} block {name!r} (blocks{given}: {', '.join(wanted)})"
         raise PlanError(message)
     ranks = tuple(choice.rank for choice in plan.stages)
     if ranks != planned(plan).placement:

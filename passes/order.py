@@ -1,20 +1,31 @@
-"""The order of compute that schedule="search" asks for: searched for the stages as they are."""
+"""The order of compute that schedule="search" asks for: searched for the stages as they are.
+
+Where all ranks share the vocabulary the order of the stages alone is searched, in the memory that
+is left beside the vocabulary and the activations that it keeps longer, and its passes are put in as
+into any schedule. The order found is taken where the whole step is shorter by it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.estimate import costs, messages
-from parcompiler.passes.search import EFFORT, search
+from parcompiler.passes.estimate import costs, estimate, messages
+from parcompiler.passes.search import EFFORT, Found, search
+from parcompiler.passes.spread import vocabulary_cost
+from parcompiler.passes.stage import ideal
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.vocabulary import intervals
+from parcompiler.schedules.vocabulary_cost import VocabularyCost
+from parcompiler.solver import relative_gap
 
 
 @dataclass(frozen=True)
@@ -28,21 +39,50 @@ class OrderPass(Pass):
         """The shortest order found, never longer than a named schedule with these stages."""
         if plan.schedule != "search":
             return plan
-        limits = [float(problem.device.memory)] * plan.mesh.pipeline
-        found = search(
-            tuple(_named(plan)), costs(problem, plan), messages(problem, plan), limits, self.effort
-        )
+        spread = vocabulary_cost(problem, plan)
+        if spread is not None:
+            return self._beside(problem, plan, spread)
+        found = self._found(problem, plan, [float(problem.device.memory)] * plan.mesh.pipeline)
         return dataclasses.replace(
             plan,
             orders=found.schedule.cells(),
             search=Solution(found.status, found.step_time, found.bound, found.gap),
         )
 
+    def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> Found:
+        """The best order of the stages in this memory."""
+        named = tuple(_named(plan))
+        return search(named, costs(problem, plan), messages(problem, plan), limits, self.effort)
+
+    def _beside(self, problem: Problem, plan: Plan, spread: VocabularyCost) -> Plan:
+        """The best of the order that was given and of one found for the stages alone."""
+        tried = [plan]
+        with suppress(InfeasibleError):
+            found = self._found(problem, plan, list(_left(problem, plan, spread)))
+            tried.append(dataclasses.replace(plan, orders=found.schedule.cells()))
+        steps = [estimate(problem, item) for item in tried]
+        memory = problem.device.memory
+        fitting = [k for k, step in enumerate(steps) if max(step.peak_memory) <= memory]
+        best = min(fitting, key=lambda k: steps[k].step_time, default=0)
+        seconds, bound = steps[best].step_time, ideal(problem, plan)
+        gap = relative_gap(seconds, bound)
+        return dataclasses.replace(tried[best], search=Solution("feasible", seconds, bound, gap))
+
+
+def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
+    """The bytes of each rank for stages whose backwards come later by the method's intervals."""
+    schedule, found = trunk(plan), costs(problem, plan)
+    more = intervals(spread.method, schedule.ranks)
+    for rank in range(schedule.ranks):
+        saved = sum(found[j].saved for j, at in enumerate(schedule.placement) if at == rank)
+        free = problem.device.memory - spread.resident - spread.saved - more * saved
+        yield float(max(1, free))
+
 
 def _named(plan: Plan) -> Iterator[Schedule]:
     """The schedules with the plan's stages, the one that it was divided for first."""
-    placement = planned(plan).placement
-    yield planned(plan)
+    placement = trunk(plan).placement
+    yield trunk(plan)
     for name in SCHEDULES:
         try:
             schedule = build(name, plan.mesh.pipeline, plan.microbatches, plan.virtual_stages)

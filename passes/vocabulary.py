@@ -28,6 +28,7 @@ from parcompiler.schedules import Schedule
 from parcompiler.vocabulary import Found, find
 
 CANDIDATES = ("whole", "vocab-2", "vocab-1")
+ALONE = "there is one pipeline rank (on tensor ranks, the sharding splits it)"
 NOTHING = "it looks up no words of the batch and has no head with a cross-entropy"
 
 
@@ -41,9 +42,10 @@ class VocabularyPass(Pass):
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """What was asked for, as far as there are such layers, or the fastest that fits."""
+        wanted = problem.options.vocabulary
         if plan.mesh.pipeline == 1:
-            return plan
-        wanted, spread = problem.options.vocabulary, _spread(problem)
+            return plan if wanted not in METHODS else _alone(problem, plan)
+        spread = _spread(problem)
         methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
         choices = list(_choices(methods, spread))
         if len(choices) == 1:
@@ -89,6 +91,12 @@ class VocabularyPass(Pass):
         for item in self.others:
             plan = item.run(local(problem, plan), plan)
         return plan
+
+
+def _alone(problem: Problem, plan: Plan) -> Plan:
+    """The plan that says why one pipeline rank does not do what was asked for."""
+    kept = (f"{problem.graph.name}: {ALONE}",)
+    return dataclasses.replace(plan, vocabulary=VocabularyChoice("whole", kept=kept))
 
 
 def _scheduled(plan: Plan, decided: Plan) -> Plan:

@@ -372,8 +372,8 @@ ON_RANKS = r"the plan has stages on ranks \(.*\); its schedule '1f1b' has them o
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (without_first, r"the plan lacks block 'embedding.*' \(blocks: "),
-        (with_first_twice, r"the plan misplaces block 'embedding.*' \(blocks: "),
+        (without_first, r"lacks block 'embedding.*' \(blocks with vocabulary 'whole': "),
+        (with_first_twice, r"misplaces block 'embedding.*' \(blocks with vocabulary 'whole'"),
         (with_a_stranger, r"the plan misplaces block 'layers.99'"),
         (on_wrong_ranks, ON_RANKS),
         (on_three_stages, ON_RANKS),

@@ -105,7 +105,7 @@ class Bucket:
 class SpreadLookup:
     """An embedding on all ranks: `value` is what it gives to `stage`, from `inputs` of the batch.
 
-    Other stages get the value from that one.
+    No other stage reads it: what several blocks use is a copy that `stage` makes.
     """
 
     value: str

@@ -27,12 +27,12 @@ def spread(division: Division, method: str) -> Spread | None:
 
 
 def _lookup(division: Division, item: Lookup) -> SpreadLookup:
-    """A lookup with the stage that uses it first."""
-    stages = [division.stage_of[user] for user in item.node.users if user in division.stage_of]
+    """A lookup with the stage that uses it: its users are in one block."""
+    (stage,) = {division.stage_of[user] for user in item.node.users if user in division.stage_of}
     return SpreadLookup(
         value=division.variables[item.node],
         lookup=item,
-        stage=min(stages),
+        stage=stage,
         inputs=tuple(_inputs(division, item.indices)),
     )
 

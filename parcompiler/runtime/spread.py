@@ -238,9 +238,11 @@ class Spread:
             gradient = held.x_gradients.pop(i)
             return lambda: gradient
         part, exchange = held.parts[i], held.exchanges[i]
+        product = part.product  # on a GPU it is read when `part` has let go of it
 
         def weighed() -> torch.Tensor:
             found, _ = self._told(part, exchange.wait())
+            assert product is part.product
             return head.input_gradient(self._own, part, found)
 
         return weighed

@@ -56,6 +56,11 @@ def spread(schedule: Schedule, method: str) -> Schedule:
     return replace(schedule, orders=tuple(tuple(order) for order in _orders(schedule, method)))
 
 
+def intervals(method: str, ranks: int) -> int:
+    """How many micro-batches later the backwards come."""
+    return INTERVALS.get(method, -(-ranks // 2))
+
+
 def is_spread(schedule: Schedule) -> bool:
     """Whether a schedule has actions of the vocabulary."""
     return any(action.kind in HEAD for order in schedule.orders for action in order)
@@ -68,7 +73,7 @@ def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
         if method in ("vocab-1", "vocab-2") and m >= ranks + INTERVALS[method]:
             return one_f_one_b(ranks, m, INTERVALS[method])
     alone = all(schedule.in_flight(j) <= 1 for j in range(len(schedule.placement)))
-    k = 0 if alone else INTERVALS.get(method, -(-ranks // 2))
+    k = 0 if alone else intervals(method, ranks)
     delayed = [
         list(delay(order, k * schedule.placement.count(r)))
         for r, order in enumerate(schedule.orders)

@@ -26,7 +26,7 @@ OFTEN = [
     ("t5", "vocab-2", "interleaved", 2, 4), ("bert", "vocab-1", "1f1b", 4, 6),
     ("hf-gpt2", "vocab-2", "v-half", 4, 9), ("gemma2", "vocab-1", "zb-h1", 2, 4),
     ("hf-bart", "vocab-2", "gpipe", 2, 2), ("hf-bert", "naive", "1f1b", 2, 5),
-    ("hf-mixtral", "vocab-2", "1f1b", 2, 3),
+    ("hf-mixtral", "vocab-2", "1f1b", 2, 3), ("gpt-dropout", "vocab-1", "search", 3, 4),
 ]  # fmt: skip
 MESHES = [(2, 2, 1), (2, 1, 2), (2, 2, 2), (1, 2, 1)]  # pipeline, tensor, data
 

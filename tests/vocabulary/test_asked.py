@@ -162,3 +162,28 @@ def test_another_method_in_a_plan_is_taken() -> None:
     again = pc.compile(program(), pc.Mesh(pipeline=2), plan=plan)
     assert "T mb 0" in str(again.instructions(0))
     assert again.instructions(0) != program().instructions(0)
+
+
+def test_one_pipeline_rank_has_nobody_to_share_with_and_the_plan_says_so() -> None:
+    program = pc.compile(*zoo_case("gpt"), vocabulary="vocab-2", microbatches=2)
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert not choice.spread
+    assert "one pipeline rank" in choice.kept[0]
+    assert "one pipeline rank" in program.report().to_text(200)
+    again = pc.compile(program, pc.Mesh(), plan=program.plan, vocabulary="vocab-2")
+    assert again.plan == program.plan
+
+
+def test_blocks_that_another_way_with_the_vocabulary_would_have_are_named_with_it() -> None:
+    model, _, inputs = zoo_case("gpt")
+    program = pc.compile(model, pc.Mesh(pipeline=2), inputs, vocabulary="vocab-2")
+    text = program.plan.to_json().replace('"method": "vocab-2"', '"method": "whole"')
+    with pytest.raises(pc.PlanError, match=r"lacks block .* \(blocks with vocabulary 'whole': "):
+        pc.compile(program, pc.Mesh(pipeline=2), plan=pc.Plan.from_json(text))
+
+
+def zoo_case(name: str) -> tuple[nn.Module, pc.Mesh, dict[str, Any]]:
+    """A model for one rank."""
+    model, inputs = zoo.build(name)
+    return model, pc.Mesh(), inputs
