@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
@@ -33,6 +34,8 @@ from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.vocabulary import Vocabulary
 
+# Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
+# the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
 _RUNS = count()  # of this process; every rank makes its workers in the same order
 

@@ -213,7 +213,7 @@ def test_the_runtime_loads_nothing_of_the_planning_half() -> None:
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     loaded = set(run.stdout.split())
-    assert not {"ortools", "sympy", "transformers", "parcompiler.passes"} & loaded
+    assert not {"ortools", "safetensors", "transformers", "parcompiler.passes"} & loaded
     ours = {room_of(name) for name in loaded if name.split(".")[0] == "parcompiler"}
     assert ours <= {"__init__", *ASIDE["runtime"]}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -321,6 +322,15 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps({name: [one[name] for one in every] for name in found}), flush=True)
     dist.destroy_process_group()
+    # A thread of gloo that is left may free a tensor while Python ends: that aborts the process.
+    if left := [name for name in threads() if "gloo" in name]:
+        message = f"threads of a process group outlive it: {left}"
+        raise RuntimeError(message)
+
+
+def threads() -> list[str]:
+    """The names of this process's threads, where the system tells them."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
 
 
 if __name__ == "__main__":
