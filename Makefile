@@ -5,16 +5,18 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep golden check clean
+.PHONY: help install demo test sweep golden screenshots check docs clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## set up .venv; everything else does so by itself
 
 demo: $(INSTALLED)  ## train a small GPT on several processes of this machine
 	$(BIN)/python examples/train_gpt.py
 
 test: $(INSTALLED)  ## run the tests and doctests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 3 --dist loadscope
 
 sweep: $(INSTALLED)  ## run the long sweeps (hours)
 	$(BIN)/python -m pytest -m sweep --timeout 7200
@@ -22,12 +24,19 @@ sweep: $(INSTALLED)  ## run the long sweeps (hours)
 golden: $(INSTALLED)  ## rewrite the golden files; read the diff before you commit
 	$(BIN)/python -m pytest tests --update-golden
 
+screenshots: $(INSTALLED)  ## draw the pictures of a report in docs/images
+	$(BIN)/python -m tests.browser.screenshots
+
 check: $(INSTALLED)  ## lint, formatting, types, imports and the wheel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/house
+	$(MAKE) docs
+
+docs: $(INSTALLED)  ## build the documentation, as pages in build/docs; no network is needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment and everything built
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
@@ -37,5 +46,5 @@ clean:  ## remove the environment and everything built
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,docs]'
 	touch $@

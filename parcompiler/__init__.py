@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from parcompiler.graph import Graph
     from parcompiler.loaded import load
-    from parcompiler.mesh import Coordinate, Mesh
+    from parcompiler.mesh import Cluster, Coordinate, Mesh
     from parcompiler.plan import Plan
     from parcompiler.program import Program
     from parcompiler.report import Report
@@ -37,6 +37,7 @@ _HOME = {
     "compile": "compiler",
     "Device": "device",
     "CaptureError": "errors",
+    "Cluster": "mesh",
     "InfeasibleError": "errors",
     "InputError": "errors",
     "LaunchError": "errors",
@@ -57,6 +58,7 @@ _HOME = {
 
 __all__ = [
     "CaptureError",
+    "Cluster",
     "Coordinate",
     "Device",
     "Graph",

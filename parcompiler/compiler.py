@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,23 +12,27 @@ from torch import nn
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
+from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
 from parcompiler.cost import OPTIMIZERS
-from parcompiler.errors import InputError, PlanError
+from parcompiler.errors import InputError, LaunchError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
-from parcompiler.mesh import Mesh
+from parcompiler.mesh import Cluster, Mesh
+from parcompiler.meshes import Check, global_microbatches, search
 from parcompiler.options import METHODS, Options, offered
 from parcompiler.passes import DEFAULT, Pass
+from parcompiler.passes.decide import decide, start
 from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.shard.kept import check_pins
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
-from parcompiler.plan import Plan, Shape
+from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
+from parcompiler.runtime.device import rank_device
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import planned, trunk
 from parcompiler.verifier import Memory, verify
@@ -35,7 +40,7 @@ from parcompiler.verifier import Memory, verify
 
 def compile(
     model: nn.Module | Graph | Program,
-    mesh: Mesh,
+    mesh: Mesh | Cluster,
     inputs: Batch | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     microbatches: int | None = None,
@@ -47,21 +52,27 @@ def compile(
     recompute: str | Mapping[str, bool] = "auto",
     precision: str | None = None,
     optimizer: str = "adamw",
+    costs: str = "model",
     passes: Sequence[Pass] | None = None,
     plan: Plan | None = None,
     progress: bool = True,
 ) -> Program:
-    """Divide the training of `model` over the ranks of `mesh`.
+    """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
     `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
     positional ones; the model's parameters may be real or meta, and the model is not modified.
     `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
-    `.loss` or `["loss"]`). `microbatches` per step defaults to 4 · pipeline, or the plan's.
+    `.loss` or `["loss"]`). `microbatches` per step and data rank default to 4 · pipeline, or the
+    plan's; with a `Cluster` they are those of a step on all devices together, shared equally by the
+    data ranks of each mesh, and default to 4 for each device: so all meshes train the same batch.
     `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
     or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
     that use several (1 stands for their least number, 2). `recompute` says which blocks run again
     in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
-    memory forces), or {pattern of block names: bool}, of which the last that matches decides. A
+    memory forces), or {pattern of block names: bool}, of which the last that matches decides.
+    `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
+    `costs` is "model", or "measured": every distinct block is run on the device of this machine,
+    for about a second, and its times are kept in the plan. A
     `Program` in the place of the model compiles its model again without capturing it; `plan`
     reuses a plan, perhaps an edited one.
 
@@ -69,7 +80,9 @@ def compile(
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
     """
     _check_kinds(mesh, plan)
-    if microbatches is None:
+    if isinstance(mesh, Cluster):
+        microbatches = global_microbatches(mesh, microbatches)
+    elif microbatches is None:
         microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
     options = Options(
         microbatches=microbatches,
@@ -81,21 +94,28 @@ def compile(
         vocabulary=vocabulary,
         precision=precision,
         optimizer=optimizer,
+        costs=costs,
     )
-    _check_order(mesh, options)
-    _check_replicas(mesh, model, plan)
+    bench = _bench(mesh, options)
+    if isinstance(mesh, Mesh):
+        _check_order(mesh, options)
+        _check_replicas(mesh, model, plan)
     offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
     with Progress(progress) as steps:
         with steps("capture"):
-            captured = _captured(model, inputs, loss)
+            captured = _captured(model, inputs, loss, options.narrow)
         with steps("simplify"):
-            graph = captured if options.dtype is None else lift(captured, options.dtype)
-            problem = Problem(simplify(graph), mesh, options)
+            asis = options.dtype in (None, captured.narrow)
+            graph = captured if asis else lift(captured, options.dtype or torch.float32)
+            alone = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
+            problem = Problem(simplify(graph), alone, options, bench=bench)
         if plan is None:
-            plan = _start(problem)
-            for item in DEFAULT if passes is None else passes:
-                with steps(f"pass {item.name}"):
-                    plan = item.run(local(problem, plan), plan)
+            wanted = DEFAULT if passes is None else tuple(passes)
+            if isinstance(mesh, Cluster):
+                problem, plan = search(problem, mesh, wanted, _checked(model), steps)
+            else:
+                plan = decide(problem, wanted, steps)
+            plan = _with_costs(local(problem, plan), plan)
         else:
             with steps("check plan"):
                 _check_plan(problem, plan)
@@ -105,8 +125,8 @@ def compile(
             lowered = lower(own.graph, plan, own.priced(_granularity(plan)).cut)
         with steps("verify"):
             limits = [problem.device.memory] * lowered.size
-            costs, spread = stage_costs(own, plan, lowered), vocabulary_cost(own, plan)
-            verify(lowered, Memory(costs, limits, spread))
+            own_costs = stage_costs(own, plan, lowered)
+            verify(lowered, Memory(own_costs, limits, vocabulary_cost(own, plan)))
     if isinstance(model, Program):
         source, loss = model.model, model.loss
     else:
@@ -118,26 +138,47 @@ def _captured(
     model: nn.Module | Graph | Program,
     inputs: Batch | None,
     loss: Callable[[Any], torch.Tensor] | None,
+    narrow: torch.dtype | None,
 ) -> Graph:
-    """The graph of a model, captured unless it is there already."""
+    """The graph of a model, captured unless it is there already; `narrow`: in 16 bits."""
     if isinstance(model, Graph | Program):
         if inputs is not None or loss is not None:
             message = f"a {type(model).__name__} is captured already: give neither inputs nor loss"
             raise InputError(message)
-        return model if isinstance(model, Graph) else model.captured
+        found = model if isinstance(model, Graph) else model.captured
+        if found.narrow == narrow:
+            return found
+        original = None if isinstance(model, Graph) else model
+        if original is None or original.model is None:
+            message = (
+                f"a Graph computes in the precision that it was captured in ({_kind(found.narrow)}"
+                f", asked for: {_kind(narrow)}): compile the model itself"
+            )
+            raise InputError(message)
+        model, inputs, loss = original.model, found.sample, original.loss
     if not isinstance(model, nn.Module):
         message = f"compile needs a torch.nn.Module ({type(model).__name__} given)"
         raise InputError(message)
     if inputs is None:
         message = "compile needs inputs: one micro-batch, a dict or a tuple"
         raise InputError(message)
-    return capture(model, inputs, loss)
+    return (
+        capture(model, inputs, loss) if narrow is None else capture_in(narrow, model, inputs, loss)
+    )
+
+
+def _kind(narrow: torch.dtype | None) -> str:
+    """How a model was captured, in words."""
+    return "as it is" if narrow is None else str(narrow).removeprefix("torch.")
 
 
 def _check_kinds(mesh: object, plan: object) -> None:
     """Refuse what is no mesh and what is no plan."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | Cluster):
         message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
+        raise InputError(message)
+    if isinstance(mesh, Cluster) and plan is not None:
+        message = "a plan has its mesh: give that, not a Cluster, with plan="
         raise InputError(message)
     if plan is not None and not isinstance(plan, Plan):
         message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
@@ -162,6 +203,12 @@ def _check_order(mesh: Mesh, options: Options) -> None:
     else:
         return
     _check_updates(mesh, schedule)
+    if schedule.asynchronous and options.narrow is not None:
+        message = (
+            f"{schedule.name!r} updates parameters inside the step, and keeps no masters of them "
+            f"in float32 (precision={options.precision!r}): take a synchronous schedule or 'fp32'"
+        )
+        raise InputError(message)
 
 
 def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
@@ -180,6 +227,16 @@ def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
         _check_updates(mesh, planned(plan))
 
 
+def _checked(model: object) -> Check:
+    """What a mesh that is weighed must pass: the checks of one that is given."""
+
+    def check(mesh: Mesh, options: Options) -> None:
+        _check_order(mesh, options)
+        _check_replicas(mesh, model, None)
+
+    return check
+
+
 def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
     """Refuse an asynchronous schedule on several data ranks."""
     if schedule.asynchronous and mesh.data > 1:
@@ -190,22 +247,28 @@ def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
         raise InputError(message)
 
 
-def _start(problem: Problem) -> Plan:
-    """The plan before any decision: what is given."""
-    mesh, options = problem.mesh, problem.options
-    return Plan(
-        model=problem.graph.name,
-        fingerprint=problem.graph.fingerprint,
-        mesh=Shape(mesh.pipeline, mesh.tensor, mesh.data, mesh.hardware.name),
-        microbatches=options.microbatches,
-        precision=options.precision,
-        optimizer=options.optimizer,
-    )
+def _bench(mesh: Mesh | Cluster, options: Options) -> torch.device | None:
+    """The device of this machine to measure templates on, if that is asked for."""
+    if options.costs != "measured":
+        return None
+    try:
+        return rank_device(mesh.hardware.name)
+    except LaunchError as error:
+        message = f"costs='measured' needs the device that the mesh names: {error}"
+        raise InputError(message) from error
+
+
+def _with_costs(problem: Problem, plan: Plan) -> Plan:
+    """The plan with what was measured of its templates, so that it need not be measured again."""
+    if problem.bench is None:
+        return plan
+    times = [t for (level, _), t in sorted(problem.times.items()) if level == plan.granularity]
+    return replace(plan, costs=tuple(times))
 
 
 def _check_plan(problem: Problem, plan: Plan) -> None:
     """Refuse a plan that was made for another model, mesh or number of micro-batches."""
-    given = _start(problem)
+    given = start(problem)
     for name in ("model", "fingerprint", "mesh", "microbatches", "precision", "optimizer"):
         wanted, found = getattr(given, name), getattr(plan, name)
         if wanted != found:
@@ -223,6 +286,7 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
     _check_schedule(problem.options, plan)
     _check_vocabulary(problem.options, plan)
     own = local(problem, plan)
+    own.times.update({(_granularity(plan), item.template): item for item in plan.costs or ()})
     check_pins(problem, plan)
     _check_blocks(own, plan)
     _check_recompute(own, plan)
@@ -262,7 +326,8 @@ def _check_vocabulary(options: Options, plan: Plan) -> None:
 def _check_blocks(problem: Problem, plan: Plan) -> None:
     """Refuse a plan whose stages do not hold each block of the model once."""
     if _granularity(plan) not in problem.levels:
-        message = f"the plan has granularity {plan.granularity}; the model has {problem.levels}"
+        known = ", ".join(map(str, problem.levels))
+        message = f"the plan has granularity {plan.granularity} (the model has: {known})"
         raise PlanError(message)
     assert plan.stages is not None
     priced = problem.priced(_granularity(plan))

@@ -120,6 +120,10 @@ class Efficiency:
         curve = self._curve(action, ANY)
         return 1.0 if curve is None else curve.at(nbytes)
 
+    def measured(self, action: str) -> bool:
+        """Whether there is a curve for a collective."""
+        return self._curve(action, ANY) is not None
+
     def to_data(self) -> dict[str, Any]:
         """As JSON has it: curves by kind and dtype, and none where there are none."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self._fractions()}

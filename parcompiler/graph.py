@@ -8,15 +8,17 @@ ids, rotary tables) form the *prologue*, which every stage may compute for itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from parcompiler.pieces import Shard
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class Graph:
     `fx_graph` has a placeholder per parameter, buffer and input, and ATen operators otherwise.
     `tensors` holds the model's own parameters and buffers by name (not copies).
     `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
-    that the model was captured on. The nodes of `vocabulary` belong to no block.
+    that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
+    16-bit dtype that a model was captured in whose own parameters are wider.
     """
 
     name: str
@@ -169,6 +172,19 @@ class Graph:
     positional: bool = False
     random: bool = False
     vocabulary: Vocabulary | None = None
+    narrow: torch.dtype | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` returns, found once for each key: nobody changes the nodes of a graph.
+
+        It must depend on the graph and the key alone. A graph that `replace` makes of this one has
+        other nodes, and knows nothing yet.
+        """
+        if key not in self._known:
+            self._known[key] = find()
+        known: Found = self._known[key]
+        return known
 
     @cached_property
     def by_node(self) -> Mapping[str, Parameter]:

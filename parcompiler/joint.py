@@ -39,16 +39,15 @@ def joined(
         tasks = [partial(_loss, own, batch, r * each + i) for r, own in enumerate(originals)]
         with first.computing():  # for all threads: they end in another order than they began
             losses = _Lockstep(tasks).run()
-            torch.autograd.backward(torch.stack(losses).sum() / count)
+            torch.autograd.backward(torch.stack(losses).sum() * (first.scale / count))
         found += [loss.detach() for loss in losses]
-    gradients = {}
     for name, parameter in first.parameters.items():
         grads = [own.parameters[name].grad for own in originals]
         present = [grad for grad in grads if grad is not None]
         if present:
             parameter.grad = torch.stack(present).sum(0)
-            gradients[name] = parameter.grad.clone()
-    return Outcome(torch.stack(found).mean().reshape(1), gradients, first.descended(rate))
+    gradients, mean = first.gradients(), torch.stack(found).mean().reshape(1)
+    return Outcome(mean, gradients, first.descended(rate), first.scale)
 
 
 def _loss(original: Original, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:

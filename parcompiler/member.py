@@ -51,16 +51,34 @@ def _run(job: dict[str, Any]) -> None:
     with load(job["program"]).worker() as worker:
         if job["draws"] is not None:
             worker.use_chance(_chance(job, worker))
-        worker.set_optimizer(getattr(torch.optim, job["optimizer"]), **job["options"])
+        kind, options = getattr(torch.optim, job["optimizer"]), job["options"]
+        worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
+        if job["scale"] is not None:
+            worker.loss_scale = job["scale"]
         first, *others = (_in_form(worker, _own(worker, path)) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
-        losses = torch.stack([loss, *map(worker.train_step, others)])
+        losses, norms = [loss], [worker.gradient_norm]
+        for batch in others:
+            losses.append(worker.train_step(batch))
+            norms.append(worker.gradient_norm)
         state = worker.gather_state_dict()
         if rank == 0:
             assert state is not None
-            save_file({"losses": losses}, Path(job["out"]) / "losses.safetensors")
+            save_file(_measured(worker, losses, norms), Path(job["out"]) / "losses.safetensors")
             save_file(_contiguous(gradients or {}), Path(job["out"]) / "gradients.safetensors")
             save_file(_contiguous(state), Path(job["out"]) / "state.safetensors")
+
+
+def _measured(
+    worker: Worker, losses: list[torch.Tensor], norms: list[torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The numbers of the steps."""
+    known = [norm for norm in norms if norm is not None]
+    return {
+        "losses": torch.stack(losses),
+        "norms": torch.stack(known) if known else torch.zeros(0),
+        "scale": torch.tensor(worker.loss_scale, dtype=torch.float64),
+    }
 
 
 def _first_step(

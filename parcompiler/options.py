@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from parcompiler.capture.narrow import NARROW
 from parcompiler.errors import InputError
 from parcompiler.mesh import whole
 from parcompiler.schedules import SCHEDULES, Schedule
 from parcompiler.spmd.placement import parse
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
-PRECISIONS = {None: None, "fp32": torch.float32, "fp64": torch.float64}
+PRECISIONS = {
+    None: None,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,7 @@ class Options:
     vocabulary: str = "auto"
     precision: str | None = None
     optimizer: str = "adamw"
+    costs: str = "model"
 
     def __post_init__(self) -> None:
         """Refuse what this release cannot do, before anything is captured."""
@@ -41,6 +49,7 @@ class Options:
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
+        offered("costs", self.costs, ("model", "measured"))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))
@@ -49,6 +58,11 @@ class Options:
     def dtype(self) -> torch.dtype | None:
         """The dtype that the program computes in; None: the model's own."""
         return PRECISIONS[self.precision]
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The 16-bit dtype that the model is captured in, for masters in float32; else None."""
+        return self.dtype if self.dtype in NARROW else None
 
 
 def _positive(name: str, given: object) -> int:

@@ -93,6 +93,41 @@ class VocabularyChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateTime:
+    """Seconds of a template for one micro-batch; `weight` is what can wait of `backward`."""
+
+    template: str
+    forward: float
+    backward: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeshChoice:
+    """A mesh of a cluster: what its best plan takes, or the reason why none was made.
+
+    `microbatches` are those of each data rank. `seconds` of the step are, in the mean of the ranks,
+    those of `compute`, of `exchange` (between tensor ranks, and of gradients after the last
+    backward) and of `idle`; `memory` the most bytes on a rank. Where there is a `reason`, they are
+    what no plan can be below, or None.
+    """
+
+    pipeline: int
+    tensor: int
+    data: int
+    microbatches: int
+    seconds: float | None = None
+    memory: int | None = None
+    schedule: str | None = None
+    vocabulary: str | None = None
+    recomputed: int = 0
+    compute: float | None = None
+    exchange: float | None = None
+    idle: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Shards:
     """How the blocks of one template are computed on the ranks of the tensor axis.
 
@@ -131,6 +166,7 @@ class Plan:
     name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
     `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
     activations for their backward (named at the coarsest granularity until that is decided).
+    `meshes` are those of the cluster that `mesh` was chosen from, the best first.
     """
 
     model: str
@@ -151,6 +187,8 @@ class Plan:
     weighed: tuple[Weighed, ...] | None = None
     sharding: Sharding | None = None
     vocabulary: VocabularyChoice | None = None
+    costs: tuple[TemplateTime, ...] | None = None
+    meshes: tuple[MeshChoice, ...] | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -160,6 +198,10 @@ class Plan:
             del data["sharding"]
         if self.vocabulary is None:  # nor without a pipeline
             del data["vocabulary"]
+        if self.costs is None:  # they follow from the device's figures
+            del data["costs"]
+        if self.meshes is None:  # the mesh was given
+            del data["meshes"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod

@@ -40,7 +40,8 @@ class Job:
 
     `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
     the numbers of its random operators' draws; None leaves chance alone. `patience` are the seconds
-    that it may take.
+    that it may take. `scale` is that of the loss, for a float16 program, `max_norm` what gradients
+    are clipped to.
     """
 
     program: str
@@ -50,18 +51,24 @@ class Job:
     options: Mapping[str, float] = field(default_factory=lambda: {"lr": 0.01})
     draws: Mapping[int, Mapping[str, Sequence[int]]] | None = None
     patience: float = PATIENCE
+    scale: float | None = None
+    max_norm: float | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came out: the mean loss of each step, parameters and buffers afterwards by name.
 
-    `gradients` are those of the first step by name; an asynchronous program leaves none.
+    `gradients` are those of the first step by name; an asynchronous program leaves none. `norms`
+    are those of the gradients of each step, where something asks for them; `scale` is what the loss
+    of the next step is multiplied by for its backward.
     """
 
     losses: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
+    scale: float = 1.0
+    norms: torch.Tensor | None = None
 
     @property
     def loss(self) -> torch.Tensor:
@@ -96,10 +103,13 @@ class Pool:
             except BaseException:  # an interruption too: what they would answer is of no use
                 self.close()
                 raise
+            numbers = load_file(Path(folder) / "losses.safetensors")
             return Outcome(
-                load_file(Path(folder) / "losses.safetensors")["losses"],
+                numbers["losses"],
                 load_file(Path(folder) / "gradients.safetensors"),
                 load_file(Path(folder) / "state.safetensors"),
+                scale=float(numbers["scale"]),
+                norms=numbers["norms"],
             )
 
     def close(self) -> None:
@@ -188,6 +198,8 @@ def _message(job: Job, rank: int, size: int, folder: str) -> dict[str, Any]:
         "optimizer": job.optimizer,
         "options": dict(job.options),
         "draws": job.draws,
+        "scale": job.scale,
+        "max_norm": job.max_norm,
     }
 
 

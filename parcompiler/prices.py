@@ -1,20 +1,22 @@
 """What stages and messages cost, from the costs of their blocks: the simulator's numbers.
 
-An asynchronous program holds versions of the weights of a stage besides the current one. What is
-recomputed counts as held all the time, where it is largest.
+An asynchronous program holds versions of the weights of a stage besides the current one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from parcompiler.cost import collective
 from parcompiler.instruction import Instruction
 from parcompiler.lower.lowered import Lowered
-from parcompiler.passes.estimate import costs
+from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import staleness as stale
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.simulator import StageCost
 
 __all__ = [
@@ -25,12 +27,20 @@ __all__ = [
     "stashed_bytes",
     "versions",
     "vocabulary_cost",
+    "without_recomputation",
 ]  # fmt: skip
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:
     """Seconds and bytes of one micro-batch on each stage."""
     return costs(problem, plan, [stage.tensors for stage in lowered.stages])
+
+
+def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """The most bytes of each rank if the plan recomputed nothing; nothing where it does not."""
+    if not plan.recompute:
+        return ()
+    return estimate(problem, replace(plan, recompute=())).peak_memory
 
 
 def staleness(lowered: Lowered) -> tuple[int, ...]:
@@ -55,25 +65,31 @@ def stashed_bytes(lowered: Lowered, stage: int) -> int:
 
 
 def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruction], float]:
-    """Seconds of a sum over data ranks by its instruction; everything else counts as free.
-
-    A ring of n ranks: 2(n - 1) messages after one another, each of an n-th of the bytes (Patarasuk
-    and Yuan, 2009, section 3).
-    """
+    """Seconds of a sum over data ranks by its instruction; everything else counts as free."""
     sums = {item.label: item for item in lowered.sums}
-    by_name, link = lowered.graph.by_name, problem.device.link
+    by_name, device = lowered.graph.by_name, problem.device
 
     def seconds(line: Instruction) -> float:
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0
-        count = len(lowered.grid.replicas(item.ranks))
+        ranks = collective.group(lowered.grid.replicas(item.ranks), device)
         nbytes = sum(by_name[name].nbytes for name in item.names)
-        return 2 * (count - 1) * link.seconds(nbytes / count)
+        return collective.seconds("all-reduce", nbytes, ranks, device)
 
     return seconds
 
 
-def message_seconds(problem: Problem) -> Callable[[int], float]:
-    """Seconds of a message by its bytes, on the link between neighbours."""
-    return problem.device.link.seconds
+def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:
+    """Seconds of a message by its value, on the link between the ranks of its stages.
+
+    Where a value goes to several ranks, the slowest of their links counts for all.
+    """
+    rank = [stage.rank for stage in lowered.stages]
+    found: dict[str, float] = {}
+    for name, value in lowered.values.items():
+        users = [rank[j] for j in value.consumers if j != NOWHERE]
+        home = rank[value.producer] if value.producer != NOWHERE else None
+        links = [] if home is None else [(home, user) for user in users]
+        found[name] = collective.message(problem.mesh, links, value.nbytes)
+    return lambda value, source, target: found[value]

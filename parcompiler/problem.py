@@ -6,23 +6,26 @@ Blocks are costed per template and per granularity, when a pass asks for them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from parcompiler.capture.blocks import Cut, cut, levels
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import effects_of
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.repeatable import is_repeatable
 from parcompiler.cost import BlockCost, bytes_per_parameter, seconds, trace_block
+from parcompiler.cost.collective import slowest
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, TemplateTime
+from parcompiler.times import measured, modelled
 
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
@@ -87,28 +90,37 @@ class Priced:
         )
 
     @cached_property
-    def again(self) -> tuple[int, ...]:
-        """Bytes that each block has in memory again while its backward runs; 0 if it is kept."""
+    def moments(self) -> tuple[int, ...]:
+        """Bytes that each block takes besides those saved while it computes: in the forward or in
+        the backward, which for a recomputed block begins with its forward."""
         return tuple(
-            cost.saved if block.name in self.recomputed else 0
+            max(cost.forward_peak + cost.gradient_bytes, cost.backward_peak)
+            if block.name in self.recomputed
+            else max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
+            - cost.saved
             for block, cost in zip(self.cut.blocks, self.costs, strict=True)
         )
 
-    def recomputed_bytes(self, blocks: Sequence[int], waiting: int) -> int:
-        """Bytes that a stage with these blocks takes for recomputed activations.
+    @cached_property
+    def later(self) -> tuple[int, ...]:
+        """Bytes by which what the linear layers of a block leave is more than what it saves."""
+        return tuple(
+            max(0, cost.left - size) for cost, size in zip(self.costs, self.saved, strict=True)
+        )
 
-        Those of one block at a time; where `waiting` micro-batches wait for their weight gradients,
-        at most those of all blocks for each of them (linear layers hold what they read till then).
-        """
-        sizes = [self.again[b] for b in blocks]
-        return waiting * sum(sizes) if waiting else max(sizes, default=0)
+
+def _peaks(cost: BlockCost) -> tuple[int, int, int]:
+    """Bytes of a block at the fullest moments of its forward, its backward, and that for inputs."""
+    return cost.forward_peak, cost.backward_peak, cost.input_peak
 
 
 @dataclass(frozen=True)
 class Problem:
     """What is given. A pass reads it and never changes it.
 
-    `local` keeps the problems of one tensor rank, by sharding (see passes/shard/local.py).
+    `local` keeps the problems of one tensor rank, by sharding (see passes/shard/local.py), `times`
+    what was measured, by granularity and template, on the device `bench`. `explain` says whether it
+    is worth time to say what would do when nothing fits.
     """
 
     graph: Graph
@@ -119,6 +131,11 @@ class Problem:
         default_factory=dict, repr=False, compare=False
     )
     local: dict[Any, Problem] = field(default_factory=dict, repr=False, compare=False)
+    bench: torch.device | None = None
+    explain: bool = field(default=True, repr=False, compare=False)
+    times: dict[tuple[int, str], TemplateTime] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def device(self) -> Device:
@@ -140,12 +157,13 @@ class Problem:
                 if block.template not in by_template:
                     by_template[block.template] = self._trace(block)
             costs = tuple(by_template[block.template] for block in parts.blocks)
-            backward = tuple(seconds(cost.backward, self.device) for cost in costs)
-            weight = (seconds(cost.weight, self.device) for cost in costs)
+            took = self._seconds(level, parts, by_template)
+            backward = tuple(took[block.template].backward for block in parts.blocks)
+            weight = (took[block.template].weight for block in parts.blocks)
             self._priced[level] = Priced(
                 cut=parts,
                 costs=costs,
-                forward=tuple(seconds(cost.forward, self.device) for cost in costs),
+                forward=tuple(took[block.template].forward for block in parts.blocks),
                 backward=backward,
                 weight=tuple(map(min, weight, backward)),
                 sent=sent,
@@ -168,8 +186,16 @@ class Problem:
 
     def state_bytes(self, item: Parameter) -> int:
         """Bytes of a parameter or buffer with its gradient and optimizer states."""
-        each = bytes_per_parameter(self.options.optimizer, item.dtype, trainable=item.trainable)
-        return item.numel * each
+        return item.numel * self.element_bytes(item)
+
+    def element_bytes(self, item: Parameter) -> int:
+        """The same of one element."""
+        return bytes_per_parameter(
+            self.options.optimizer,
+            item.dtype,
+            trainable=item.trainable,
+            masters=item.dtype == self.options.narrow,
+        )
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -178,26 +204,80 @@ class Problem:
             return 0
         return min(BUCKET, sum(item.nbytes for item in self.graph.parameters if item.trainable))
 
+    def carried(self, node: fx.Node) -> float:
+        """Seconds to move a value between neighbours of the pipeline, over their slowest link.
+
+        At its nominal bandwidth: what is decided by this lets ranks wait for messages, which go
+        beside the compute (the curve of a "message" is for them).
+        """
+        return slowest(self.mesh).seconds(nbytes_of(node))
+
+    @cached_property
+    def everywhere_bytes(self) -> int:
+        """Bytes on every rank, whatever it computes: a bucket of gradients, and the batch."""
+        return self.bucket_bytes + self.options.microbatches * self.batch_bytes
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of the tensors of one micro-batch."""
+        named = set(self.graph.input_nodes)
+        return sum(nbytes_of(n) for n in self.graph.fx_graph.nodes if n.name in named)
+
     def message_seconds(self, node: fx.Node) -> float:
         """Seconds to move a value between neighbours, and its gradient back if it has one."""
-        once = self.device.link.seconds(nbytes_of(node))
+        once = self.carried(node)
         return 2 * once if node.name in self.graph.differentiable else once
+
+    def _seconds(
+        self, level: int, parts: Cut, costs: Mapping[str, BlockCost]
+    ) -> dict[str, TemplateTime]:
+        """What each template takes: by the device's figures, or as it was measured."""
+        first = {block.template: block for block in reversed(parts.blocks)}
+        found = {}
+        for name, cost in costs.items():
+            known = self.times.get((level, name))
+            if known is None:
+                known = modelled(name, cost, self.device)
+                if self.bench is not None:
+                    given = first[name], self.graph, self.device, self.bench
+                    known = measured(known, cost, *given)
+                    self.times[level, name] = known
+            found[name] = known
+        return found
 
     def _trace(self, block: Block) -> BlockCost:
         """The cost of one block."""
-        return self._cost(block.nodes, block.inputs, block.outputs)
+        split = self.mesh.pipeline > 1  # some schedule may divide its backward
+        return self._cost(block.nodes, block.inputs, block.outputs, split=split)
 
     def _cost(
-        self, nodes: tuple[fx.Node, ...], inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]
+        self,
+        nodes: tuple[fx.Node, ...],
+        inputs: tuple[fx.Node, ...],
+        outputs: tuple[fx.Node, ...],
+        *,
+        split: bool = False,
     ) -> BlockCost:
-        """The cost of some nodes."""
+        """The cost of some nodes: the same on every mesh."""
+        key = "cost", nodes, inputs, outputs, split
+        return self.graph.once(key, lambda: self._traced(nodes, inputs, outputs, split))
+
+    def _traced(
+        self,
+        nodes: tuple[fx.Node, ...],
+        inputs: tuple[fx.Node, ...],
+        outputs: tuple[fx.Node, ...],
+        split: bool,
+    ) -> BlockCost:
+        """The same, found by running them."""
         trainable = {item.node for item in self.graph.parameters if item.trainable}
         others = {item.node for item in self.graph.parameters} - trainable
-        return trace_block(nodes, inputs, outputs, trainable, others, self.graph.differentiable)
+        given = nodes, inputs, outputs, trainable, others, self.graph.differentiable
+        return trace_block(*given, split=split)
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:
         """Prologue values that take longer to recompute than to receive."""
-        effects = Effects(self.graph.fx_graph)
+        effects = effects_of(self.graph)
         used = {node for block in parts.blocks for node in block.inputs}
         found = []
         for node in parts.prologue:
@@ -207,6 +287,6 @@ class Problem:
                 outside = {o: None for n in nodes for o in n.all_input_nodes if o not in members}
                 inputs = tuple(o for o in outside if o.name in self.graph.input_nodes)
                 cost = self._cost(nodes, inputs, (node,))
-                if seconds(cost.forward, self.device) > self.device.link.seconds(nbytes_of(node)):
+                if seconds(cost.forward, self.device) > self.carried(node):
                     found.append(node)
         return tuple(found)

@@ -14,11 +14,13 @@ from torch import fx, nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.codegen.folder import export
+from parcompiler.codegen.launchers import LAUNCHERS, Launch
 from parcompiler.codegen.modules import stage_classes, vocabulary_class
 from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
+from parcompiler.options import offered
 from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
@@ -27,6 +29,7 @@ from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
 from parcompiler.runtime import RankProgram, Worker
 from parcompiler.simulator import Timeline, simulate_lowered
+from parcompiler.symbolic import Costs, capturing, sizes_of
 from parcompiler.verification import Verification, check
 from parcompiler.verifier import verify
 
@@ -49,7 +52,7 @@ class Program:
         return simulate_lowered(
             self.lowered,
             stage_costs(own, self.plan, self.lowered),
-            message_seconds(self.problem),
+            message_seconds(self.problem, self.lowered),
             collective_seconds=collective_seconds(self.problem, self.lowered),
             vocabulary=vocabulary_cost(own, self.plan),
         )
@@ -59,9 +62,26 @@ class Program:
         (bytes per rank) and `events`."""
         return self.timeline
 
-    def report(self) -> Report:
-        """What was decided and what it will cost, for a terminal, as JSON, HTML or a trace."""
-        return Report.of(self.problem, self.plan, self.lowered, self.timeline)
+    def report(self, forms: bool = False) -> Report:
+        """What was decided and what it will cost, for a terminal, as JSON, HTML or a trace.
+
+        `forms` adds the closed forms of `costs`, which take a moment to find.
+        """
+        costs = self.costs if forms else None
+        return Report.of(self.problem, self.plan, self.lowered, self.timeline, costs)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """FLOPs and bytes of blocks and stages as expressions in batch and sequence, and figures at
+        other sizes, micro-batches and degrees: `costs.at(batch=8, sequence=4096)`.
+
+        Found when they are first asked for. Where the graph leaves open which sizes its numbers
+        follow from, the model is captured once more, at other sizes.
+        """
+        again = None
+        if self.model is not None:
+            again = capturing(self.model, self.captured, sizes_of(self.captured), self.loss)
+        return Costs(local(self.problem, self.plan), self.plan, again, self.problem)
 
     def verify(self, seed: int = 0) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.
@@ -74,30 +94,49 @@ class Program:
         """
         return check(self, seed)
 
-    def export(self, path: str | Path, weights: bool = True, standalone: bool = False) -> Path:
+    def export(
+        self,
+        path: str | Path,
+        weights: bool = True,
+        standalone: bool = False,
+        launcher: str = "torchrun",
+    ) -> Path:
         """Write a folder of rank scripts that torchrun starts; returns its path.
 
         `weights` writes the model's parameters beside them; `standalone` copies the runtime, so
-        that the cluster needs torch only. Raises InputError when the path is taken by something
-        that is no export, or the weights are on the meta device.
+        that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
+        "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
+        places there. Raises InputError when the path is taken by something that is no export, the
+        weights are on the meta device, or the launcher is unknown.
         """
-        return self.write(Path(path), self.report(), weights=weights, standalone=standalone)
+        offered("launcher", launcher, LAUNCHERS)
+        return self.write(
+            Path(path), self.report(), weights=weights, standalone=standalone, launcher=launcher
+        )
 
     def write(
-        self, path: Path, report: Report, *, weights: bool = True, standalone: bool = False
+        self,
+        path: Path,
+        report: Report,
+        *,
+        weights: bool = True,
+        standalone: bool = False,
+        launcher: str = "torchrun",
     ) -> Path:
         """`export` with a report that is made already."""
         programs = [self.rank_program(rank) for rank in range(self.lowered.grid.size)]
+        launch = Launch(launcher, int(self.problem.mesh.hardware.devices_per_node))
         return export(
-            path, self.plan, self.lowered, programs, report, weights=weights, standalone=standalone
-        )
+            path, self.plan, self.lowered, programs, report,
+            weights=weights, standalone=standalone, launch=launch,
+        )  # fmt: skip
 
     def instructions(self, rank: int) -> Instructions:
         """The training instructions of a rank, printable. Raises InputError for no such rank."""
         return Instructions(self.rank_program(rank).instructions)
 
     def rank_program(self, rank: int) -> RankProgram:
-        """What the runtime executes on a rank."""
+        """What the runtime executes on a rank. Raises InputError for no such rank."""
         size = self.lowered.grid.size
         if not 0 <= rank < size:
             message = f"there is no rank {rank} (ranks: 0 to {size - 1})"

@@ -19,6 +19,7 @@ from parcompiler.batches import piece
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted_copy, lifting
 from parcompiler.capture.loss import WithLoss
+from parcompiler.capture.narrow import in_float32, mixed, narrowed
 from parcompiler.graph import Graph
 from parcompiler.pool import Outcome
 from parcompiler.runtime.chance import Chance
@@ -28,20 +29,35 @@ if TYPE_CHECKING:
 
 
 class Original:
-    """A copy of the model that `program` was compiled from, in `dtype`, and its losses."""
+    """A copy of the model that `program` was compiled from, in `dtype`, and its losses.
 
-    def __init__(self, program: Program, seed: int, dtype: torch.dtype | None) -> None:
+    Where that is 16 bits with `masters` in float32, these have the gradients of the 16-bit
+    parameters, which are those of the loss times `scale`, divided by it.
+    """
+
+    def __init__(
+        self, program: Program, seed: int, dtype: torch.dtype | None, scale: float = 1.0
+    ) -> None:
         assert program.model is not None
         self.graph = program.problem.graph
-        self.model = _twin(program.model, self.graph, dtype)
+        self.narrow = self.graph.narrow
+        self.scale = scale
+        self.model = _twin(program.model, self.graph, None if self.narrow else dtype)
+        self.masters = dict(self.model.named_parameters())
+        loss = program.loss
+        if self.narrow is not None:
+            self.model = narrowed(self.model, self.narrow)
+            loss = in_float32(loss)
         self.parameters = dict(self.model.named_parameters())
-        self._whole = WithLoss(self.model, program.loss)
+        self._whole = WithLoss(self.model, loss)
         self._seed, self._dtype = seed, dtype
         floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
-        self._own = next(floating, torch.float32)
+        self._own = program.captured.narrow or next(floating, torch.float32)
 
     def computing(self) -> AbstractContextManager[None]:
         """Within it, the model computes in its precision, forwards and backwards."""
+        if self.narrow is not None:
+            return mixed(self.narrow)
         return nullcontext() if self._dtype is None else lifting(self._dtype, self._own)
 
     def loss(self, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
@@ -53,12 +69,20 @@ class Original:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
-        tensors = self.parameters | dict(self.model.named_buffers())
+        tensors = self.masters | dict(self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that backwards have left, by name; masters have them from now on."""
+        for name, parameter in self.parameters.items():
+            if self.narrow is not None and parameter.grad is not None:
+                self.masters[name].grad = parameter.grad.float() / self.scale
+        named = self.masters.items()
+        return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def descended(self, rate: float) -> dict[str, torch.Tensor]:
         """The state after a step of gradient descent."""
-        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        trainable = [p for p in self.masters.values() if p.requires_grad]
         if trainable:
             torch.optim.SGD(trainable, lr=rate).step()
         return self.state()
@@ -91,13 +115,12 @@ def accumulated(
             original.set_buffers(before)
         with original.computing():
             loss = original.loss(batch, i)
-            torch.autograd.backward(loss, torch.full_like(loss, 1.0 / count))
+            torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
         losses.append(loss.detach())
     original.set_buffers(first)
     mean = torch.stack(losses).mean()
-    named = original.parameters
-    gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-    return Outcome(mean.reshape(1), gradients, original.descended(rate))
+    gradients = original.gradients()
+    return Outcome(mean.reshape(1), gradients, original.descended(rate), original.scale)
 
 
 @contextmanager

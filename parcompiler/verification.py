@@ -11,16 +11,20 @@ With several data ranks the batch is that of all of them, and buffers are compar
 the first; a model with SyncBatchNorms runs on the batches of all at once (`joint.py`).
 
 It is done twice: as the program is, and lifted to float64, where a mistake cannot hide behind
-rounding. What runs is the exported folder, so the emitted code itself is proved. Random operators
-draw from a seed of their own (micro-batch, position in the model), the same on both sides.
+rounding. In 16 bits the model in one process has the same recipe (`capture/narrow.py`, masters in
+float32, one scale of the loss) and differences are judged by that rounding; that the division is
+right is what float64 shows. What runs is the exported folder, so the emitted code itself is proved.
+Random operators draw from a seed of their own (micro-batch, position in the model), the same on
+both sides.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,15 +43,17 @@ from parcompiler.joint import joined
 from parcompiler.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.reenactment import reenacted
 from parcompiler.reference import Original, accumulated, materialised, one_thread
+from parcompiler.runtime.scaling import BACKOFF, INITIAL
 
 if TYPE_CHECKING:
     from parcompiler.program import Program
 
-LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5}
+LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 LEARNING_RATE = 0.01
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
 OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
+MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,9 @@ class Errors:
     The error of a tensor is its largest absolute difference over its own largest element; where
     that element is so small that four roundings of the largest element among all tensors would
     reach the limit, over the element at which they just do (gradients that are zero but for
-    rounding, such as those of the biases of keys).
+    rounding, such as those of the biases of keys). In 16 bits, where one element more or less that
+    passes a ReLU is a matter of rounding, root mean squares stand in the place of largest elements,
+    and the least that they are divided by is four roundings of the largest one.
     """
 
     dtype: str
@@ -158,15 +166,18 @@ def check(program: Program, seed: int) -> Verification:
         return Verification(native, native)
     try:
         double = simplify(lift(program.captured, torch.float64))
+        _check_kernels(double)
         lifted, exact = _compare(program, double, seed, torch.float64)
     except _NoReference as error:
         return Verification(native, None, f"no float64 comparison: {error}")
     if not native.ok and lifted.ok and native.given == lifted.given:
-        native = _among_roundings(native, wanted, exact)
+        native = _among_roundings(native, wanted, exact, own.narrow)
     return Verification(native, lifted)
 
 
-def _among_roundings(native: Errors, wanted: Outcome, exact: Outcome) -> Errors:
+def _among_roundings(
+    native: Errors, wanted: Outcome, exact: Outcome, narrow: torch.dtype | None
+) -> Errors:
     """The errors beside what rounding does to the model in one process: `wanted`, where `exact`
     is the same in float64.
 
@@ -174,13 +185,23 @@ def _among_roundings(native: Errors, wanted: Outcome, exact: Outcome) -> Errors:
     their gradients, and a program that adds in another order is as far from the model as the
     model is from the truth. What float64 has shown to be equal is then not called different.
     """
-    own = _errors(exact, wanted, exact.gradients.keys())
+    own = _errors(exact, wanted, exact.gradients.keys(), narrow)
     rounding = max(own.loss, own.gradient, own.parameter)
-    return dataclasses.replace(native, rounding=rounding) if rounding < MOST_ROUNDING else native
+    most = MOST_ROUNDING if narrow is None else MOST_NARROW_ROUNDING
+    return dataclasses.replace(native, rounding=rounding) if rounding < most else native
 
 
 class _NoReference(Exception):
     """The original model itself cannot run in a precision."""
+
+
+def _check_kernels(double: Graph) -> None:
+    """Refuse float64 where an operator of a 16-bit model has no kernel for it."""
+    for node in double.fx_graph.nodes:
+        name = str(getattr(node.target, "_opname", ""))
+        if name in ("_grouped_mm", "grouped_mm"):
+            message = f"{name} has no kernel for it"
+            raise _NoReference(message)
 
 
 def _is_double(graph: Graph) -> bool:
@@ -207,11 +228,15 @@ def _compare(
         path = variant.write(Path(folder) / "program", program.report())
         patience = PATIENCE + 30 * (time.perf_counter() - begin)
         options = {"lr": LEARNING_RATE}
-        job = Job(str(path), (batch,), seed, options=options, draws=numbers, patience=patience)
+        scale = reference.scale if graph.narrow == torch.float16 else None
+        job = Job(
+            str(path), (batch,), seed,
+            options=options, draws=numbers, patience=patience, scale=scale,
+        )  # fmt: skip
         found = pool().run(job, variant.lowered.grid.size)
     own = [p.name for p in graph.parameters if p.trainable and not p.buffer]
     trained = own if variant.lowered.asynchronous else reference.gradients.keys()
-    errors = _errors(reference, found, trained)
+    errors = _errors(reference, found, trained, graph.narrow)
     asynchronous = variant.lowered.asynchronous
     return dataclasses.replace(errors, given=given, asynchronous=asynchronous), reference
 
@@ -240,26 +265,56 @@ def _on_some_batch(
 def _reference(
     variant: Program, batch: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype | None
 ) -> Outcome:
-    """What the original model makes of a batch in one process."""
-    original = Original(variant, seed, dtype)
+    """What the original model makes of a batch in one process.
+
+    In float16 the scale of the loss is the largest at which its gradients are finite, as it would
+    be after some steps.
+    """
+    if variant.problem.graph.narrow != torch.float16:
+        return _at_scale(variant, batch, seed, dtype, 1.0)
+    scale = INITIAL
+    while True:
+        found = _at_scale(variant, batch, seed, dtype, scale)
+        if scale <= 1.0 or all(g.isfinite().all() for g in found.gradients.values()):
+            return found
+        scale *= BACKOFF
+
+
+def _at_scale(
+    variant: Program,
+    batch: Mapping[str, torch.Tensor],
+    seed: int,
+    dtype: torch.dtype | None,
+    scale: float,
+) -> Outcome:
+    """What the original model makes of a batch when its loss is scaled for the backward."""
+    original = Original(variant, seed, dtype, scale)
     if variant.lowered.asynchronous:
         descent = partial(torch.optim.SGD, lr=LEARNING_RATE)
         return reenacted(original, variant.lowered, [batch], descent)
     ranks = variant.lowered.data
     count = variant.plan.microbatches * ranks
     if ranks > 1 and is_synchronized(original.graph.fx_graph):
-        others = [Original(variant, seed, dtype) for _ in range(ranks - 1)]
+        others = [Original(variant, seed, dtype, scale) for _ in range(ranks - 1)]
         return joined([original, *others], batch, count, LEARNING_RATE)
     with computing_as(alone):  # whatever torch.distributed does in this process
         return accumulated(original, batch, count, LEARNING_RATE, ranks)
 
 
-def _errors(reference: Outcome, found: Outcome, trained: Collection[str]) -> Errors:
-    """How far the ranks are from the model; `trained` are the names of trained parameters."""
-    dtype = reference.loss.dtype
-    gradients = dict(_differences(reference.gradients, found.gradients, trained))
+def _errors(
+    reference: Outcome,
+    found: Outcome,
+    trained: Collection[str],
+    narrow: torch.dtype | None = None,
+) -> Errors:
+    """How far the ranks are from the model; `trained` are the names of trained parameters.
+
+    What is computed in `narrow` is judged by that, although loss and masters are wider.
+    """
+    dtype = narrow or reference.loss.dtype
+    gradients = dict(_differences(reference.gradients, found.gradients, trained, narrow))
     named = {name: found.state[name] for name in reference.state if name in found.state}
-    state = dict(_differences(reference.state, named, trained))
+    state = dict(_differences(reference.state, named, trained, narrow))
     loss = _relative(reference.loss, found.loss, 0.0)
     everything = {**state, **gradients}
     worst = max(everything, key=lambda name: everything[name], default="")
@@ -283,17 +338,22 @@ def _differences(
     wanted: Mapping[str, torch.Tensor],
     found: Mapping[str, torch.Tensor],
     trained: Collection[str],
+    narrow: torch.dtype | None,
 ) -> Iterator[tuple[str, float]]:
     """The relative error of each tensor; infinite where one side has none.
 
     Rounding is measured by the `trained` ones: buffers hold masks of -1e9 and the like.
     """
-    sizes = [(_size(wanted[name]), wanted[name].dtype) for name in trained if name in wanted]
+    size = _size if narrow is None else _mean_size
+    sizes = [(size(wanted[name]), wanted[name].dtype) for name in trained if name in wanted]
     largest, dtype = max(sizes, key=lambda item: item[0], default=(0.0, torch.float64))
-    floor = ROUNDINGS * torch.finfo(dtype).eps * largest / limit_of(dtype)
+    if narrow is None:
+        floor = ROUNDINGS * torch.finfo(dtype).eps * largest / limit_of(dtype)
+    else:
+        floor = ROUNDINGS * torch.finfo(narrow).eps * largest
     for name in sorted(wanted.keys() | found.keys()):
         if name in wanted and name in found:
-            yield name, _relative(wanted[name], found[name], floor)
+            yield name, _relative(wanted[name], found[name], floor, size)
         elif _size(wanted.get(name, found.get(name))) > 0.0:
             yield name, float("inf")
 
@@ -303,17 +363,27 @@ def _size(tensor: torch.Tensor | None) -> float:
     return float(_wide(tensor).abs().max()) if tensor is not None and tensor.numel() else 0.0
 
 
+def _mean_size(tensor: torch.Tensor) -> float:
+    """The root mean square of the elements."""
+    return float(_wide(tensor).abs().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor (also of truth values) in the widest dtype of its kind."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _relative(wanted: torch.Tensor, found: torch.Tensor, floor: float) -> float:
-    """The largest difference over the largest element, or over `floor` where that is larger."""
+def _relative(
+    wanted: torch.Tensor,
+    found: torch.Tensor,
+    floor: float,
+    size: Callable[[torch.Tensor], float] = _size,
+) -> float:
+    """The size of the difference over that of what is wanted, or over `floor` if that is larger."""
     if wanted.shape != found.shape:
         return float("inf")
     if not wanted.numel() or torch.equal(wanted, found.to(wanted.dtype)):
         return 0.0
-    difference = (_wide(wanted) - _wide(found)).abs().max()
-    scale = max(_size(wanted), floor)
-    return float(difference) / scale if scale and difference.isfinite() else float("inf")
+    difference = size(_wide(wanted) - _wide(found))
+    scale = max(size(wanted), floor)
+    return difference / scale if scale and math.isfinite(difference) else float("inf")

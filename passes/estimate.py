@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from parcompiler.cost import collective
 from parcompiler.graph import Parameter, nbytes_of
+from parcompiler.passes.footprint import Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import planned
 from parcompiler.schedules.staleness import versions
 from parcompiler.schedules.timing import Message, StageCost, Timing, timing
-from parcompiler.schedules.waiting import waiting
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
@@ -28,8 +29,8 @@ def costs(
 
     `tensors` are the names of those that each stage holds, if not only what its blocks read. What
     several stages of a rank hold counts with the first of them, and so does what data ranks need
-    to reduce gradients. An asynchronous schedule holds versions of the weights besides the current
-    one.
+    to reduce gradients, and the batch. An asynchronous schedule holds versions of the weights
+    besides the current one.
     """
     blocks = _blocks(problem, plan)
     held = _held(problem, plan, blocks) if tensors is None else tensors
@@ -41,7 +42,7 @@ def costs(
         seen.update((rank, name) for name in names)
         cost = _cost(problem, plan, j, own, new)
         if rank not in planned(plan).placement[:j]:
-            cost = replace(cost, resident=cost.resident + problem.bucket_bytes)
+            cost = replace(cost, resident=cost.resident + problem.everywhere_bytes)
         found.append(cost)
     return tuple(found)
 
@@ -71,14 +72,20 @@ def _cost(
     priced, schedule = problem.under(plan), planned(plan)
     order = schedule.orders[schedule.placement[j]]
     stashed = versions(order, j) - 1 if schedule.asynchronous else 0
+    weights = {item.name: item.nbytes for item in tensors if item.trainable}
+    bytes_of = Footprint(priced, tuple(sorted(blocks)), problem.graph.differentiable, weights)
     return StageCost(
         forward=sum(priced.forward[b] for b in blocks),
         backward=sum(priced.backward[b] for b in blocks),
         weight=sum(priced.weight[b] for b in blocks),
         resident=sum(map(problem.state_bytes, tensors))
-        + stashed * sum(item.nbytes for item in tensors if item.trainable)
-        + priced.recomputed_bytes(blocks, waiting(order, j)),
-        saved=sum(priced.saved[b] for b in blocks),
+        + stashed * sum(item.nbytes for item in tensors if item.trainable),
+        saved=bytes_of.saved,
+        left=bytes_of.left,
+        forward_more=bytes_of.forward_more,
+        backward_more=bytes_of.backward_more,
+        input_more=bytes_of.input_more,
+        weight_more=bytes_of.weight_more,
     )
 
 
@@ -87,12 +94,14 @@ def _messages(problem: Problem, priced: Priced, plan: Plan) -> Iterator[Message]
     assert plan.stages is not None
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
     stage_of = [home[block.name] for block in priced.cut.blocks]
+    placement = planned(plan).placement
     for b, block in enumerate(priced.cut.blocks):
         for node in block.outputs:
             users = {stage_of[priced.home[u]] for u in node.users if u in priced.home}
             targets = tuple(sorted(users - {stage_of[b]}))
             if targets:
-                seconds = problem.device.link.seconds(nbytes_of(node))
+                pairs = [(placement[stage_of[b]], placement[j]) for j in targets]
+                seconds = collective.message(problem.mesh, pairs, nbytes_of(node))
                 returns = node.name in problem.graph.differentiable
                 yield Message(
                     source=stage_of[b],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from parcompiler.graph import nbytes_of
 from parcompiler.passes.divide import Flow, Load, evaluate
@@ -28,9 +29,14 @@ def data(
     With `versions` every micro-batch in flight keeps the weights of its forward. The blocks in
     `recompute` keep what they read only; at most `left` micro-batches wait for weight gradients.
     """
-    priced = problem.recomputing(level, recompute)
-    loads = _loads(problem, priced, versions=versions, left=left)
-    return tuple(loads), tuple(_flows(problem, priced))
+    key = "loads", level, versions, frozenset(recompute), left
+    known: dict[Any, Any] = problem.local  # many schedules ask for the same
+    if key not in known:
+        priced = problem.recomputing(level, recompute)
+        loads = _loads(problem, priced, versions=versions, left=left)
+        known[key] = tuple(loads), tuple(_flows(problem, priced))
+    found: tuple[tuple[Load, ...], tuple[Flow, ...]] = known[key]
+    return found
 
 
 def data_under(
@@ -59,8 +65,9 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
         weights = sum(item.nbytes for item in own if item.trainable) if versions else 0
         yield Load(
             seconds=priced.forward[b] + priced.backward[b],
-            resident=sum(map(problem.state_bytes, own)) - weights + left * priced.again[b],
+            resident=sum(map(problem.state_bytes, own)) - weights + left * priced.later[b],
             saved=priced.saved[b] + weights,
+            moment=priced.moments[b],
             shared=tuple(
                 (item.name, problem.state_bytes(item)) for item in items if users[item.name] > 1
             ),
@@ -81,36 +88,16 @@ def held(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(map(schedule.held, range(schedule.ranks)))
 
 
-def reserved(problem: Problem, plan: Plan, level: int) -> int:
-    """Bytes that no rank may fill before it recomputes the largest block on each of its stages,
-    before data ranks reduce gradients, and for the layers of the vocabulary.
-
-    Where weight gradients are left for later, the loads contain what is recomputed.
-    """
-    schedule = planned(plan)
-    largest = max(problem.recomputing(level, plan.recompute or ()).again, default=0)
-    again = 0 if _left(schedule) else largest * len(schedule.placement) // schedule.ranks
-    return again + problem.bucket_bytes + _spread(problem, plan)
+def reserved(problem: Problem, plan: Plan) -> int:
+    """Bytes on every rank besides its blocks: for the layers of the vocabulary, for a bucket of
+    gradients that data ranks sum, and for the batch."""
+    return problem.everywhere_bytes + _spread(problem, plan)
 
 
 def _spread(problem: Problem, plan: Plan) -> int:
     """Bytes on every rank for the layers of the vocabulary that all ranks compute."""
     cost = vocabulary_cost(problem, plan)
-    return cost.resident + cost.saved if cost else 0
-
-
-def with_recomputed(
-    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], memory: Sequence[int]
-) -> list[int]:
-    """The bytes on each rank of which `memory` are all but those to recompute a block in, to reduce
-    gradients in, and of the layers of the vocabulary."""
-    schedule, everywhere = planned(plan), problem.bucket_bytes + _spread(problem, plan)
-    found = [size + everywhere for size in memory]
-    priced = problem.recomputing(level, plan.recompute or ())
-    for j, rank in enumerate(schedule.placement if not _left(schedule) else ()):
-        blocks = [b for b, at in enumerate(stage_of) if at == j]
-        found[rank] += priced.recomputed_bytes(blocks, 0)
-    return found
+    return cost.resident + cost.saved + cost.more if cost else 0
 
 
 def needed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> list[int]:
@@ -118,4 +105,4 @@ def needed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) ->
     schedule = planned(plan)
     loads, flows = data_under(problem, plan, level)
     found = evaluate(loads, flows, stage_of, schedule.placement, plan.microbatches, held(schedule))
-    return with_recomputed(problem, plan, level, stage_of, found.memory)
+    return [size + reserved(problem, plan) for size in found.memory]

@@ -3,9 +3,8 @@
     kept         F ──── all that its backward reads ────► B
     recomputed   F ──── its inputs ─────────────────────► F B
 
-What the options leave to memory ("auto") the stage pass finds by a simple rule: nothing is
-recomputed where that fits. Else everything is, the stages are divided for that, and the ranks that
-fit without it are spared, one after the other.
+What the options leave to memory ("auto") is chosen together with the stages, by the stage pass:
+what costs the least time, and nothing where more memory would not shorten the step (see `forced`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import trunk
+from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
 
@@ -50,13 +51,17 @@ class SchedulePass(Pass):
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The candidate with the shortest step that fits, and all that were weighed."""
         best: tuple[float, Plan] | None = None
-        refusal: InfeasibleError | InputError | None = None
+        refusal: InfeasibleError | InputError | UndecidedError | None = None
         weighed: list[Weighed] = []
         for candidate in _candidates(problem, plan):
             name, stages = candidate.schedule or "", candidate.virtual_stages
             try:
                 divided = self.stages.run(problem, candidate)
-            except (InfeasibleError, InputError) as error:  # of the plainest, if all fail
+            except (
+                InfeasibleError,
+                InputError,
+                UndecidedError,
+            ) as error:  # of the plainest, if all fail
                 refusal = refusal or error
                 weighed.append(Weighed(name, stages, None, str(error)))
                 continue

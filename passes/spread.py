@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from parcompiler.cost.collective import Group, group
 from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
@@ -43,10 +44,15 @@ def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     if key not in known:
         known[key] = vocabulary_parts(
             problem.graph, ranks, method, problem.device, problem.state_bytes,
-            everywhere=problem.mesh.tensor > 1,
+            everywhere=problem.mesh.tensor > 1, group=_group(problem),
         )  # fmt: skip
     found: dict[str, Any] = known[key]
     return found
+
+
+def _group(problem: Problem) -> Group:
+    """The ranks that share the layers of the vocabulary: all of one data coordinate."""
+    return group(problem.mesh.grid.plane(0), problem.device)
 
 
 def _stages(problem: Problem, plan: Plan) -> dict[fx.Node, int]:

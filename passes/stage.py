@@ -4,8 +4,8 @@ The programme is in `divide/`. Here the blocks become its data, at the coarsest 
 is good enough: layers first; pieces of layers only when whole layers leave the step more than
 `slack` above what a perfectly even division would take, and pieces really shorten it.
 
-Where nothing fits and the options leave recomputation to memory, the same again with everything
-recomputed, and then without that on the ranks that fit without (see `recompute`).
+Where the options leave recomputation to memory, the programme chooses it together with the stages
+(see `forced`): nothing is recomputed unless more memory would make the step shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parcompiler.passes import given
 from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
 from parcompiler.passes.estimate import estimate
-from parcompiler.passes.loads import data, data_under, held, needed, reserved, with_recomputed
+from parcompiler.passes.forced import jointly, spared
+from parcompiler.passes.loads import data, data_under, held, needed, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
@@ -44,8 +45,8 @@ class StagePass(Pass):
     """
 
     name: ClassVar[str] = "stage"
-    slack: float = 0.05
-    gain: float = 0.02
+    slack: float = 0.1
+    gain: float = 0.1
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Divide, and recompute what the user asked for or what memory forces."""
@@ -53,11 +54,12 @@ class StagePass(Pass):
         if plan.stages is not None:
             return plan
         if wanted != "auto":
-            return self._divided(problem, plan, wanted)
+            return self._divided(problem, plan, wanted, explain=problem.explain)
         with suppress(InfeasibleError, UndecidedError):
-            return self._divided(problem, plan, "none", explain=False)
-        with suppress(InfeasibleError, UndecidedError):
-            return _spared(problem, self._divided(problem, plan, "full", explain=False))
+            return self._divided(problem, plan, wanted, explain=False)
+        if not problem.explain:
+            message = "no division into stages fits the memory, every block recomputed or not"
+            raise InfeasibleError(message)
         raise self._refusal(problem, plan)
 
     def _refusal(self, problem: Problem, plan: Plan) -> InfeasibleError:
@@ -65,9 +67,11 @@ class StagePass(Pass):
         found = []
         for wanted in ("none", "full"):
             try:
-                self._divided(problem, plan, wanted)
+                found.append(_crowded(problem, self._divided(problem, plan, wanted)))
             except InfeasibleError as error:
                 found.append(error)
+            except UndecidedError as undecided:
+                found.append(InfeasibleError(f"no division was found that fits ({undecided})"))
         first, last = found
         if str(first) != str(last):
             first.add_note(f"with every block recomputed, {last}")
@@ -79,19 +83,18 @@ class StagePass(Pass):
         """Divide as the user asked: by the ILP, evenly, or by counts."""
         stages = problem.options.stages
         if stages == "auto":
-            level, division = self._automatic(problem, plan, wanted, explain=explain)
-            plan = _recomputing(problem, plan, level, wanted)
+            level, division, plan = self._automatic(problem, plan, wanted, explain=explain)
         else:
             level, stage_of = given.division(problem, stages, len(planned(plan).placement))
-            plan = _recomputing(problem, plan, level, wanted)
-            division = _evaluated(problem, plan, level, stage_of)
+            division, plan = _given(problem, plan, level, stage_of, wanted)
         return _decided(problem, plan, level, division)
 
     def _automatic(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
-    ) -> tuple[int, Division]:
-        """The coarsest granularity that is good enough, and its best division."""
-        best: tuple[int, Division] | None = None
+    ) -> tuple[int, Division, Plan]:
+        """The coarsest granularity that is good enough, its best division, and a plan with what is
+        recomputed then."""
+        best: tuple[int, Division, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
             priced = problem.priced(level)
@@ -99,15 +102,14 @@ class StagePass(Pass):
                 problem.priced(best[0]).cut.blocks
             ):
                 continue
-            trial = _recomputing(problem, plan, level, wanted)
             try:
-                division = _fitting(problem, trial, level, explain=explain)
+                division, trial = _fitting(problem, plan, level, wanted, explain=explain)
             except InfeasibleError as error:
                 refusal = error
                 continue
             if best is None or division.objective < (1 - self.gain) * best[1].objective:
-                best = level, division
-            least = _fill_and_drain(problem, _recomputing(problem, plan, best[0], wanted), best[0])
+                best = level, division, trial
+            least = _fill_and_drain(problem, best[2], best[0])
             if best[1].objective <= (1 + self.slack) * least:
                 break
         if best is None:
@@ -116,37 +118,63 @@ class StagePass(Pass):
         return best
 
 
+def _crowded(problem: Problem, plan: Plan) -> InfeasibleError:
+    """What to say of a plan that fits but for the messages on their way."""
+    sizes = estimate(problem, plan).peak_memory
+    rank = max(range(len(sizes)), key=sizes.__getitem__)
+    message = (
+        f"rank {rank} needs {sizes[rank]:,} bytes with the messages on their way, "
+        f"{problem.device.name} has {problem.device.memory:,}: use more ranks or smaller "
+        "micro-batches"
+    )
+    return InfeasibleError(message)
+
+
 def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Plan:
     """A plan for a granularity with what is wanted recomputed."""
     return dataclasses.replace(plan, recompute=chosen(problem, level, wanted))
 
 
-def _fitting(problem: Problem, plan: Plan, level: int, *, explain: bool = True) -> Division:
-    """The best division at a granularity whose simulated step fits into the memory.
+def _fitting(
+    problem: Problem, plan: Plan, level: int, wanted: Wanted, *, explain: bool = True
+) -> tuple[Division, Plan]:
+    """The best division at a granularity whose simulated step fits into the memory, and a plan with
+    what is recomputed in it.
 
     The programme does not know how many messages are on their way at once. A rank that it fills to
     NEARLY is simulated, and what is too much then is kept free from the beginning.
     """
     memory, free = problem.device.memory, 0
     while True:
-        division = _divide(problem, plan, level, free, explain=explain)
-        if max(needed(problem, plan, level, division.stage_of)) <= NEARLY * memory:
-            return division
-        decided = _decided(problem, plan, level, division)
-        over = max(estimate(problem, decided).peak_memory) - memory
+        division, trial = _divide(problem, plan, level, wanted, free, explain=explain)
+        over = _over(problem, trial, level, division)
         if over <= 0:
-            return division
+            return division, trial
         free += max(over, math.ceil(memory * STEP))
 
 
+def _over(problem: Problem, plan: Plan, level: int, division: Division) -> int:
+    """Bytes by which the simulated step of a division exceeds the memory, where it may."""
+    memory = problem.device.memory
+    if max(needed(problem, plan, level, division.stage_of)) <= NEARLY * memory:
+        return 0
+    decided = _decided(problem, plan, level, division)
+    return max(estimate(problem, decided).peak_memory) - memory
+
+
 def _divide(
-    problem: Problem, plan: Plan, level: int, free: int = 0, *, explain: bool = True
-) -> Division:
-    """The best division at a granularity that leaves some bytes of every rank free."""
+    problem: Problem, plan: Plan, level: int, wanted: Wanted, free: int, *, explain: bool
+) -> tuple[Division, Plan]:
+    """The best division at a granularity that leaves some bytes of every rank free, and a plan with
+    what is recomputed in it."""
     schedule = planned(plan)
-    limit = problem.device.memory - reserved(problem, plan, level) - free
+    limit = problem.device.memory - reserved(problem, plan) - free
+    if wanted == "auto":
+        division, names = jointly(problem, plan, level, limit)
+        return division, dataclasses.replace(plan, recompute=names)
+    plan = _recomputing(problem, plan, level, wanted)
     try:
-        return divide(
+        division = divide(
             *data_under(problem, plan, level),
             schedule.placement,
             plan.microbatches,
@@ -154,12 +182,48 @@ def _divide(
             [float(max(1, limit))] * schedule.ranks,
             names=[block.name for block in problem.priced(level).cut.blocks],
             explain=explain,
+            besides=problem.device.memory - limit,
+            memory=problem.device.memory,
         )
     except InfeasibleError as error:
         if limit < problem.device.memory:
             kept = problem.device.memory - limit
-            error.add_note(f"{kept:,} bytes more are kept free for messages and recomputation")
+            error.add_note(f"{kept:,} bytes of it are kept free for messages, batch and vocabulary")
         raise
+    return division, plan
+
+
+def _given(
+    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], wanted: Wanted
+) -> tuple[Division, Plan]:
+    """A division that the user gave, and a plan with what is recomputed in it."""
+    first = _recomputing(problem, plan, level, "none" if wanted == "auto" else wanted)
+    try:
+        return _evaluated(problem, first, level, stage_of), first
+    except InfeasibleError:
+        if wanted != "auto":
+            raise
+        return _forced(problem, first, level, stage_of)
+
+
+def _forced(
+    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
+) -> tuple[Division, Plan]:
+    """A division that the user gave and that fits only if something is recomputed."""
+    memory, free = problem.device.memory, reserved(problem, plan)
+    while True:
+        names = spared(problem, plan, level, stage_of, memory - free)
+        if names is None:
+            message = "these stages do not fit, whatever is recomputed"
+            raise InfeasibleError(message)
+        trial = dataclasses.replace(plan, recompute=names)
+        found = _evaluated(problem, trial, level, stage_of)
+        over = _over(problem, trial, level, found)
+        if over <= 0:
+            bound = _fill_and_drain(problem, plan, level)
+            gap = relative_gap(found.objective, bound)
+            return dataclasses.replace(found, status="feasible", bound=bound, gap=gap), trial
+        free += max(over, math.ceil(memory * STEP))
 
 
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
@@ -168,7 +232,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     loads, flows = data_under(problem, plan, level)
     kept, placement = held(schedule), schedule.placement
     found = evaluate(loads, flows, stage_of, placement, plan.microbatches, kept)
-    memory = with_recomputed(problem, plan, level, stage_of, found.memory)
+    memory = [size + reserved(problem, plan) for size in found.memory]
     worst = max(range(len(memory)), key=memory.__getitem__)
     if memory[worst] > problem.device.memory:
         names = [block.name for block in problem.priced(level).cut.blocks]
@@ -202,25 +266,6 @@ def _reevaluated(problem: Problem, plan: Plan) -> Division:
     blocks = problem.priced(plan.granularity).cut.blocks
     stage_of = tuple(home[block.name] for block in blocks)
     return _evaluated(problem, plan, plan.granularity, stage_of)
-
-
-def _spared(problem: Problem, plan: Plan) -> Plan:
-    """A finished plan without recomputation on the ranks that fit without."""
-    assert plan.granularity is not None
-    assert plan.stages is not None
-    best = plan
-    for rank in range(plan.mesh.pipeline):
-        own = {name for c in plan.stages if c.rank == rank for name in c.blocks}
-        trial = tuple(name for name in best.recompute or () if name not in own)
-        with suppress(InfeasibleError):
-            found = dataclasses.replace(best, recompute=trial)
-            division = _reevaluated(problem, found)
-            bare = dataclasses.replace(plan, recompute=())
-            bound = _fill_and_drain(problem, bare, plan.granularity)
-            gap = relative_gap(division.objective, bound)
-            solution = Solution("feasible", division.objective, bound, gap)
-            best = dataclasses.replace(found, solution=solution)
-    return best
 
 
 def _solution(division: Division) -> Solution:

@@ -42,12 +42,9 @@ class VocabularyPass(Pass):
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """What was asked for, as far as there are such layers, or the fastest that fits."""
-        wanted = problem.options.vocabulary
         if plan.mesh.pipeline == 1:
-            return plan if wanted not in METHODS else _alone(problem, plan)
-        spread = _spread(problem)
-        methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
-        choices = list(_choices(methods, spread))
+            return plan if problem.options.vocabulary not in METHODS else _alone(problem, plan)
+        choices = choices_for(problem)
         if len(choices) == 1:
             return dataclasses.replace(plan, vocabulary=choices[0])
         return self._fastest(problem, plan, choices)
@@ -91,6 +88,13 @@ class VocabularyPass(Pass):
         for item in self.others:
             plan = item.run(local(problem, plan), plan)
         return plan
+
+
+def choices_for(problem: Problem) -> list[VocabularyChoice]:
+    """The choices that are weighed for a pipeline, the plainest first."""
+    wanted = problem.options.vocabulary
+    methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
+    return list(_choices(methods, _spread(problem)))
 
 
 def _alone(problem: Problem, plan: Plan) -> Plan:

@@ -3,11 +3,14 @@
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 GOLDEN = Path(__file__).parent / "golden"
+STARTING_RANKS = ("tests/distributed/", "tests/runtime/", "tests/examples/")
 
 collect_ignore = ["golden"]  # emitted scripts: they are compared and linted, not imported
 
@@ -23,6 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Sums keep their order, and worker processes do not fight for cores.
     torch.set_num_threads(1)
+
+
+class Sharing(LoadScopeScheduling):  # type: ignore[misc]
+    """What workers of pytest-xdist share out: files, but all that starts ranks goes to one, so that
+    the suite has one pool of processes, and not more of them at once than it means to."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """What stays together with a test."""
+        path = nodeid.split("::", 1)[0]
+        return "ranks" if path.startswith(STARTING_RANKS) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing:
+    """The scheduler of --dist."""
+    return Sharing(config, log)
 
 
 @pytest.fixture

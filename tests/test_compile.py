@@ -52,7 +52,7 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
     [
         ("schedule", "waltz", "schedule must be one of 'auto', 'search', 'naive', 'gpipe',"),
         ("schedule", None, "schedule must be one of"),
-        ("precision", "bf16", "precision must be one of None, 'fp32', 'fp64' ('bf16' given)"),
+        ("precision", "fp8", "one of None, 'fp32', 'fp64', 'bf16', 'fp16' ('fp8' given)"),
         ("precision", torch.float64, "precision must be one of None, 'fp32', 'fp64'"),
         ("optimizer", "lion", "optimizer must be one of 'adamw', "),
         ("optimizer", torch.optim.AdamW, "optimizer must be one of 'adamw', "),
@@ -382,7 +382,10 @@ ON_RANKS = r"the plan has stages on ranks \(.*\); its schedule '1f1b' has them o
         (out_of_order, "embedding"),
         (lambda plan: dataclasses.replace(plan, stages=None), "leaves 'stages' undecided"),
         (lambda plan: dataclasses.replace(plan, schedule=None), "leaves 'schedule' undecided"),
-        (lambda plan: dataclasses.replace(plan, granularity=9), "has granularity 9; the model has"),
+        (
+            lambda plan: dataclasses.replace(plan, granularity=9),
+            r"has granularity 9 \(the ",
+        ),
         (
             lambda plan: dataclasses.replace(plan, schedule="waltz"),
             "has schedule 'waltz' without its orders .*: na",

@@ -67,7 +67,7 @@ def test_a_whole_number_is_a_number() -> None:
             r"plan\.stages\[0\]\.blocks\[1\] must be a string",
         ),
         ({"solution": {"status": "optimal"}}, r"plan\.solution lacks the field 'objective'"),
-        ({"colour": "red"}, r"plan has an unknown field 'colour' \(known: fingerprint, "),
+        ({"colour": "red"}, r"plan has an unknown field 'colour' \(known: costs, fingerprint, "),
         ({"version": 99}, r"version 99; this release reads version 1"),
     ],
 )

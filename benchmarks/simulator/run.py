@@ -141,9 +141,10 @@ def _predicted(program: pc.Program, quarters: Sequence[StageCost], found: Found)
     def collective(line: Instruction) -> float:  # SHARE_LOSS names no value
         return found.sums[sums.get(line.value or "", 0)]
 
-    return simulate_lowered(
-        lowered, stages, lambda nbytes: found.messages[nbytes], collective_seconds=collective
-    )
+    def message(value: str, *_: int) -> float:
+        return found.messages[lowered.values[value].nbytes]
+
+    return simulate_lowered(lowered, stages, message, collective_seconds=collective)
 
 
 def _kept(name: str, steps: Sequence[Step]) -> Sequence[Step]:

@@ -82,8 +82,9 @@ def _basis(
         like = "cpu" if machine.kind == "cpu" else known
     if like is None:
         message = (
-            f"{machine.model!r} is not in the catalogue: say with like= which device its links "
-            f"and other figures that are not measured resemble (known: {', '.join(names())})"
+            f"{machine.model!r} is not in the catalogue: say with like= which device (--like "
+            "on the command line) has links and other figures that are not measured like its own "
+            f"(known: {', '.join(names())})"
         )
         raise InputError(message)
     if isinstance(like, Device):

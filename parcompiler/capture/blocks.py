@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import Effects, effects_of
 from parcompiler.capture.prologue import prologue_of
 from parcompiler.capture.templates import Run, group
 from parcompiler.graph import Block, Graph
@@ -45,7 +46,13 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
     `sent` are values that could be in the prologue but are cheaper to send than to recompute:
     they stay in the block that makes them.
     """
-    effects = Effects(graph.fx_graph)
+    apart = frozenset(sent)
+    return graph.once(("cut", level, apart), lambda: _cut(graph, level, apart))
+
+
+def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
+    """The blocks of `graph`, cut."""
+    effects = effects_of(graph)
     nodes = _divisible(graph)
     runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
     if level > depth(nodes):
@@ -61,7 +68,7 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
 
 def levels(graph: Graph) -> range:
     """The levels at which `cut` may be called: 1 … the depth of numbered modules, and pieces."""
-    return range(1, depth(_divisible(graph)) + 2)
+    return graph.once("levels", lambda: range(1, depth(_divisible(graph)) + 2))
 
 
 def _divisible(graph: Graph) -> list[fx.Node]:
@@ -81,22 +88,27 @@ def depth(nodes: Iterable[fx.Node]) -> int:
 
 def steps(node: fx.Node) -> list[Step]:
     """The modules around a node, outermost first, without the model itself."""
-    found = []
-    for key, (path, _kind) in node.meta.get("nn_module_stack", {}).items():
-        path = _without_wrapper(path)
-        if path:
-            found.append(Step(path, key.rpartition("@")[2] if "@" in key else ""))
-    return found
+    stack = node.meta.get("nn_module_stack", {})
+    found = (_step(key, path) for key, (path, _kind) in stack.items())
+    return [step for step in found if step.path]
 
 
-def _without_wrapper(path: str) -> str:
-    """A module path of the export as the user's model has it."""
-    return "" if path == "model" else path.removeprefix("model.")
+@lru_cache(maxsize=2**14)  # the nodes of a module have the same
+def _step(key: str, path: str) -> Step:
+    """A module path of the export as the user's model has it, and which call it is."""
+    path = "" if path == "model" else path.removeprefix("model.")
+    return Step(path, key.rpartition("@")[2] if "@" in key else "")
 
 
 def _numbered(stack: list[Step]) -> list[Step]:
     """The steps into numbered modules (members of lists)."""
-    return [step for step in stack if step.path.rpartition(".")[2].isdigit()]
+    return [step for step in stack if _is_numbered(step.path)]
+
+
+@lru_cache(maxsize=2**14)
+def _is_numbered(path: str) -> bool:
+    """Whether a module is a member of a list."""
+    return path.rpartition(".")[2].isdigit()
 
 
 def _key_function(nodes: list[fx.Node], level: int) -> Callable[[fx.Node], Step]:

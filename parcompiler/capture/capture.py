@@ -30,7 +30,7 @@ from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
 from parcompiler.capture.functions import call_functions, kept_whole
-from parcompiler.capture.guise import as_if_eager, quiet, unmoved
+from parcompiler.capture.guise import as_if_eager, compiled_late, quiet, unmoved
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
@@ -120,7 +120,8 @@ def _export(
             try:
                 with attempt as module:
                     whole = WithLoss(module, loss)
-                    return torch.export.export(whole, args, kwargs, strict=False)
+                    with compiled_late():
+                        return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 first = first or error
                 if is_data_dependent(error) or isinstance(error, ParcompilerError):

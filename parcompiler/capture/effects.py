@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.functions import Applied
+from parcompiler.graph import Graph
 
 _TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
 
@@ -88,6 +89,11 @@ def base_of(node: fx.Node) -> fx.Node | None:
     if not (aliased or maybe):
         return None
     return next(_nodes(list(node.args)), None)
+
+
+def effects_of(graph: Graph) -> Effects:
+    """Those of a captured graph, found once."""
+    return graph.once("effects", lambda: Effects(graph.fx_graph))
 
 
 class Effects:

@@ -107,6 +107,9 @@ class Known(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute the values of a result when those of all operands are known."""
         name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and name not in _LIKE and self._value(first) is None:
+            return  # so it is nearly always
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         known = all(self._value(operand) is not None for operand in operands)
         starts = name in _FACTORIES if not operands else name in _LIKE

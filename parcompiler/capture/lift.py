@@ -3,7 +3,8 @@
 Most models cast to float32 inside (norms, softmax, loss) also when their parameters are double,
 which limits how exactly two runs can agree. `lift` rewrites a captured graph so that every
 floating tensor has the given dtype; `lifting` does the same to a model that runs eagerly. The two
-are written apart on purpose: the second is the reference that proves the first.
+are written apart on purpose: the second is the reference that proves the first. (16 bits are not
+lifted to: what a model casts itself can only be told when it is captured, see `narrow`.)
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
         loss=nodes[graph.loss],
         parameters=tuple(_cast(item, dtype) for item in graph.parameters),
         inputs=tuple(_cast(item, dtype) for item in graph.inputs),
+        narrow=None,
     )
 
 
@@ -153,15 +155,21 @@ class _Lifting(TorchFunctionMode):
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """A number as the model's own precision has it, for a captured graph holds that."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self.own)
+        narrow = self.own.itemsize == 2  # a 16-bit model has 16-bit numbers where it says so
+        torch.set_default_dtype(torch.float32 if narrow else self.own)
+        swap = self._given if narrow else _swap(self.own)
         try:
             made: torch.Tensor = func(
-                *pytree.tree_map(_swap(self.own), args),
-                **pytree.tree_map(_swap(self.own), kwargs),
+                *pytree.tree_map(swap, args),
+                **pytree.tree_map(swap, kwargs),
             )
         finally:
             torch.set_default_dtype(before)
         return made.to(_in(self.dtype, made.dtype))
+
+    def _given(self, leaf: Any) -> Any:
+        """The dtype that code of the model means: its tensors say `dtype`, and are in `own`."""
+        return self.own if leaf is self.dtype else leaf
 
 
 def _grouped(

@@ -11,7 +11,15 @@ from parcompiler.graph import Graph
 
 
 def simplify(graph: Graph) -> Graph:
-    """`graph` without casts to the dtype that a value has already; a new graph."""
+    """`graph` without casts to the dtype that a value has already; a new graph.
+
+    The same each time, so that what is found out about it holds for every mesh.
+    """
+    return graph.once("simplified", lambda: _simplified(graph))
+
+
+def _simplified(graph: Graph) -> Graph:
+    """The new graph."""
     nodes: dict[fx.Node, fx.Node] = {}
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.fx_graph, nodes))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from parcompiler.errors import InputError
 from parcompiler.plan import Plan
+from parcompiler.schedules import Schedule
 
 
 def check(plan: Plan) -> None:
@@ -32,11 +33,25 @@ def _faults(plan: Plan) -> Iterator[str]:
     if plan.granularity is not None:
         yield from _least("granularity", plan.granularity, 0)
     yield from _stages(plan)
+    yield from _orders(plan)
 
 
 def _least(name: str, value: int, least: int) -> Iterator[str]:
     if value < least:
         yield f"plan.{name} must be at least {least} ({value} found)"
+
+
+def _orders(plan: Plan) -> Iterator[str]:
+    """Cells that are none, or rows for ranks that are not there."""
+    if plan.orders is None:
+        return
+    if len(plan.orders) != plan.mesh.pipeline:
+        wanted = f"a row for each of {plan.mesh.pipeline} pipeline ranks"
+        yield f"plan.orders must have {wanted} ({len(plan.orders)} found)"
+    try:
+        Schedule.parse(plan.schedule or "", plan.orders)
+    except InputError as error:
+        yield f"plan.orders: {error}"
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -122,16 +122,37 @@ def _weighed(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[s
     yield _alternatives("schedules", one, other)
 
 
-def _alternatives(kind: str, one: Mapping[str, object], other: Mapping[str, object]) -> str:
+def _meshes(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
+    """The meshes of a cluster (pipeline x tensor x data) that the plan's was chosen from."""
+    sides = [
+        {f"{item.pipeline} x {item.tensor} x {item.data}": item for item in side or ()}
+        for side in (first, second)
+    ]
+    yield _alternatives("meshes", sides[0], sides[1])
+
+
+def _costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
+    """Where the times of blocks are from, and whose were measured anew."""
+    if first is None or second is None:
+        words = "measured times of blocks", "times by the device's figures"
+        yield f"{words[first is None]} -> {words[second is None]}"
+        return
+    one, other = ({item.template: item for item in side} for side in (first, second))
+    yield _alternatives("templates", one, other, "measured")
+
+
+def _alternatives(
+    kind: str, one: Mapping[str, object], other: Mapping[str, object], verb: str = "considered"
+) -> str:
     """Which alternatives were considered on one side only, or came out otherwise."""
     parts = []
     for word, names in (
-        ("now also considered", [name for name in other if name not in one]),
-        ("no longer considered", [name for name in one if name not in other]),
+        (f"now also {verb}", [name for name in other if name not in one]),
+        (f"no longer {verb}", [name for name in one if name not in other]),
         ("other figures for", [name for name in one if other.get(name, one[name]) != one[name]]),
     ):
         parts += [f"{word}: {', '.join(names)}"] * bool(names)
-    return "; ".join(parts) or f"the same {kind}, considered in another order"
+    return "; ".join(parts) or f"the same {kind}, {verb} in another order"
 
 
 def _vocabulary(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
@@ -168,6 +189,8 @@ _WORDS: dict[str, Callable[[Plan, Plan, Any, Any], Iterator[str]]] = {
     "solution": _solution,
     "search": _solution,
     "weighed": _weighed,
+    "costs": _costs,
+    "meshes": _meshes,
     "sharding": pieces.sharding,
     "vocabulary": _vocabulary,
 }

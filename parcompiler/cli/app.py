@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from parcompiler.cli.calibration import calibrate_command
 from parcompiler.cli.commands import compile_command, plan_command, verify_command
 from parcompiler.cli.completion import completion_command
 from parcompiler.cli.faults import Settings, code_of
@@ -15,10 +16,11 @@ from parcompiler.cli.reading import diff_command, report_command
 EXIT_CODES = """\
 \b
 Exit codes:
-  0  done
-  1  a fault in the plan: it breaks rules, nothing fits, the model cannot be
-     captured, or the program is not equal to the model
-  2  wrong use: an option, a path, a file or a model that does not import"""
+  0    done
+  1    a fault in the plan: it breaks rules, nothing fits, the model cannot be
+       captured, or the program is not equal to the model
+  2    wrong use: an option, a path, a file or a model that does not import
+  130  interrupted"""
 
 
 @click.group(
@@ -44,7 +46,8 @@ def parcompiler() -> None:
 
 
 for _command in (
-    plan_command, compile_command, verify_command, diff_command, report_command, completion_command,
+    plan_command, compile_command, verify_command, diff_command, report_command, calibrate_command,
+    completion_command,
 ):  # fmt: skip
     parcompiler.add_command(_command)
 

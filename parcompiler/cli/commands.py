@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 from parcompiler.cli import options, output
 from parcompiler.cli.faults import DONE, FAULT, Settings
 from parcompiler.cli.request import Request
+from parcompiler.cli.words import LAUNCHERS
 
 if TYPE_CHECKING:
     from parcompiler.program import Program
@@ -33,11 +35,15 @@ MODEL is one of
     "--json", "file", type=options.PATH,
     help="Write the plan, to read, edit, compare (diff) and reuse (--plan).",
 )  # fmt: skip
+@click.option(
+    "--forms", is_flag=True,
+    help="Add FLOPs and bytes as formulas in batch and sequence to the report.",
+)  # fmt: skip
 @options.common
 @click.pass_obj
 def plan_command(
-    settings: Settings, /, html: Path | None, trace: Path | None, file: Path | None, form: str,
-    **request: Any,
+    settings: Settings, /, html: Path | None, trace: Path | None, file: Path | None, forms: bool,
+    form: str, **request: Any,
 ) -> int:  # fmt: skip
     """Decide how a model is divided, and predict what its training takes.
 
@@ -54,7 +60,10 @@ def plan_command(
     for path in (html, trace, file):
         output.check_file(path)
     program = Request(**request).compiled(settings)
-    report = program.report()
+    from parcompiler.progress import Progress
+
+    with output.result_only(), Progress(not settings.quiet) as steps, steps("report"):
+        report = program.report(forms)
     draw(report, html, trace, settings)
     if file is not None:
         from parcompiler.changes import written
@@ -82,11 +91,15 @@ def plan_command(
     "--standalone", is_flag=True,
     help="Copy the runtime beside the scripts: the cluster needs torch only.",
 )  # fmt: skip
+@click.option(
+    "--launcher", type=click.Choice(LAUNCHERS), default="torchrun", show_default=True,
+    help="slurm adds an sbatch script, kubernetes a PyTorchJob of Kubeflow.",
+)  # fmt: skip
 @options.common
 @click.pass_obj
 def compile_command(
-    settings: Settings, /, folder: Path, weights: bool | None, standalone: bool, form: str,
-    **request: Any,
+    settings: Settings, /, folder: Path, weights: bool | None, standalone: bool, launcher: str,
+    form: str, **request: Any,
 ) -> int:  # fmt: skip
     """Write a folder with one readable script for each rank, which torchrun starts.
 
@@ -96,6 +109,8 @@ def compile_command(
 
     \b
     parcompiler compile hf:config.json --plan plan.json --export out/ --standalone
+    parcompiler compile model.py:make --mesh pipeline=4,data=8 --device h100 --export out/ \\
+        --launcher slurm
     """
     output.check_folder(folder)
     program = Request(**request).compiled(settings)
@@ -105,14 +120,16 @@ def compile_command(
         if not weights:
             output.note("no weights are written: the model has none (meta device)", settings.quiet)
     with output.writing(folder):
-        path = program.write(folder, report, weights=weights, standalone=standalone)
+        path = program.write(
+            folder, report, weights=weights, standalone=standalone, launcher=launcher
+        )
     ranks = program.problem.mesh.size
     if form == "json":
         output.show_json({**_document(program, report), "folder": str(path), "ranks": ranks})
     else:
         output.show(f"{path}: {ranks} scripts, of which {path / 'README.md'} tells")
-        output.show(f"  torchrun --nproc-per-node {ranks} {path / 'main.py'}")
-        output.show(f"  parcompiler report {path}")
+        output.show(f"  {_started(launcher, path, ranks)}")
+        output.show(f"  parcompiler report {shlex.quote(str(path))}")
     return DONE
 
 
@@ -167,6 +184,16 @@ def draw(report: Report, html: Path | None, trace: Path | None, settings: Settin
 def _document(program: Program, report: Report) -> dict[str, Any]:
     """Plan and report for a script; `diff` reads it too."""
     return {"plan": json.loads(program.plan.to_json()), "report": json.loads(report.to_json())}
+
+
+def _started(launcher: str, path: Path, ranks: int) -> str:
+    """The line that starts the program; paths may have blanks."""
+    folder = shlex.quote(str(path))
+    return {
+        "torchrun": f"torchrun --nproc-per-node {ranks} {shlex.quote(str(path / 'main.py'))}",
+        "slurm": f"cd {folder} && sbatch submit.sbatch",
+        "kubernetes": f"kubectl create --filename {shlex.quote(str(path / 'pytorchjob.yaml'))}",
+    }[launcher]
 
 
 def _errors(errors: Errors) -> dict[str, Any]:

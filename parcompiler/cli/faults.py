@@ -53,13 +53,18 @@ def _lines(error: BaseException) -> list[str]:
         return [f"error: {error.format_message()}", f"Try: {command} --help"]
     if isinstance(error, click.ClickException):
         return [f"error: {error.format_message()}"]
-    if isinstance(error, click.Abort | KeyboardInterrupt):
-        return ["interrupted"]
-    notes = list(getattr(error, "__notes__", ()))
+    if isinstance(error, click.Abort | KeyboardInterrupt):  # click makes the one from the other
+        return ["interrupted", *_notes(error), *_notes(error.__cause__)]
+    notes = _notes(error)
     if isinstance(error, ParcompilerError):
         return [f"error: {error}", *notes]
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return [f"error: {what}", *notes, "(this was not expected; --debug shows where it happened)"]
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """What was added to an error on its way."""
+    return list(getattr(error, "__notes__", ()))
 
 
 def _closed() -> int:

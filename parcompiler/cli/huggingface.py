@@ -33,7 +33,7 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
     """
     path = path / "config.json" if path.is_dir() else path
     data = _read(path)
-    with _silent():
+    with silent():
         config = _config(data, path)
         model = _model(config, data, path)
     return model, _inputs(model, config, sequence, rows or 1)
@@ -66,7 +66,7 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Remarks of the library about a configuration, some of them pages long, are left out."""
     logging = _transformers().logging
     before = logging.get_verbosity()

@@ -13,6 +13,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +60,15 @@ def load(name: str, sizes: Sizes) -> Made:
     place, _, factory = name.rpartition(":")
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     return _made(_factory(module, place, factory), name)
+
+
+def remarks_left_out(name: str) -> AbstractContextManager[None]:
+    """Leave out what the library of an hf: model remarks while it is made and captured."""
+    if not name.startswith(HF):
+        return nullcontext()
+    from parcompiler.cli.huggingface import silent
+
+    return silent()
 
 
 def _formless(name: str) -> str:

@@ -74,9 +74,19 @@ def planning(command: Command) -> Command:
         [
             click.argument("model", metavar="MODEL", type=words.Listed("MODEL", ())),
             click.option(
-                "--mesh", type=words.Mesh(), metavar="AXIS=N,...",
+                "--mesh", type=words.Mesh(), metavar="auto|AXIS=N,...",
                 help="Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
-                "out is 1. Needed, unless --plan says it.",
+                "out is 1. auto weighs all meshes of --nodes of --devices-per-node. Needed, unless "
+                "--plan says it.",
+            ),
+            click.option(
+                "--nodes", type=click.IntRange(min=1), metavar="N",
+                help="Nodes of the cluster, for --mesh auto. Default: 1.",
+            ),
+            click.option(
+                "--devices-per-node", type=click.IntRange(min=1), metavar="N",
+                help="Devices of a node, for --mesh auto. Default: as many as the device's file "
+                "says, 8 for most.",
             ),
             click.option(
                 "--device", type=device,
@@ -86,7 +96,8 @@ def planning(command: Command) -> Command:
             click.option(
                 "--microbatches", type=click.IntRange(min=1), metavar="N",
                 help="Micro-batches of a step, on each data rank. More of them keep a pipeline "
-                "busier. Default: 4 for each pipeline rank.",
+                "busier. Default: 4 for each pipeline rank. With --mesh auto: of all devices "
+                "together, shared by the data ranks. Default then: 4 for each device.",
             ),
             click.option(
                 "--schedule", type=words.Listed("NAME|FILE", words.SCHEDULES),
@@ -118,8 +129,14 @@ def planning(command: Command) -> Command:
                 "along dimension 0, R whole. May be repeated; the rest is decided.",
             ),
             click.option(
-                "--precision", type=words.Listed("NAME", ("fp32", "fp64")),
-                help="fp32 or fp64. Default: the model's own.",
+                "--precision", type=words.Listed("NAME", words.PRECISIONS),
+                help="fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
+                "own.",
+            ),
+            click.option(
+                "--costs", type=words.Listed("WORD", words.COSTS),
+                help="Where the times of blocks come from: model (the device's figures), or "
+                "measured (each distinct block is run on this machine). Default: model.",
             ),
             click.option(
                 "--optimizer", type=words.Listed("NAME", words.OPTIMIZERS),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcompiler.cli.faults import Settings
 from parcompiler.cli.output import result_only
-from parcompiler.errors import InputError
+from parcompiler.cli.words import AUTO
+from parcompiler.errors import InputError, PlanError
 
 if TYPE_CHECKING:
-    from parcompiler.mesh import Mesh
+    from parcompiler.mesh import Cluster, Mesh
     from parcompiler.plan import Plan
     from parcompiler.program import Program
     from parcompiler.schedules import Schedule
@@ -22,7 +25,9 @@ class Request:
     """The options of `options.planning`; None where nothing was typed."""
 
     model: str
-    mesh: dict[str, int] | None
+    mesh: str | dict[str, int] | None
+    nodes: int | None
+    devices_per_node: int | None
     device: str | None
     microbatches: int | None
     schedule: str | None
@@ -32,6 +37,7 @@ class Request:
     recompute: str | dict[str, bool] | None
     shard: tuple[tuple[str, str], ...]
     precision: str | None
+    costs: str | None
     optimizer: str | None
     given: Path | None
     sequence: int | None
@@ -46,8 +52,9 @@ class Request:
         if self.mesh is None and self.given is None:
             message = "--mesh is missing: the ranks along each axis, such as pipeline=4,tensor=2"
             raise InputError(message)
+        self._check_cluster()
         from parcompiler.changes import read
-        from parcompiler.cli.model import Sizes, check, load
+        from parcompiler.cli.model import Sizes, check, load, remarks_left_out
         from parcompiler.compiler import compile
         from parcompiler.cost import OPTIMIZERS
         from parcompiler.options import Options, offered
@@ -55,15 +62,37 @@ class Request:
 
         check(self.model, sizes := Sizes(self.sequence, self.rows))
         plan = read(self.given).plan if self.given is not None else None
-        mesh = _mesh(self.mesh, self.device, plan)
+        mesh = self._place(plan)
         options = self._options(plan)
         chosen = Options(**{"microbatches": 1, **options})
         offered("optimizer", chosen.optimizer, tuple(sorted(OPTIMIZERS)))
         progress = not settings.quiet
-        with result_only():
+        with result_only(), remarks_left_out(self.model):
             with Progress(progress) as steps, steps("model"):
                 model, inputs = load(self.model, sizes)
-            return compile(model, mesh, inputs, plan=plan, progress=progress, **options)
+            with _named(self.given):
+                return compile(model, mesh, inputs, plan=plan, progress=progress, **options)
+
+    def _check_cluster(self) -> None:
+        """Refuse a size of a cluster beside a mesh, and an open mesh beside a plan."""
+        sizes = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
+        for option, value in sizes.items():
+            if value is not None and self.mesh != AUTO:
+                message = f"{option} is for --mesh auto, which weighs all meshes of a cluster"
+                raise InputError(message)
+        if self.mesh == AUTO and self.given is not None:
+            message = "--plan has its mesh: leave --mesh auto out"
+            raise InputError(message)
+
+    def _place(self, plan: Plan | None) -> Mesh | Cluster:
+        """The mesh that was typed or is the plan's, or the cluster whose meshes are weighed."""
+        from parcompiler.mesh import Cluster, Mesh
+
+        if not isinstance(self.mesh, str):
+            return _mesh(self.mesh, self.device, plan)
+        device = _device(self.device or "cpu")
+        each = self.devices_per_node or int(Mesh(device=device).hardware.devices_per_node)
+        return Cluster(self.nodes or 1, each, device)
 
     def _options(self, plan: Plan | None) -> dict[str, Any]:
         """The arguments of `compile` that were typed, or that the plan that is given demands."""
@@ -76,12 +105,24 @@ class Request:
             "recompute": self.recompute,
             "sharding": dict(self.shard) or None,
             "precision": self.precision,
+            "costs": self.costs,
             "optimizer": self.optimizer,
         }
         found = {name: value for name, value in typed.items() if value is not None}
         if plan is None:
             return found
         return {"precision": plan.precision, "optimizer": plan.optimizer, **found}
+
+
+@contextmanager
+def _named(plan: Path | None) -> Iterator[None]:
+    """Say of a plan that does not fit which file it is from."""
+    try:
+        yield
+    except PlanError as error:
+        if plan is not None:
+            error.add_note(f"(the plan is that of {plan})")
+        raise
 
 
 def _mesh(degrees: dict[str, int] | None, name: str | None, plan: Plan | None) -> Mesh:

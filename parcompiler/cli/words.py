@@ -19,6 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 AXES = ("pipeline", "tensor", "data")
+AUTO = "auto"
 ANSWERS = {"yes": True, "no": False, "true": True, "false": False}
 
 # Completed and listed by --help, which do not load torch; tests/cli compares with what is offered.
@@ -27,6 +28,9 @@ SCHEDULES = (
     "v-min", "pipedream",
 )  # fmt: skip
 VOCABULARY = ("auto", "whole", "naive", "vocab-1", "vocab-2", "interlaced")
+LAUNCHERS = ("torchrun", "slurm", "kubernetes")
+COSTS = ("model", "measured")
+PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "none")
 
 
@@ -35,14 +39,16 @@ class _Word(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
 
 
 class Mesh(_Word):
-    """Degrees of the axes, as in pipeline=4,tensor=2,data=2."""
+    """Degrees of the axes, as in pipeline=4,tensor=2,data=2; or auto, which leaves them open."""
 
-    name = "AXIS=N,..."
+    name = "auto|AXIS=N,..."
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, int]:
-        """The degrees by axis."""
+    ) -> str | dict[str, int]:
+        """The word, or the degrees by axis."""
+        if value == AUTO:
+            return AUTO
         found: dict[str, int] = {}
         for part in str(value).split(","):
             axis, sign, count = (word.strip() for word in part.partition("="))
@@ -61,7 +67,8 @@ class Mesh(_Word):
         """The axes that are not there yet."""
         head, comma, last = incomplete.rpartition(",")
         left = [axis for axis in AXES if f"{axis}=" not in head]
-        return [CompletionItem(f"{head}{comma}{a}=") for a in left if a.startswith(last)]
+        found = [CompletionItem(f"{head}{comma}{a}=") for a in left if a.startswith(last)]
+        return found if comma else [*_starting((AUTO,), incomplete), *found]
 
 
 class Stages(_Word):
@@ -132,6 +139,23 @@ class Pin(_Word):
         return pattern, placement
 
 
+class Names(_Word):
+    """Several words, as in float32,bfloat16."""
+
+    name = "NAME,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The words."""
+        if isinstance(value, tuple):  # click converts some values twice
+            return value
+        found = tuple(part.strip() for part in str(value).split(","))
+        if not all(found):
+            self.fail(f"{value!r} has an empty name: write float32,bfloat16", param, ctx)
+        return found
+
+
 class Listed(_Word):
     """A word that is completed; whether it is offered is said by the compiler, in one place."""
 
@@ -157,7 +181,7 @@ def devices() -> tuple[str, ...]:
 
 
 def _example() -> str:
-    return "pipeline=4,tensor=2,data=2, in any order; an axis left out is 1"
+    return "pipeline=4,tensor=2,data=2, in any order (an axis left out is 1), or auto"
 
 
 def _starting(values: Sequence[str], incomplete: str) -> list[CompletionItem]:

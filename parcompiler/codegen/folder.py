@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from safetensors.torch import save_file
 
 from parcompiler.capture.templates import identifier
+from parcompiler.codegen.launchers import Launch
 from parcompiler.codegen.quoting import fenced, markdown
 from parcompiler.codegen.rank import rank_script
 from parcompiler.codegen.stage import StageWriter
@@ -28,6 +29,7 @@ from parcompiler.report.names import ranges
 from parcompiler.runtime import RankProgram
 
 MARK = "plan.json"  # what makes a folder an export
+TORCHRUN = Launch()
 
 
 def export(
@@ -39,6 +41,7 @@ def export(
     *,
     weights: bool,
     standalone: bool,
+    launch: Launch = TORCHRUN,
 ) -> Path:
     """Write the folder; an older export at the same place is replaced."""
     _clear(path)
@@ -49,11 +52,12 @@ def export(
         raise InputError(message) from error
     _write(path / MARK, plan.to_json())
     _write(path / "report.json", report.to_json())
-    for name, text in texts(lowered, programs, str(report), standalone=standalone).items():
+    found = texts(lowered, programs, str(report), standalone=standalone, launch=launch)
+    for name, text in found.items():
         _write(path / name, text)
     for stage in lowered.stages:
-        found = _stored(lowered.graph, stage.tensors, parameters=weights)
-        _save(path / "weights" / f"stage_{stage.index}.safetensors", found)
+        stored = _stored(lowered.graph, stage.tensors, parameters=weights)
+        _save(path / "weights" / f"stage_{stage.index}.safetensors", stored)
     if lowered.vocabulary is not None:
         _save_rows(path / "weights", lowered, lowered.vocabulary, parameters=weights)
     if standalone:
@@ -62,10 +66,15 @@ def export(
 
 
 def texts(
-    lowered: Lowered, programs: Sequence[RankProgram], report: str, *, standalone: bool
+    lowered: Lowered,
+    programs: Sequence[RankProgram],
+    report: str,
+    *,
+    standalone: bool,
+    launch: Launch = TORCHRUN,
 ) -> dict[str, str]:
     """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
-    all ranks, `main.py` and `README.md`."""
+    all ranks, `main.py`, `README.md`, and what a cluster's launcher reads."""
     device = programs[0].device
     found = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, device).text()
@@ -75,11 +84,12 @@ def texts(
         found["vocabulary.py"] = vocabulary_module(lowered, device)
     found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
+    facts |= launch.facts(str(facts["model"]), len(programs), device)
     environment = Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    for name in ("main.py", "README.md"):
+    for name in ("main.py", "README.md", *([launch.file] if launch.file else [])):
         found[name] = environment.get_template(f"{name}.jinja").render(facts)
     return found
 
@@ -130,7 +140,8 @@ def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str
             )
             raise InputError(message)
         if (parameters or item.buffer) and not tensor.is_meta:
-            found[name] = tensor.detach().to("cpu", item.dtype)
+            masters = graph.narrow is not None and item.dtype == graph.narrow
+            found[name] = tensor.detach().to("cpu", tensor.dtype if masters else item.dtype)
     return found
 
 

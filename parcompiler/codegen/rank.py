@@ -110,6 +110,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
         rows=_rows(lowered),
+        narrow=graph.narrow,
     )
 
 
@@ -255,6 +256,8 @@ def _fields(program: RankProgram) -> Iterator[str]:
         yield "positional=True"
     if program.synchronized:
         yield "synchronized=True"
+    if program.narrow is not None:
+        yield f"narrow={literal(program.narrow)}"
 
 
 def _input(item: Input) -> str:

@@ -7,6 +7,7 @@ kernel, how a dropout mask is kept) is as on the CPU.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,14 @@ import torch
 from torch import fx
 
 from parcompiler.capture.deferrable import deferrable_weight
+from parcompiler.cost.alive import Alive
 from parcompiler.cost.boundary import Boundary, boundary
 from parcompiler.cost.execution import differentiate, doubled, execute
 from parcompiler.cost.operation import Operation, describe
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.saved import Saved
+from parcompiler.cost.seeding import drop_gradients, roots_of, seeding
+from parcompiler.cost.split import FirstPart, first_part
 from parcompiler.cost.stand_in import stand_in, storage_of, tensors
 
 Storages = set[torch.UntypedStorage]
@@ -40,6 +44,12 @@ class BlockCost:
     `saved` that the outputs occupy; `kept_inputs` and `kept_outputs` are the positions of the
     inputs and outputs that are kept (the same for all blocks of a template), `kept` their names
     in the block that was traced.
+
+    What is alive at most besides parameters, their gradients and the inputs: `forward_peak` while
+    the forward runs, `backward_peak` while the backward does, the gradients of the outputs among
+    it. Of a backward in two parts, `input_peak` is that of the first; `left` are the bytes that
+    its linear layers leave to the second, which has a gradient of `weight_peak` bytes at a time.
+    `gradient_bytes` is the size of the outputs that receive gradients.
     """
 
     forward: tuple[Operation, ...]
@@ -54,6 +64,12 @@ class BlockCost:
     kept_inputs: tuple[int, ...] = ()
     kept_outputs: tuple[int, ...] = ()
     weight: tuple[Operation, ...] = ()
+    forward_peak: int = 0
+    backward_peak: int = 0
+    input_peak: int = 0
+    left: int = 0
+    weight_peak: int = 0
+    gradient_bytes: int = 0
 
 
 def trace_block(
@@ -63,34 +79,68 @@ def trace_block(
     parameters: Collection[str],
     buffers: Collection[str],
     differentiable: Collection[str],
+    *,
+    split: bool = False,
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
     `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside.
     `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
-    `differentiable` the names of the nodes that carry gradients. Raises InputError when the block
-    reads a node that is none of these.
+    `differentiable` the names of the nodes that carry gradients. With `split` it is asked as well
+    what a backward in two parts holds. Raises InputError when the block reads a node that is none
+    of these.
     """
-    recorder = Recorder()
+    given = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
-        outside = boundary(nodes, inputs, parameters, buffers, differentiable)
+        outside = boundary(*given)
+        recorder = Recorder(Alive(_storages(outside.values)))
         results, kept, estimated = _forward(nodes, outputs, outside, recorder)
-        forward = recorder.take()
-        if not _backward(_roots(results, differentiable), outside.leaves, recorder):
+        forward, forward_peak = recorder.take(), recorder.alive.most
+        roots = roots_of(results, differentiable)
+        cost = _known(nodes, inputs, outputs, parameters, differentiable, outside, results, kept)
+        gradients, seed = sum(root.numel() * root.itemsize for root in roots), seeding(roots)
+        del results, kept, roots  # the backward frees what it has used
+        if not _backward(seed, outside, recorder):
             estimated.append("backward")
             recorder.operations += map(doubled, reversed(forward))
-    values = outside.received | results
+        parts = first_part(*given, outputs) if split else FirstPart()
+    return dataclasses.replace(
+        cost,
+        forward=forward,
+        backward=recorder.take(),
+        estimated=tuple(dict.fromkeys(estimated)),
+        forward_peak=forward_peak,
+        backward_peak=recorder.alive.most if seed is not None else 0,
+        gradient_bytes=gradients,
+        input_peak=parts.peak,
+        left=parts.left,
+        weight_peak=parts.product,
+    )
+
+
+def _known(
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    parameters: Collection[str],
+    differentiable: Collection[str],
+    outside: Boundary,
+    results: Mapping[fx.Node, Any],
+    kept: Storages,
+) -> BlockCost:
+    """What is known of a block between its forward and its backward: sizes."""
+    values = outside.received | dict(results)
     touched = [node for node in values if kept & _storages({node: values[node]})]
     received, produced = _storages(outside.received), _storages(results)
     own = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
     return BlockCost(
-        forward=forward,
-        backward=recorder.take(),
+        forward=(),
+        backward=(),
         saved=_size(own),
         saved_inputs=_size(kept & received),
         output_bytes=_nbytes(results),
         parameter_bytes=_nbytes(outside.parameters),
-        estimated=tuple(dict.fromkeys(estimated)),
+        estimated=(),
         saved_outputs=_size(own & produced),
         kept=tuple(node.name for node in touched),
         kept_inputs=tuple(i for i, node in enumerate(inputs) if node in touched),
@@ -114,19 +164,15 @@ def _forward(
     return results, saved.storages(), estimated
 
 
-def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[torch.Tensor]:
-    """The outputs that receive a gradient."""
-    found = (value for node, value in results.items() if node.name in differentiable)
-    return [tensor for value in found for tensor in tensors(value) if tensor.requires_grad]
-
-
-def _backward(
-    roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], recorder: Recorder
-) -> bool:
+def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) -> bool:
     """Run the backward; False, with nothing noted, when it needs data."""
+    recorder.alive.restart()
+    if seed is None:
+        return True
+    drop_gradients(outside.parameters.values())
     try:
         with recorder:
-            differentiate(roots, leaves)
+            differentiate([seed], outside.leaves)
     except Exception:  # whatever it is, as in the forward
         recorder.take()
         return False
@@ -149,7 +195,7 @@ def _products(
             yield product
 
 
-def _storages(values: Mapping[fx.Node, Any]) -> Storages:
+def _storages(values: Mapping[Any, Any]) -> Storages:
     return {storage_of(tensor) for tensor in tensors(values)}
 
 
@@ -157,5 +203,5 @@ def _size(storages: Storages) -> int:
     return sum(storage.nbytes() for storage in storages)
 
 
-def _nbytes(values: Mapping[fx.Node, Any]) -> int:
+def _nbytes(values: Mapping[Any, Any]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors(values))

@@ -40,7 +40,7 @@ def boundary(
     Raises InputError for a node that is no input, parameter or buffer.
     """
     found = Boundary()
-    for node in _outside(nodes):
+    for node in outside(nodes):
         value = node.meta.get("val")
         if node in inputs and node.name in differentiable:
             found.received[node], leaves = source(value)
@@ -62,7 +62,8 @@ def boundary(
     return found
 
 
-def _outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """What `nodes` read that is none of them, by first use."""
     inside = set(nodes)
     read = (argument for node in nodes for argument in node.all_input_nodes)
     return (node for node in dict.fromkeys(read) if node not in inside)

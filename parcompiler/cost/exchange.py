@@ -29,7 +29,7 @@ def note(said: Exchange, dtype: torch.dtype, recorder: Recorder, *, backward: bo
     """Note the collectives of one side."""
     for action, nbytes in said.backward if backward else said.forward:
         sent = said.sent_by(action, nbytes)
-        recorder.add(Operation(action, EXCHANGE, 0.0, sent, dtype))
+        recorder.add(Operation(action, EXCHANGE, 0.0, sent, dtype, said.n))
 
 
 class _Exchanged(torch.autograd.Function):

@@ -29,7 +29,7 @@ def execute(nodes: Iterable[fx.Node], values: Environment, recorder: Recorder) -
     """
     estimated = []
     for contexts, run in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
-        with _entered(contexts):
+        with entered(contexts):
             for node in run:
                 target, (args, kwargs) = _target(node), _arguments(node, values)
                 noted, grad_mode = len(recorder.operations), torch.is_grad_enabled()
@@ -88,7 +88,7 @@ def _target(node: fx.Node) -> Any:
 
 
 @contextmanager
-def _entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+def entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
     """The contexts that the nodes were captured under; autocast only where it meets the CPU."""
     with ExitStack() as stack:
         for context in contexts:

@@ -1,6 +1,12 @@
 """The bytes that a parameter costs: its value, its gradient and the states of its optimizer.
 
+In 16 bits with masters, as in the table of Megatron-LM's mixed precision (and of ZeRO, Rajbhandari
+et al., 2020, section 3.1): 2 for the value, 2 for its gradient, 4 for the float32 master, and the
+states of the optimizer in float32.
+
 >>> bytes_per_parameter("adamw", torch.float32)
+16
+>>> bytes_per_parameter("adamw", torch.float16, masters=True)
 16
 """
 
@@ -16,17 +22,25 @@ from parcompiler.errors import InputError
 OPTIMIZERS: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "none": 0, "sgd": 0, "sgd-momentum": 1}
 )
-"""The states that each optimizer keeps per parameter, in the dtype of the parameter."""
+"""The states that each optimizer keeps per parameter, in the dtype of what it changes."""
 
 
-def bytes_per_parameter(optimizer: str, dtype: torch.dtype, *, trainable: bool = True) -> int:
+def bytes_per_parameter(
+    optimizer: str, dtype: torch.dtype, *, trainable: bool = True, masters: bool = False
+) -> int:
     """The bytes of one element of a parameter: value, gradient, optimizer states.
 
-    A frozen parameter, or a buffer, costs its value alone. "none" stands for a step that leaves
-    the gradients to the caller. Raises InputError for an optimizer that is not in `OPTIMIZERS`.
+    With `masters` the optimizer changes a float32 copy of it, and its states are float32. A frozen
+    parameter, or a buffer, costs its value alone. "none" stands for a step that leaves the
+    gradients to the caller, and keeps no copy. Raises InputError for an optimizer that is not in
+    `OPTIMIZERS`.
     """
     if optimizer not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
         message = f"no memory model for optimizer {optimizer!r} (known: {known})"
         raise InputError(message)
-    return dtype.itemsize * (2 + OPTIMIZERS[optimizer] if trainable else 1)
+    if not trainable:
+        return dtype.itemsize
+    if masters and optimizer != "none":
+        return 2 * dtype.itemsize + torch.float32.itemsize * (1 + OPTIMIZERS[optimizer])
+    return dtype.itemsize * (2 + OPTIMIZERS[optimizer])

@@ -17,7 +17,8 @@ class Operation:
     """One kernel: `flops` counts a multiplication with its addition as 2, `nbytes` what it moves.
 
     `kind` is "matmul", "attention", "convolution" or "other"; an operator without a formula counts
-    one FLOP per element that it yields. `dtype` is the one it calculates in.
+    one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
+    `nbytes` are what each of its `ranks` sends; without their number it is a message.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Operation:
     flops: float
     nbytes: float
     dtype: torch.dtype
+    ranks: int = 0
 
 
 # These allocate or rename memory, or ask a question: they move nothing.

@@ -7,16 +7,18 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parcompiler.cost.alive import Alive
 from parcompiler.cost.operation import Operation, describe
 from parcompiler.cost.stand_in import run
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operator that costs something, in the order of execution."""
+    """Notes every operator that costs something, in the order of execution, and what is `alive`."""
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Alive | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
+        self.alive = alive or Alive()
 
     def __torch_dispatch__(
         self,
@@ -27,6 +29,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operator on meta tensors, and note it."""
         result = run(func, args, kwargs or {})
+        self.alive.note(result)
         self.add(describe(func, args, kwargs or {}, result))
         return result
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from parcompiler.cost import collective
 from parcompiler.cost.exchange import EXCHANGE
 from parcompiler.cost.operation import Operation
 from parcompiler.device import Device
@@ -27,12 +28,11 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 def operation_seconds(operation: Operation, device: Device) -> float:
     """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
 
-    What ranks exchange takes the time of the link between them.
+    What ranks exchange takes the time of the links between them (see `collective`).
     """
     reached = device.efficiency
     if operation.kind == EXCHANGE:
-        nbytes = operation.nbytes
-        return device.link.seconds(nbytes / reached.exchange(operation.name, nbytes))
+        return _exchange_seconds(operation, device)
     if reached.curves:
         dtype = device.named(operation.dtype)
         fraction = reached.arithmetic(operation.name, operation.kind, dtype, operation.flops)
@@ -41,3 +41,12 @@ def operation_seconds(operation: Operation, device: Device) -> float:
     peak = device.peak(operation.dtype) * fraction
     bandwidth = device.memory_bandwidth * reached.traffic(operation.nbytes)
     return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead
+
+
+def _exchange_seconds(operation: Operation, device: Device) -> float:
+    """The time in s of a collective of the tensor axis, or of a message."""
+    action, nbytes, n = operation.name, operation.nbytes, operation.ranks
+    if n < 2:
+        return device.link.seconds(nbytes / device.efficiency.exchange(action, nbytes))
+    whole = collective.whole(action, nbytes, n)
+    return collective.seconds(action, whole, collective.neighbours(n, device), device)

@@ -11,23 +11,24 @@ The passes are run on tensors without data, as blocks are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
 
+from parcompiler.cost import collective
+from parcompiler.cost.collective import Group, neighbours
 from parcompiler.cost.execution import execute
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.roofline import seconds
 from parcompiler.cost.stand_in import stand_in
-from parcompiler.device import Device, Link
+from parcompiler.device import Device
 from parcompiler.graph import Graph, Head, Lookup, Parameter, nbytes_of
 from parcompiler.pieces import rows
-from parcompiler.spmd.conversions import moved
 
 ASKING = ("naive", "interlaced")  # they ask for the largest logit of all before they compute powers
+BLOCK = 2**27  # the most elements of a block of logits that is widened, beside a CPU
 Operations = dict[str, tuple[Operation, ...]]
 
 
@@ -39,16 +40,19 @@ def vocabulary_parts(
     state_bytes: Callable[[Parameter], int],
     *,
     everywhere: bool = False,
+    group: Group | None = None,
 ) -> dict[str, float]:
     """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
     `VocabularyCost`.
 
     `state_bytes` says what a parameter costs with its gradient and optimizer states; `everywhere`
-    that a REDUCE leaves its sum on all ranks (a tensor axis).
+    that a REDUCE leaves its sum on all ranks (a tensor axis), `group` over which nodes the ranks
+    are if they do not follow one another.
     """
+    among = group or neighbours(ranks, device)
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
     head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
-    found: dict[str, float] = dict(_collectives(graph, ranks, method, device.link, everywhere))
+    found: dict[str, float] = dict(_collectives(graph, among, method, device, everywhere))
     work = _head(graph, head, ranks, method) if head else {}
     embeds = [_lookup(graph, item, ranks) for item in lookups]
     for name in ("s", "normalize", "t"):
@@ -57,6 +61,7 @@ def vocabulary_parts(
         found[name] = sum(seconds(item[name], device) for item in embeds)
     found["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
     found["saved"] = _saved(graph, head, ranks) if head else 0
+    found["more"] = _widened(graph, head, ranks) if head else 0
     found["x_bytes"] = nbytes_of(head.x) if head else 0
     found["embedded_bytes"] = sum(nbytes_of(item.node) for item in lookups)
     return found
@@ -93,25 +98,39 @@ def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
         y = _product(graph, head, x, weight, ranks)
         if method in ASKING:
             logits, _ = _logits(head, y, recorder)
-            logits.amax(1)
+            logits.to(_precision(y)).amax(1)
             found["s"] = recorder.take()
-        logits, slope = _logits(head, y, recorder)
-        powers = torch.softmax(logits, 1)
-        powers.amax(1)
-        if slope is not None:
-            powers.mul_(slope)
+        _softmax(head, y, recorder)
         if method in ASKING:
             found["normalize"] = recorder.take()
         elif method == "vocab-2":
-            _input_gradient(powers, weight)
+            _input_gradient(y, weight)
             found["s"] = recorder.take()
         else:
             found["s"] = recorder.take()
         if method != "vocab-2":
-            _input_gradient(powers, weight)
-        _weight_gradient(graph, head, x, powers, weight)
+            _input_gradient(y, weight)
+        _weight_gradient(graph, head, x, y, weight)
         found["t"] = recorder.take()
     return found
+
+
+def _softmax(head: Head, y: Tensor, recorder: Recorder) -> None:
+    """P' of the logits where they lie; 16 bits are widened for it, and narrowed again."""
+    logits, slope = _logits(head, y, recorder)
+    values = logits.to(_precision(y))
+    powers = torch.softmax(values, 1)
+    powers.amax(1)
+    if slope is not None:
+        powers.mul_(slope)
+    if values is not logits:
+        values.amax(1)
+        y.copy_(powers)
+
+
+def _precision(y: Tensor) -> torch.dtype:
+    """In which the softmax of logits is computed."""
+    return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
 def _product(graph: Graph, head: Head, x: Tensor, weight: Tensor, ranks: int) -> Tensor:
@@ -185,28 +204,29 @@ def _saved(graph: Graph, head: Head, ranks: int) -> int:
     return int(count * (matrices * weight.shape[0] * weight.dtype.itemsize + numbers))
 
 
-def _collectives(
-    graph: Graph, ranks: int, method: str, link: Link, everywhere: bool
-) -> dict[str, float]:
-    """Seconds of the collectives of a micro-batch among `ranks` ranks.
+def _widened(graph: Graph, head: Head, ranks: int) -> int:
+    """Bytes in which 16 bits are widened for the softmax of a block of rows (`runtime.softmax`)."""
+    weight = _piece(graph.by_name[head.weight], ranks)
+    if weight.dtype.itemsize >= torch.float32.itemsize:
+        return 0
+    elements = head.x.meta["val"].shape[0] * weight.shape[0]
+    return torch.float32.itemsize * min(BLOCK, int(elements))
 
-    A broadcast goes round in pieces, and so does a sum to one rank: the bytes once over each link.
-    """
+
+def _collectives(
+    graph: Graph, ranks: Group, method: str, device: Device, everywhere: bool
+) -> dict[str, float]:
+    """Seconds of the collectives of a micro-batch among all ranks."""
     assert graph.vocabulary is not None
     head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
-    hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    added = "all-reduce" if everywhere else "reduce"
 
-    def once(nbytes: int) -> float:
-        return hops * link.latency + nbytes / link.bandwidth if hops else 0.0
-
-    def added(nbytes: int) -> float:
-        if not everywhere or not hops:
-            return once(nbytes)
-        return 2 * hops * link.latency + moved("all-reduce", nbytes, ranks) / link.bandwidth
+    def took(action: str, nbytes: float) -> float:
+        return collective.seconds(action, nbytes, ranks, device)
 
     found = {
-        "embed_reduce": sum(added(nbytes_of(item.node)) for item in lookups),
-        "embed_broadcast": sum(once(nbytes_of(item.node)) for item in lookups),
+        "embed_reduce": sum(took(added, nbytes_of(item.node)) for item in lookups),
+        "embed_broadcast": sum(took("broadcast", nbytes_of(item.node)) for item in lookups),
         "broadcast": 0.0,
         "reduce": 0.0,
         "exchange": 0.0,
@@ -214,7 +234,9 @@ def _collectives(
     if head is not None:
         nbytes, count = nbytes_of(head.x), head.x.meta["val"].shape[0]
         each = count * max(4, graph.by_name[head.weight].dtype.itemsize)
-        found["broadcast"], found["reduce"] = once(nbytes), added(nbytes)
-        said = 2 * each if method in ASKING else 3 * each * (ranks - 1)
-        found["exchange"] = hops * link.latency + said / link.bandwidth if hops else 0.0
+        found["broadcast"], found["reduce"] = took("broadcast", nbytes), took(added, nbytes)
+        if method in ASKING:
+            found["exchange"] = took("all-reduce", each)
+        else:
+            found["exchange"] = took("all-gather", 3 * each * ranks.size)
     return found

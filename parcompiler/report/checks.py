@@ -41,6 +41,11 @@ def _faults(report: Report) -> Iterator[str]:
     if len(report.averaged) not in (0, ranks):
         yield f"report.averaged must have {ranks} entries ({len(report.averaged)} found)"
     if report.measurement is not None:
+        for k, ran in enumerate(report.measurement.events):
+            place = f"report.measurement.events[{k}]"
+            yield from _outside(f"{place}: rank", [ran.rank], ranks)
+            if ran.kind in {*COMPUTE, Kind.SEND}:
+                yield from _incomplete(place, ran.instruction, ranks)
         for name in ("forward", "backward"):
             count = len(getattr(report.measurement, name))
             if count not in (0, stages):

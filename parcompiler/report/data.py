@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompiler.errors import InputError
-from parcompiler.instruction import Instruction, Kind
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -45,7 +42,8 @@ class Choices:
     """How it is divided. `virtual_stages` are those of each rank.
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
-    those whose forward runs again in the backward."""
+    those whose forward runs again in the backward, `without` the bytes of each rank if they did
+    not."""
 
     microbatches: int
     precision: str | None
@@ -56,6 +54,7 @@ class Choices:
     blocks: int
     templates: int
     recompute: tuple[str, ...] = ()
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,30 @@ class Weighed:
     schedule: str
     virtual_stages: int
     seconds: float | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeshChoice:
+    """A mesh of a cluster that was considered: its step and what it consists of, or why not.
+
+    `seconds` are those of `compute`, of `exchange` (between tensor ranks, and of gradients after
+    the last backward) and of `idle`, each in the mean of the ranks. With a `reason`, `seconds` and
+    `memory` are what no plan can be below.
+    """
+
+    pipeline: int
+    tensor: int
+    data: int
+    microbatches: int
+    seconds: float | None
+    memory: int | None
+    schedule: str | None
+    vocabulary: str | None
+    recomputed: int
+    compute: float | None
+    exchange: float | None
+    idle: float | None
     reason: str | None
 
 
@@ -284,89 +307,22 @@ class Estimated:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """An instruction of `rank` in the simulated step; `text` is the instruction.
+class Symbol:
+    """A letter of the closed forms: the size that it stands for, and its number at capture; or why
+    that size is none of them (`letter` is empty then)."""
 
-    >>> Event.parse("0 0.5 1.5 FORWARD stage 0 mb 3").instruction.microbatch
-    3
-    """
-
-    rank: int
-    begin: float
-    end: float
-    text: str
-
-    def __str__(self) -> str:
-        """The line that `parse` reads."""
-        return f"{self.rank} {self.begin!r} {self.end!r} {self.text}"
-
-    @classmethod
-    def parse(cls, line: str) -> Event:
-        """Read one line. Raises InputError when it is none."""
-        try:
-            rank, begin, end, text = line.split(maxsplit=3)
-            event = cls(int(rank), _second(begin), _second(end), text)
-            if event.end < event.begin:
-                raise ValueError
-            _ = event.instruction
-        except ValueError as error:
-            message = f"an event reads 'rank begin end instruction' ({line[:60]!r} found)"
-            raise InputError(message) from error
-        return event
-
-    @property
-    def kind(self) -> Kind:
-        """What the instruction does."""
-        return Kind(self.text.split(maxsplit=1)[0])
-
-    @property
-    def instruction(self) -> Instruction:
-        """The instruction."""
-        return Instruction.parse(self.text)
+    letter: str
+    word: str
+    now: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """From `second` on a rank holds `nbytes`."""
+class Form:
+    """What a block of a template costs for one micro-batch on a rank, or the blocks of a stage
+    together: `value` is an expression of sympy, by which `what` is counted."""
 
-    second: float
-    nbytes: int
-
-    def __str__(self) -> str:
-        """The line that `parse` reads."""
-        return f"{self.second!r} {self.nbytes}"
-
-    @classmethod
-    def parse(cls, line: str) -> Level:
-        """Read one line. Raises InputError when it is none."""
-        try:
-            second, nbytes = line.split()
-            return cls(_second(second), int(nbytes))
-        except ValueError as error:
-            message = f"a level of memory reads 'second bytes' ({line[:60]!r} found)"
-            raise InputError(message) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """The simulated step: events by their begin, and for each rank the levels of its memory."""
-
-    events: tuple[Event, ...]
-    memory: tuple[tuple[Level, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A real step: its seconds, and by stage the mean of its forwards and backwards, if known."""
-
-    seconds: float
-    forward: tuple[float | None, ...] = ()
-    backward: tuple[float | None, ...] = ()
-
-
-def _second(text: str) -> float:
-    """A moment of the step. Raises ValueError when it is none."""
-    second = float(text)
-    if not 0 <= second < float("inf"):
-        raise ValueError
-    return second
+    name: str
+    blocks: int
+    what: str
+    value: str

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
-from parcompiler.report.data import Event
+from parcompiler.report.events import Event
 from parcompiler.report.table import Cell, Drawing
 from parcompiler.report.units import SECONDS, quantity
 from parcompiler.schedules.action import LETTERS

@@ -15,7 +15,7 @@ from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, Stage
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
-from parcompiler.report import data
+from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.simulator import Event, StageCost, Timeline
 
@@ -46,8 +46,8 @@ def mesh(problem: Problem) -> data.Mesh:
     )
 
 
-def choices(plan: Plan, priced: Priced) -> data.Choices:
-    """How it is divided."""
+def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
+    """How it is divided; `problem` is that of one tensor rank."""
     assert plan.schedule is not None
     assert plan.granularity is not None
     return data.Choices(
@@ -60,6 +60,7 @@ def choices(plan: Plan, priced: Priced) -> data.Choices:
         blocks=len(priced.cut.blocks),
         templates=len({block.template for block in priced.cut.blocks}),
         recompute=plan.recompute or (),
+        without=prices.without_recomputation(problem, plan),
     )
 
 
@@ -163,10 +164,10 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     """What each rank sums with its data replicas; nothing where it has none."""
     if lowered.data == 1:
         return ()
-    events = timeline.events
-    computed = max((e.end for e in events if e.instruction.kind in COMPUTE), default=0.0)
+    happened = timeline.events
+    computed = max((e.end for e in happened if e.instruction.kind in COMPUTE), default=0.0)
     sums: list[list[Event]] = [[] for _ in range(lowered.size)]
-    for event in events:
+    for event in happened:
         if event.instruction.kind is Kind.REDUCE_GRADIENTS:
             sums[event.rank].append(event)
     return tuple(_averaged(lowered, rank, own, computed) for rank, own in enumerate(sums))
@@ -269,11 +270,11 @@ def estimated(priced: Priced) -> tuple[data.Estimated, ...]:
     )
 
 
-def trail(timeline: Timeline) -> data.Trail:
+def trail(timeline: Timeline) -> events.Trail:
     """The simulated step."""
-    events = (data.Event(e.rank, e.begin, e.end, str(e.instruction)) for e in timeline.events)
-    memory = (tuple(data.Level(*pair) for pair in levels) for levels in timeline.memory)
-    return data.Trail(tuple(events), tuple(memory))
+    happened = (events.Event(e.rank, e.begin, e.end, str(e.instruction)) for e in timeline.events)
+    memory = (tuple(events.Level(*pair) for pair in levels) for levels in timeline.memory)
+    return events.Trail(tuple(happened), tuple(memory))
 
 
 def _flops(operations: Iterable[Operation]) -> float:

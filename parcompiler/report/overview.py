@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from parcompiler.report.data import Solver
@@ -56,10 +56,20 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         count, names = len(choices.recompute), ranges(choices.recompute)
         blocks = f"{count} block{'s' * (count > 1)}"
         yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
+        if choices.without:
+            yield "without that", _without(choices.without, mesh.memory)
     yield "random operators", "yes" if model.random else "no"
     for name, solver in (("solver", report.solver), ("search", report.search)):
         if solver is not None:
             yield name, ", ".join(_proof(solver))
+
+
+def _without(sizes: Sequence[int], memory: int) -> str:
+    """The fullest rank if nothing was recomputed, and what it lacks."""
+    rank = max(range(len(sizes)), key=sizes.__getitem__)
+    over = sizes[rank] - memory
+    lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "which fits"
+    return f"rank {rank} takes {quantity(sizes[rank], BYTES)}, {lacking}"
 
 
 def _oldest(report: Report) -> str:

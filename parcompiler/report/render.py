@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table as Grid
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from parcompiler.report.report import Report
 
 INDENT = 2
+GAP = 2  # between columns
+WORD = 8  # of a name that is wrapped, so much must fit into a line
 NARROWEST = 40
 
 STYLES = Theme(
@@ -88,10 +92,40 @@ def _drawn(console: Console, report: Report, *, ascii_only: bool) -> str:
         if number:
             console.print()
         console.print(_text(Cell(section.title, "strong"), ascii_only))
-        body = _grid(section, ascii_only) if isinstance(section, Table) else _lines(section)
-        console.print(Padding(body, (0, 0, 0, INDENT), expand=False))
+        if isinstance(section, Drawing):
+            console.print(Padding(_lines(section), (0, 0, 0, INDENT), expand=False))
+            continue
+        for part in _parts(section, console.width - INDENT):
+            console.print(Padding(_grid(part, ascii_only), (0, 0, 0, INDENT), expand=False))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def _parts(table: Table, width: int) -> Iterator[Table]:
+    """The table, or its columns in several below each other, each with the first one, where one
+    would be too wide: no number is cut."""
+    least = [_least(table, k) for k in range(len(table.columns))]
+    begin = 1
+    while begin < len(least):
+        end = begin + 1
+        while end < len(least) and least[0] + sum(n + GAP for n in least[begin : end + 1]) <= width:
+            end += 1
+        columns = [0, *range(begin, end)]
+        rows = tuple(tuple(row[k] for k in columns if k < len(row)) for row in table.rows)
+        yield Table(table.title, tuple(table.columns[k] for k in columns), rows)
+        begin = end
+    if len(least) == 1:
+        yield table
+
+
+def _least(table: Table, number: int) -> int:
+    """The columns of a terminal that a column needs; words can be wrapped."""
+    column = table.columns[number]
+    heading = max(map(cell_len, column.heading.split("\n")))
+    if column.wrap:
+        return max(heading, WORD)
+    texts = (clean(row[number].text).translate(ASCII) for row in table.rows if number < len(row))
+    return max(heading, *map(cell_len, texts))
 
 
 def _grid(table: Table, ascii_only: bool) -> Grid:

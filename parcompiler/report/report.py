@@ -6,7 +6,7 @@ Problem, Plan, Lowered, Timeline
      Report ◄──► JSON             serial.py
         │  sections               what is said, in which words: plain tables
         ▼
-text (render.py), page (page.py), trace for Perfetto (trace.py)
+text (render.py), page (web/), trace for Perfetto (trace.py)
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from parcompiler.problem import Problem
 from parcompiler.report import (
     checks,
     data,
+    events,
+    forms,
     gather,
-    page,
+    meshes,
     placements,
     render,
     serial,
     timing,
     vocabulary,
+    web,
 )
 from parcompiler.report.trace import trace_text
 from parcompiler.simulator import Timeline
+from parcompiler.symbolic import Costs
 
 VERSION = 1
 
@@ -61,20 +65,31 @@ class Report:
     shared: tuple[data.Shared, ...]
     unread: tuple[str, ...]
     estimated: tuple[data.Estimated, ...]
-    trail: data.Trail
-    measurement: data.Measured | None = None
+    trail: events.Trail
+    measurement: events.Measured | None = None
     staleness: tuple[data.Stale, ...] = ()
     averaged: tuple[data.Averaged, ...] = ()
     sharded: tuple[data.Sharded, ...] = ()
     exchanged: tuple[data.Exchanged, ...] = ()
     vocabulary: data.Vocabulary | None = None
+    meshes: tuple[data.MeshChoice, ...] = ()
+    symbols: tuple[data.Symbol, ...] = ()
+    forms: tuple[data.Form, ...] = ()
     version: int = VERSION
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan, lowered: Lowered, timeline: Timeline) -> Report:
+    def of(
+        cls,
+        problem: Problem,
+        plan: Plan,
+        lowered: Lowered,
+        timeline: Timeline,
+        symbolic: Costs | None = None,
+    ) -> Report:
         """The report of a plan, of the program lowered from it, and of its simulated step.
 
-        `problem` is about the whole model, also where tensor ranks compute pieces of it.
+        `problem` is about the whole model, also where tensor ranks compute pieces of it;
+        `symbolic` are the costs whose closed forms are shown.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
         own, whole = local(problem, plan), problem.priced(plan.granularity)
@@ -84,7 +99,7 @@ class Report:
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
-            choices=gather.choices(plan, priced),
+            choices=gather.choices(own, plan, priced),
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=gather.weighed(plan),
@@ -102,6 +117,9 @@ class Report:
             sharded=placements.sharded(plan),
             exchanged=placements.exchanged(priced, lowered),
             vocabulary=vocabulary.vocabulary(plan, lowered, spread),
+            symbols=() if symbolic is None else forms.symbols_of(symbolic),
+            forms=() if symbolic is None else forms.forms_of(symbolic),
+            meshes=meshes.considered(plan),
         )
         return serial.rounded(report)
 
@@ -128,8 +146,13 @@ class Report:
         return report
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page that needs no other file; light or dark as the reader's system is."""
-        _write(path, page.page(self))
+        """Write a page that needs no other file: charts, tables, what was weighed and why it lost.
+
+        It is light or dark as the reader's system is, and may be printed. A measured step of
+        `measured` is drawn under the predicted one. Raises OSError where the file cannot be
+        written.
+        """
+        _write(path, web.page(self))
 
     def to_trace(self, path: str | Path) -> None:
         """Write the simulated step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
@@ -137,18 +160,21 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
-        return page.fragment(self)
+        return web.fragment(self)
 
     def measured(
         self, seconds: float, trace: Sequence[Iterable[timing.Recorded]] | None = None
     ) -> Report:
         """This report with a measured step time (s) beside the predicted one.
 
-        `trace` are the instructions of one step by rank, as `worker.trace()` gives them: the mean
-        forward and backward of each stage are shown beside the predicted. Raises InputError when
-        the time is no positive number, or the trace has another number of ranks or stages.
+        `trace` are the instructions of one step by rank, as `worker.trace()` gives them, of all
+        ranks or of those with data and tensor coordinate 0: the mean forward and backward of each
+        stage are shown beside the predicted, and `to_html` and `to_trace` draw the measured step
+        under the predicted one (`torch.distributed.all_gather_object` brings the traces of all
+        ranks together). Raises InputError when the time is no positive number, or the
+        trace has another number of ranks or stages.
         """
-        measurement = timing.measured(seconds, trace, len(self.stages), len(self.ranks))
+        measurement = timing.measured(seconds, trace, len(self.stages), self.mesh)
         return dataclasses.replace(self, measurement=serial.rounded(measurement))
 
 

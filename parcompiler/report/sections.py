@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from parcompiler.report import division, overview, placements, traffic, vocabulary
+from parcompiler.report import division, forms, meshes, overview, placements, traffic, vocabulary
 from parcompiler.report.gantt import gantt
 from parcompiler.report.table import Section
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TABLES = (
     overview.overview,
     overview.step,
+    meshes.meshes,
     overview.weighed,
     vocabulary.weighed,
     vocabulary.tables,
@@ -36,6 +37,8 @@ TABLES = (
     traffic.shared,
     traffic.unread,
     traffic.estimated,
+    forms.symbols,
+    forms.forms,
 )
 
 

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.report.data import Measured
+from parcompiler.report.data import Mesh
+from parcompiler.report.events import Measured, Ran
 
 _FORWARD = {Kind.FORWARD}
 _BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -34,23 +35,47 @@ class Recorded(Protocol):
 
 
 def measured(
-    seconds: float, trace: Sequence[Iterable[Recorded]] | None, stages: int, ranks: int
+    seconds: float, trace: Sequence[Iterable[Recorded]] | None, stages: int, mesh: Mesh
 ) -> Measured:
-    """The time of a step and, from its trace by rank, the means of each stage.
+    """The time of a step and, from its trace by rank, its events and the means of each stage.
 
-    Raises InputError when the time is no positive number, or the trace is of another program.
+    A trace has all ranks of the mesh, of which those with data and tensor coordinate 0 are kept, or
+    these alone. Raises InputError when the time is no positive number, or the trace is of another
+    program.
     """
     if not (isfinite(seconds) and seconds > 0):
         message = f"a measured step takes a positive number of seconds ({seconds} given)"
         raise InputError(message)
     if trace is None:
         return Measured(float(seconds))
+    own = [tuple(records) for records in _column(trace, mesh)]
+    records = [record for some in own for record in some]
+    forward, backward = (tuple(_means(records, kinds, stages)) for kinds in (_FORWARD, _BACKWARD))
+    return Measured(float(seconds), forward, backward, tuple(_events(own)))
+
+
+def _column(trace: Sequence[Iterable[Recorded]], mesh: Mesh) -> Sequence[Iterable[Recorded]]:
+    """The ranks with data and tensor coordinate 0: the others run the same instructions."""
+    ranks, copies = mesh.pipeline, mesh.data * mesh.tensor
+    if len(trace) == ranks * copies:
+        return trace[::copies]
     if len(trace) != ranks:
-        message = f"a trace has the instructions of each rank ({ranks} ranks, {len(trace)} given)"
+        every = f" or {ranks * copies}" * (copies > 1)
+        message = (
+            f"a trace has the instructions of each rank ({ranks}{every} ranks, {len(trace)} given)"
+        )
         raise InputError(message)
-    records = [record for own in trace for record in own]
-    means = (tuple(_means(records, kinds, stages)) for kinds in (_FORWARD, _BACKWARD))
-    return Measured(float(seconds), *means)
+    return trace
+
+
+def _events(trace: Sequence[Sequence[Recorded]]) -> list[Ran]:
+    """The instructions of all ranks, by their begin."""
+    events = (
+        Ran(rank, float(own.begin), float(own.end), float(own.waited), str(own.instruction))
+        for rank, records in enumerate(trace)
+        for own in records
+    )
+    return sorted(events, key=lambda event: (event.begin, event.rank))
 
 
 def _means(

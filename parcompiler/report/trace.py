@@ -1,10 +1,11 @@
-"""The simulated step as a Chrome trace, which Perfetto shows: a process per rank.
+"""The simulated and the measured step as a Chrome trace, which Perfetto shows: a process per rank.
 
     rank 0   compute   ▇F0▇▇F1▇        ▇▇B0▇▇
              to 1           ▇x▇ ─┐                a slice per message, on a track per link
              memory    ▁▂▃▃▃▃▃▃▂▁│
     rank 1   compute             │  ▇F0▇▇▇B0▇▇
              from 0         ▇x▇ ◄┘                the same message, and an arrow between the two
+    rank 0, measured ...                          what was recorded, where it was
 
 The format is that of "Trace Event Format" (Google, 2016): times in microseconds.
 """
@@ -12,11 +13,19 @@ The format is that of "Trace Event Format" (Google, 2016): times in microseconds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
-from parcompiler.report.data import Event, Level
+from parcompiler.instruction import (
+    COMPUTE,
+    EMBEDDING,
+    HEAD,
+    MESSAGES,
+    TRANSFERS,
+    Instruction,
+    Kind,
+)
+from parcompiler.report.events import Event, Level, Ran
 from parcompiler.report.names import clean
 from parcompiler.schedules.action import LETTERS
 
@@ -32,7 +41,7 @@ GROUP = TRANSFERS | {Kind.EXCHANGE}  # between all ranks, for the vocabulary
 def trace_text(report: Report) -> str:
     """The trace as JSON, one event a line."""
     ranks = len(report.ranks)
-    records = [record for rank in range(ranks) for record in _tracks(rank, ranks)]
+    records = [record for rank in range(ranks) for record in _tracks(rank, ranks, f"rank {rank}")]
     for number, event in enumerate(report.trail.events):
         if event.kind is Kind.REDUCE_GRADIENTS and report.averaged:
             records.append(_slice(event, event.rank, _sums(ranks), _title(event.instruction)))
@@ -40,6 +49,8 @@ def trace_text(report: Report) -> str:
             records += _slices(event, number, ranks)
     for rank, levels in enumerate(report.trail.memory):
         records += (_counter(rank, level) for level in levels)
+    if report.measurement is not None and report.measurement.events:
+        records += _measured(report.measurement.events, ranks)
     lines = ",\n".join(json.dumps(record, sort_keys=True) for record in _used(records))
     return f'{{"displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}\n'
 
@@ -59,9 +70,11 @@ def _spread(ranks: int) -> int:
     return 2 + 2 * ranks
 
 
-def _tracks(rank: int, ranks: int) -> Iterator[Record]:
-    """The names of a rank's process and tracks."""
-    yield _name("process_name", rank, COMPUTE_TRACK, f"rank {rank}")
+def _tracks(rank: int, ranks: int, name: str) -> Iterator[Record]:
+    """The names of a rank's process and tracks, and the order of the processes."""
+    yield _name("process_name", rank, COMPUTE_TRACK, name)
+    order = {"ph": "M", "ts": 0, "pid": rank, "tid": COMPUTE_TRACK, "name": "process_sort_index"}
+    yield {**order, "args": {"sort_index": rank}}
     yield _name("thread_name", rank, COMPUTE_TRACK, "compute")
     yield _name("thread_name", rank, _sums(ranks), "gradients")
     yield _name("thread_name", rank, _spread(ranks), "vocabulary")
@@ -82,6 +95,26 @@ def _used(records: list[Record]) -> Iterator[Record]:
             yield item
 
 
+def _measured(events: Sequence[Ran], ranks: int) -> Iterator[Record]:
+    """What was recorded, in processes after those of the simulated step.
+
+    A message is on the side that runs the instruction, and takes what starting it took there.
+    """
+    for rank in range(ranks):
+        yield from _tracks(ranks + rank, ranks, f"rank {rank}, measured")
+    for event in events:
+        line, track = event.instruction, COMPUTE_TRACK
+        if line.kind in MESSAGES and line.peer is not None:
+            track = _track(line.peer, ranks, incoming=line.kind is Kind.RECV)
+        elif line.kind in GROUP:
+            track = _spread(ranks)
+        elif line.kind is Kind.REDUCE_GRADIENTS:
+            track = _sums(ranks)
+        slice_ = _slice(event, ranks + event.rank, track, _title(line))
+        slice_["args"]["waited"] = _micro(event.waited)
+        yield slice_
+
+
 def _slices(event: Event, number: int, ranks: int) -> Iterator[Record]:
     """An instruction; a message at both ends, with an arrow between."""
     line = event.instruction
@@ -100,7 +133,7 @@ def _slices(event: Event, number: int, ranks: int) -> Iterator[Record]:
         yield {"cat": "message", "id": number, "name": "message", **where, **phase}
 
 
-def _slice(event: Event, rank: int, track: int, name: str) -> Record:
+def _slice(event: Event | Ran, rank: int, track: int, name: str) -> Record:
     begin = _micro(event.begin)
     return {
         "ph": "X",
@@ -124,7 +157,7 @@ def _title(line: Instruction) -> str:
         case kind if kind in EMBEDDING | GROUP:
             gradient = ".grad" if line.gradient else ""
             return clean(f"{kind} {line.value}{gradient} {line.microbatch}")
-        case Kind.SEND:
+        case Kind.SEND | Kind.RECV:
             gradient = ".grad" if line.gradient else ""
             return clean(f"{line.value}{gradient} {line.microbatch}")
         case Kind.REDUCE_GRADIENTS:

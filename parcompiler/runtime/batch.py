@@ -28,8 +28,9 @@ def microbatches(program: RankProgram, batch: object) -> list[dict[str, torch.Te
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(program.microbatches)]
     for name, spec in program.inputs.items():
         tensor = leaves[spec.key]
-        _check_tensor(spec, tensor, program.microbatches)
+        _check_tensor(spec, tensor, program)
         assert isinstance(tensor, torch.Tensor)
+        tensor = tensor.to(spec.dtype)
         rows = spec.shape[0] if spec.shape else 0
         for i, piece in enumerate(pieces):
             piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
@@ -82,12 +83,17 @@ def _check_keys(found: Mapping[str, object], wanted: set[str]) -> None:
         raise InputError(message)
 
 
-def _check_tensor(spec: Input, tensor: object, count: int) -> None:
-    """Refuse what is no tensor, another dtype, or another shape."""
+def _check_tensor(spec: Input, tensor: object, program: RankProgram) -> None:
+    """Refuse what is no tensor, another dtype, or another shape.
+
+    What a 16-bit program reads may be given in float32, as the model itself reads it.
+    """
+    count = program.microbatches
     if not isinstance(tensor, torch.Tensor):
         message = f"batch[{spec.key!r}] must be a tensor ({type(tensor).__name__} given)"
         raise InputError(message)
-    if tensor.dtype != spec.dtype:
+    wider = spec.dtype == program.narrow and tensor.is_floating_point()
+    if tensor.dtype != spec.dtype and not wider:
         message = f"batch[{spec.key!r}] must have dtype {spec.dtype} ({tensor.dtype} given)"
         raise InputError(message)
     wanted = (spec.shape[0] * count, *spec.shape[1:]) if spec.shape else ()

@@ -72,6 +72,7 @@ class State:
     sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     mean: torch.Tensor | None = None
+    scale: float = 1.0  # of the loss in the backward
 
 
 class Interpreter:
@@ -135,9 +136,11 @@ class Interpreter:
         *,
         training: bool,
         record: list[Record] | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        """Execute a list; returns the mean loss of the step."""
-        state = State(microbatches, training)
+        """Execute a list; returns the mean loss of the step. Gradients are those of that times
+        `scale`."""
+        state = State(microbatches, training, scale=scale)
         self._reduction.begin(self.channels)
         if self._spread is not None:
             self._spread.begin(self.channels, state)
@@ -272,7 +275,7 @@ class Interpreter:
             roots.append(saved.loss)
             share = 1 if self.program.asynchronous else self.program.microbatches
             share *= self.program.data  # the gradients of data ranks are summed
-            gradients.append(torch.full_like(saved.loss, 1.0 / share))
+            gradients.append(torch.full_like(saved.loss, state.scale / share))
         if roots:
             with self._expecting(instruction):
                 torch.autograd.backward(roots, gradients)

@@ -59,7 +59,8 @@ class RankProgram:
     coordinates: they stand for the ranks there of every data coordinate. Those of instructions
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
     tensors of which each of the `tensor` ranks of a line holds a piece; `rows` are those of which
-    every rank of a pipeline holds rows, with the number of rows on the whole.
+    every rank of a pipeline holds rows, with the number of rows on the whole. `narrow` is the
+    16-bit dtype of parameters that have masters in float32.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class RankProgram:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     synchronized: bool = False  # whether layers count the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
+    narrow: torch.dtype | None = None
 
     @cached_property
     def grid(self) -> Grid:

@@ -21,7 +21,7 @@ def run(worker: Worker, arguments: list[str] | None = None) -> None:
     """Train `worker` as the command line says, on a file of batches or on random ones."""
     options = _options(arguments)
     with worker:
-        worker.set_optimizer(torch.optim.AdamW, lr=options.lr)
+        worker.set_optimizer(torch.optim.AdamW, max_norm=options.max_norm, lr=options.lr)
         batches = _batches(worker.program, options)
         for number in range(options.steps):
             loss = worker.train_step(next(batches))
@@ -34,6 +34,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
     parser.add_argument("--steps", type=int, default=10, help="training steps (10)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
+    parser.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic batches (0)")
     parser.add_argument(
         "--data",

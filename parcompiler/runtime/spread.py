@@ -74,7 +74,7 @@ class Spread:
         self._head = None if vocabulary.head is None else head.own_head(vocabulary, fused=fused)
         self._asks = vocabulary.method in ASKS_FIRST
         self._early = vocabulary.method == "vocab-2"  # the gradient of x does not wait for T
-        self._share = 1.0 / (program.microbatches * program.data)
+        self._share = 1.0  # of the gradients of the step
         self.verbs: dict[Kind, Callable[[State, Instruction], None]] = {
             Kind.EMBED: self._embed,
             Kind.EMBED_BACKWARD: self._embed_backward,
@@ -89,6 +89,7 @@ class Spread:
     def begin(self, channels: Channels, state: State) -> None:
         """Begin a step: nothing is held. Raises InputError for words that are not in a table."""
         self._channels = channels
+        self._share = state.scale / (self._program.microbatches * self._program.data)
         self._held = Held()
         for batch in state.microbatches:
             self._check(batch)

@@ -8,12 +8,9 @@ for batch in batches:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,20 +21,21 @@ from torch import nn
 from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.device import backend_of, rank_device
+from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.failure import Notes, explain, let_go
 from parcompiler.runtime.gather import gather
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
+from parcompiler.runtime.joining import start
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.synchronized import together
+from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary
 
 # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
 # the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
-_RUNS = count()  # of this process; every rank makes its workers in the same order
 
 
 class Worker:
@@ -62,11 +60,10 @@ class Worker:
     ) -> None:
         self.program = program
         self.device = device or rank_device(program.device)
-        self._optimizer: torch.optim.Optimizer | None = None
         self._records: list[Record] | None = None
         self._closed = ""  # why nothing runs any more
         self._owner = not dist.is_initialized()
-        self._notes = Notes(_start(program, self.device, timeout))
+        self._notes = Notes(start(program, self.device, timeout))
         self._channels = Channels(program, self.device, timeout)
         with self._failing_together():
             self._channels.open()
@@ -76,7 +73,10 @@ class Worker:
                 self._rows = Rows(program)
                 self.vocabulary = None if vocabulary is None else self._rows.make(vocabulary)
             self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
-            self._interpreter.update = self._apply
+            self._updates = Updates(
+                program, dict(self.named_parameters()), self.device, self._channels.total
+            )
+            self._interpreter.update = self._updates.apply
             if self._axis is not None:
                 self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
             self._missing = set(self._interpreter.tensors)
@@ -106,7 +106,8 @@ class Worker:
         scheduler of the learning rate moves when its own `step` is called, as ever.) The pipe
         fills and drains once in a call: give it many micro-batches.
         """
-        self._updating()
+        self._check_open()
+        self._updates.optimizer  # noqa: B018 (refuses to begin without one)
         loss = self._trained(batch)
         if not self.program.asynchronous:
             self._apply()
@@ -115,7 +116,9 @@ class Worker:
     def optimizer_step(self) -> None:
         """Update the parameters by the gradients of the last `step`, and free the gradients.
 
-        Raises InputError for an asynchronous program, whose steps have done it.
+        Clips them first where `set_optimizer` has a `max_norm`. In float16 a step whose gradients
+        are not finite on some rank is skipped on all. Raises InputError for an asynchronous
+        program, whose steps have done it.
         """
         self._check_synchronous()
         self._apply()
@@ -138,16 +141,55 @@ class Worker:
                 buffer.copy_(before)
 
     def set_optimizer(
-        self, kind: Callable[..., torch.optim.Optimizer], **options: Any
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        *,
+        max_norm: float | None = None,
+        **options: Any,
     ) -> torch.optim.Optimizer:
         """Build the optimizer over this rank's trainable parameters; `options` are its own.
 
-        Returns it, for schedulers of its learning rate.
+        With `max_norm` every step clips the gradients of the whole model to that norm first, as
+        `clip_gradients` does. In a 16-bit program the parameters are masters in float32. Returns
+        the optimizer, for schedulers of its learning rate.
         """
-        parameters = [item for item in self._parameters() if item.requires_grad]
-        nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
-        self._optimizer = kind(parameters or nothing, **options)
-        return self._optimizer
+        return self._updates.set_optimizer(kind, max_norm, options)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at
+        most; the norm that they had, the same on every rank. Collective.
+
+        It is what `torch.nn.utils.clip_grad_norm_` makes of the whole model in one process: pieces
+        and rows of a tensor count together, copies once.
+        """
+        self._check_synchronous()
+        with self._failing_together():
+            return self._updates.clip(max_norm)
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The norm of the model's gradients in the last step, before they were clipped; None where
+        nothing asked for it (with `max_norm`, `clip_gradients` and in float16 something does)."""
+        return self._updates.norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for its backward: not 1 in float16. Losses and gradients
+        that a worker returns are those of the loss itself. It may be set, to go on from it."""
+        scale = self._updates.scale
+        return 1.0 if scale is None else scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self._updates.scale is None:
+            message = "the loss is scaled in float16 alone"
+            raise InputError(message)
+        self._updates.scale.set(value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since gradients were not finite (in float16)."""
+        return 0 if self._updates.scale is None else self._updates.scale.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their names in the model."""
@@ -163,16 +205,22 @@ class Worker:
         self._load(state.items())
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0 every parameter and buffer of the model by name; None elsewhere. Collective."""
-        found = self._gather(self._interpreter.tensors)
+        """On rank 0 every parameter and buffer of the model by name; None elsewhere. Collective.
+
+        Of a 16-bit program these are the masters, in float32.
+        """
+        masters = self._updates.masters
+        found = self._gather({n: masters.of(n, t) for n, t in self._interpreter.tensors.items()})
         if found is not None:
             found |= {a: found[name] for a, name in self.program.aliases.items() if name in found}
         return found
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0 the gradient of every parameter that has one; None elsewhere. Collective."""
-        named = self.named_parameters()
-        return self._gather({name: p.grad for name, p in named if p.grad is not None})
+        """On rank 0 the gradient of every parameter that has one; None elsewhere. Collective.
+
+        Of a 16-bit program they are in float32, and without the scale of the loss.
+        """
+        return self._gather(self._updates.gradients())
 
     def use_chance(self, around: Around | None) -> None:
         """Draw random numbers as `around(stage, microbatch)` says instead of from the seed."""
@@ -211,17 +259,16 @@ class Worker:
 
     def _trained(self, batch: object) -> torch.Tensor:
         """The training instructions for one batch, from no gradients; the mean loss."""
-        for parameter in self._parameters():
-            parameter.grad = None
-        return self._run(batch, training=True)
+        return self._run(batch, training=True, scale=self._updates.begin())
 
     def _apply(self) -> None:
         """An optimizer step that frees the gradients."""
-        optimizer = self._updating()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._check_open()
+        self._updates.optimizer  # noqa: B018
+        with self._failing_together() if self._updates.exchanges else nullcontext():
+            self._updates.apply()
 
-    def _run(self, batch: object, *, training: bool) -> torch.Tensor:
+    def _run(self, batch: object, *, training: bool, scale: float = 1.0) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""
         program = self.program
         instructions = program.instructions if training else program.evaluation
@@ -235,7 +282,7 @@ class Worker:
             ]
             with self._along_axis():
                 return self._interpreter.run(
-                    instructions, pieces, training=training, record=self._records
+                    instructions, pieces, training=training, record=self._records, scale=scale
                 )
 
     @contextmanager
@@ -298,14 +345,6 @@ class Worker:
             message = "pipedream updates parameters inside the step: call train_step"
             raise InputError(message)
 
-    def _updating(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        self._check_open()
-        if self._optimizer is None:
-            message = "call worker.set_optimizer(torch.optim.AdamW, lr=...) before train_step"
-            raise InputError(message)
-        return self._optimizer
-
     def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """All ranks' tensors on rank 0."""
         with self._failing_together():
@@ -341,7 +380,8 @@ class Worker:
                     shapes = f"{tuple(target.shape)} needed, {tuple(tensor.shape)} given"
                     message = f"{name!r} has another shape ({shapes}): weights of another model?"
                     raise InputError(message)
-                target.copy_(tensor)
+                for held in self._updates.masters.held(name, own[name]):
+                    self._rows.unpadded(name, held).copy_(tensor)
                 self._missing.discard(name)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -360,52 +400,3 @@ class Worker:
                 "tensors): export with weights=True, or call worker.load_state_dict first"
             )
             raise InputError(message)
-
-
-def _start(program: RankProgram, device: torch.device, timeout: timedelta) -> dist.Store | None:
-    """Start torch.distributed if needed; the store for failure notes if there is one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if dist.is_initialized():
-        _check_place(program, dist.get_rank(), dist.get_world_size())
-        return None
-    if "RANK" in os.environ:
-        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-        _check_place(program, rank, size)
-        # Keys of an earlier run of this process, or of its failure, are not those of this one.
-        store: dist.Store = dist.PrefixStore(f"parcompiler/{next(_RUNS)}", _rendezvous(_address()))
-    elif program.size > 1:
-        message = f"start this program with torchrun --nproc-per-node {program.size}"
-        raise LaunchError(message)
-    else:
-        rank, size, store = 0, 1, dist.HashStore()
-    dist.init_process_group(
-        backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout
-    )
-    return dist.PrefixStore("notes", store)
-
-
-def _address() -> tuple[str | None, ...]:
-    """Where torchrun's environment says that the ranks meet."""
-    return tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-
-
-@cache
-def _rendezvous(address: tuple[str | None, ...]) -> dist.Store:
-    """The store that all ranks share, met once in a process: rank 0 may be its server."""
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store
-
-
-def _check_place(program: RankProgram, rank: int, size: int) -> None:
-    """Refuse a number of processes that is not the plan's, and the program of another rank."""
-    if size != program.size:
-        message = (
-            f"the plan needs {program.size} processes ({size} started): "
-            f"torchrun --nproc-per-node {program.size}, or nodes × processes that multiply to it"
-        )
-        raise LaunchError(message)
-    if rank != program.rank:
-        message = f"this is rank {rank} with the program of rank {program.rank}"
-        raise LaunchError(message)

@@ -1,7 +1,8 @@
 """The bytes on each rank while an order of compute runs, buffers of messages among them.
 
-A micro-batch takes memory from the begin of its forward to the end of its backward, a message at
-its target from when the receive was posted to its last use, at its source until it was sent.
+A micro-batch takes memory from the begin of its forward to the end of its backward (see
+`StageCost.bytes`), a message at its target from when the receive was posted to its last use, at its
+source until it was sent.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from parcompiler.instruction import Kind
+
 if TYPE_CHECKING:
     from parcompiler.schedules.timing import Network
 
 INFINITY = float("inf")
+_PARTS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class Memory:
@@ -54,11 +58,9 @@ class Memory:
             parted = {code // m // 3 * m + code % m for code in order if code // m % 3 == 2}
             for code in order:
                 j, kind = divmod(code // m, 3)
-                saved = self.network.costs[j].saved
-                if kind == 0:
-                    changes.append((begins[code], saved))
-                elif kind == 2 or j * m + code % m not in parted:
-                    changes.append((arrived[code], -saved))
+                whole = kind == 1 and j * m + code % m not in parted
+                taken, given = self.network.costs[j].bytes(Kind.BACKWARD if whole else _PARTS[kind])
+                changes += [(begins[code], taken), (arrived[code], given)]
 
     def _messages(self) -> None:
         """A buffer from when its receive was posted to its last use; a tensor until it was sent."""

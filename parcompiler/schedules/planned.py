@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
@@ -14,10 +16,11 @@ def planned(plan: Plan) -> Schedule:
 
     Raises PlanError as `trunk` does.
     """
-    choice, schedule = plan.vocabulary, trunk(plan)
-    if choice is None or not choice.spread or choice.head is None:
-        return schedule
-    return spread(schedule, choice.method)
+    choice = plan.vocabulary
+    shared = choice is not None and choice.spread and choice.head is not None
+    method = choice.method if choice is not None and shared else None
+    size = plan.mesh.pipeline, plan.microbatches, plan.virtual_stages
+    return _planned(plan.schedule, plan.orders, *size, method)
 
 
 def trunk(plan: Plan) -> Schedule:
@@ -25,19 +28,36 @@ def trunk(plan: Plan) -> Schedule:
 
     Raises PlanError when the schedule is undecided, unknown, or of another size than the plan.
     """
-    if plan.schedule is None:
+    size = plan.mesh.pipeline, plan.microbatches, plan.virtual_stages
+    return _planned(plan.schedule, plan.orders, *size, None)
+
+
+@lru_cache(maxsize=64)  # a plan is asked for its schedule again and again
+def _planned(
+    name: str | None,
+    orders: tuple[str, ...] | None,
+    ranks: int,
+    microbatches: int,
+    virtual_stages: int,
+    method: str | None,
+) -> Schedule:
+    """The schedule of that name, or of those orders, with a head that is shared by a method."""
+    if method is not None:
+        alone = _planned(name, orders, ranks, microbatches, virtual_stages, None)
+        return spread(alone, method)
+    if name is None:
         message = "the plan leaves 'schedule' undecided"
         raise PlanError(message)
-    if plan.orders is None:
-        if plan.schedule not in SCHEDULES:
+    if orders is None:
+        if name not in SCHEDULES:
             message = (
-                f"the plan has schedule {plan.schedule!r} without its orders (known by name: "
+                f"the plan has schedule {name!r} without its orders (known by name: "
                 f"{', '.join(SCHEDULES)})"
             )
             raise PlanError(message)
-        return build(plan.schedule, plan.mesh.pipeline, plan.microbatches, plan.virtual_stages)
-    schedule = Schedule.parse(plan.schedule, plan.orders)
-    check_size(schedule, plan.mesh.pipeline, plan.microbatches)
+        return build(name, ranks, microbatches, virtual_stages)
+    schedule = Schedule.parse(name, orders)
+    check_size(schedule, ranks, microbatches)
     return schedule
 
 

@@ -49,7 +49,11 @@ class StageCost:
     `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
     left for later (products for weight gradients). `resident` are bytes held all the time:
     parameters, gradients, optimizer states. `saved` are bytes kept from the begin of FORWARD to
-    the end of BACKWARD of one micro-batch, without the tensors that were received.
+    the end of BACKWARD of one micro-batch, without the tensors that were received; where the
+    backward has two parts, to the end of the first, and then `left` to the end of the second (None:
+    the same bytes). What is alive for the time of one instruction only comes on top: `forward_more`
+    while FORWARD runs, `backward_more`, `input_more` and `weight_more` while BACKWARD and its two
+    parts do.
     """
 
     forward: float
@@ -57,6 +61,28 @@ class StageCost:
     resident: int
     saved: int
     weight: float = 0.0
+    left: int | None = None
+    forward_more: int = 0
+    backward_more: int = 0
+    input_more: int = 0
+    weight_more: int = 0
+
+    def bytes(self, kind: Kind) -> tuple[int, int]:
+        """What one compute instruction changes, in bytes: with its begin, and with its end.
+
+        >>> cost = StageCost(1.0, 2.0, resident=0, saved=10, left=4, input_more=3)
+        >>> [cost.bytes(kind) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+        [(10, 0), (3, -9), (0, -4)]
+        """
+        left = self.saved if self.left is None else self.left
+        match kind:
+            case Kind.FORWARD:
+                return self.saved + self.forward_more, -self.forward_more
+            case Kind.BACKWARD_INPUT:
+                return self.input_more, left - self.saved - self.input_more
+            case Kind.BACKWARD_WEIGHT:
+                return self.weight_more, -left - self.weight_more
+        return self.backward_more, -self.saved - self.backward_more
 
     def seconds(self, kind: Kind) -> float:
         """Seconds of one compute instruction."""

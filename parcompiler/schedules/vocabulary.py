@@ -27,6 +27,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import HEAD, Kind
 from parcompiler.schedules.action import Action
 from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.vocabulary_interlaced import interlaced
 from parcompiler.schedules.vocabulary_one_f_one_b import one_f_one_b
 from parcompiler.schedules.vocabulary_walk import METHODS, Walk, slots
 
@@ -72,6 +73,8 @@ def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
     if schedule.name == "1f1b" and ranks > 1:
         if method in ("vocab-1", "vocab-2") and m >= ranks + INTERVALS[method]:
             return one_f_one_b(ranks, m, INTERVALS[method])
+        if method == "interlaced":
+            return interlaced(ranks, m)
     alone = all(schedule.in_flight(j) <= 1 for j in range(len(schedule.placement)))
     k = 0 if alone else intervals(method, ranks)
     delayed = [

@@ -14,9 +14,10 @@ class VocabularyCost:
     `s` to `embed_backward` are seconds of compute. `broadcast` (of x), `exchange` (once) and
     `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
     `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
-    rank holds all the time, `saved` from the begin of S to the end of T, without x. `source` is the
-    stage that gives x, `users` has for each embedding the stage that takes it. x has `x_bytes`, all
-    that is embedded `embedded_bytes`. `method` says what the last backward waits for.
+    rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
+    while the softmax is computed: in S, or in NORMALIZE where there is one. `source` is the stage
+    that gives x, `users` has for each embedding the stage that takes it. x has `x_bytes`, all that
+    is embedded `embedded_bytes`. `method` says what the last backward waits for.
     """
 
     s: float = 0.0
@@ -31,11 +32,17 @@ class VocabularyCost:
     embed_broadcast: float = 0.0
     resident: int = 0
     saved: int = 0
+    more: int = 0
     source: int = -1
     method: str = "vocab-2"
     users: tuple[int, ...] = ()
     x_bytes: int = 0
     embedded_bytes: int = 0
+
+    @property
+    def softmax(self) -> Kind:
+        """The pass that computes the softmax."""
+        return Kind.NORMALIZE if self.method in ("naive", "interlaced") else Kind.S
 
     @property
     def compute(self) -> float:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from parcompiler.instruction import BACKWARDS, EMBEDDING, HEAD, Kind
-from parcompiler.schedules.action import Action
+from parcompiler.schedules.action import Action, Orders
 from parcompiler.schedules.lines import Lines, Link, Step, Transfer
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
@@ -45,11 +46,9 @@ class Run:
         self.source = cost.source % len(schedule.placement)
         self.last_use = {a.microbatch: a.kind for o in schedule.orders for a in o if a.kind in HEAD}
         self.layers = Layers(cost.method, cost.users, self.source if self.last_use else None)
-        links = [Link(x.source, x.targets, x.gradient is not None) for x in messages]
-        orders = with_embeddings(schedule.placement, schedule.orders, links, self.layers)
-        self.orders = orders
-        self.steps: Sequence[Sequence[Step]]
-        self.steps = Lines(schedule.placement, orders, links, self.layers).steps
+        links = tuple(Link(x.source, x.targets, x.gradient is not None) for x in messages)
+        self.orders, self.steps = _written(schedule.placement, schedule.orders, links, self.layers)
+        orders = self.orders
         # By stage the messages that it gives and receives, with their numbers.
         self.gives: list[list[tuple[int, Message]]] = [[] for _ in schedule.placement]
         self.receives: list[list[tuple[int, Message]]] = [[] for _ in schedule.placement]
@@ -244,6 +243,8 @@ class Run:
         kind, j, i = action
         if kind is Kind.S:
             self.changes[rank].append((begin, self.cost.saved))
+        if self.cost.more and kind is self.cost.softmax:
+            self.changes[rank] += [(begin, self.cost.more), (end, -self.cost.more)]
         if kind in HEAD and self.last_use[i] is kind:
             self.changes[rank].append((end, -self.cost.saved - self.cost.x_bytes))
         if kind is Kind.EMBED_BACKWARD:
@@ -252,10 +253,9 @@ class Run:
     def _account(self, rank: int, action: Action, begin: float, end: float) -> None:
         """What an action of a stage takes and gives back, the messages it uses among it."""
         kind, j, i = action
-        if kind is Kind.FORWARD:
-            self.changes[rank].append((begin, self.costs[j].saved))
+        taken, given = self.costs[j].bytes(kind)
+        self.changes[rank] += [(begin, taken), (end, given)]
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.changes[rank].append((end, -self.costs[j].saved))
             for k, user in enumerate(self.cost.users):
                 if user == j:
                     self.changes[rank].append((end, -self._size(Meeting("e", k, i))))
@@ -267,3 +267,12 @@ class Run:
                     self.used[number, True, other, rank, i] = end
         if kind in BACKWARDS and j == self.source and self.last_use:
             self.changes[rank].append((end, -self.cost.x_bytes))
+
+
+@lru_cache(maxsize=32)
+def _written(
+    placement: tuple[int, ...], orders: Orders, links: tuple[Link, ...], layers: Layers
+) -> tuple[Sequence[Sequence[Action]], Sequence[Sequence[Step]]]:
+    """The orders with the embeddings, and all that each rank does: whatever the seconds are."""
+    found = with_embeddings(placement, orders, links, layers)
+    return found, Lines(placement, found, links, layers).steps

@@ -98,7 +98,7 @@ def simulate(
 def simulate_lowered(
     lowered: Lowered,
     costs: Sequence[StageCost],
-    seconds: Callable[[int], float] = free,
+    seconds: Callable[[str, int, int], float] = free,
     *,
     collective_seconds: Callable[[Instruction], float] = free,
     evaluation: bool = False,
@@ -106,7 +106,8 @@ def simulate_lowered(
 ) -> Timeline:
     """The training step of a lowered program, or its evaluation; `costs[j]` is that of stage j.
 
-    `seconds(nbytes)` is the time of one message on any link. Raises as `simulate` does.
+    `seconds(value, source, target)` is the time of a message from rank to rank. Raises as
+    `simulate` does.
     """
     sizes = {name: value.nbytes for name, value in lowered.values.items()}
     return simulate(
@@ -114,7 +115,7 @@ def simulate_lowered(
         [stage.rank for stage in lowered.stages],
         costs,
         sizes,
-        lambda value, source, target: seconds(sizes[value]),
+        seconds,
         collective_seconds=collective_seconds,
         stages=lowered.stages,
         vocabulary=vocabulary,

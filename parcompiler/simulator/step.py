@@ -116,17 +116,17 @@ class Step:
         cost = self.prices.costs[line.stage]
         seconds = cost.seconds(line.kind)
         self.last[rank] = self._record(rank, line, seconds, [self.last[rank], *uses])
-        self._account(rank, line, cost.saved)
+        self._account(rank, line, cost)
         return True
 
-    def _account(self, rank: int, line: Instruction, saved: int) -> None:
+    def _account(self, rank: int, line: Instruction, cost: StageCost) -> None:
         """The memory that the last compute instruction takes and gives back."""
         program, event = self.programs[rank], self.events[self.last[rank]]
-        if line.kind is Kind.FORWARD:
-            self._hold(rank, event.begin, saved)
-        ends = line.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        if ends or (line.stage, line.microbatch) not in program.trained:
-            self._hold(rank, event.end, -saved)
+        taken, given = cost.bytes(line.kind)
+        if (line.stage, line.microbatch) not in program.trained:
+            given = -taken
+        self._hold(rank, event.begin, taken)
+        self._hold(rank, event.end, given)
         self._release(rank)
 
     def _release(self, rank: int) -> None:
@@ -155,8 +155,12 @@ class Step:
             return False
         seconds, saved = self.prices.shared(line), self.prices.vocabulary.saved
         self.last[rank] = self._record(rank, line, seconds, [self.last[rank], *uses])
+        event, more = self.events[self.last[rank]], self.prices.vocabulary.more
         if line.kind is Kind.S:
-            self._hold(rank, self.events[self.last[rank]].begin, saved)
+            self._hold(rank, event.begin, saved)
+        if more and line.kind is self.prices.vocabulary.softmax:
+            self._hold(rank, event.begin, more)
+            self._hold(rank, event.end, -more)
         if self.position[rank] in self.programs[rank].ends:
             self._hold(rank, self._end(self.last[rank]), -saved)
         self._release(rank)

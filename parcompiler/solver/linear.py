@@ -50,6 +50,7 @@ TOLERANCE = 1e-6  # of the solvers that calculate in floating point
 PROVEN = 1e-9  # a gap that their rounding alone can leave
 PRECISION = 52  # bits; rows with fractions are scaled to about this size, then rounded
 NODES_PER_EFFORT = 1000  # SCIP counts nodes
+ONE, NONE = Fraction(1), Fraction(0)  # scale and error of a sum that is whole
 
 PROPAGATE, RELAX = 0, 2  # CP-SAT's linearization_level
 
@@ -315,7 +316,7 @@ class _WholeSum:
         """Whole coefficients stay as they are."""
         indices = [variable.index for _, variable in terms]
         if all(float(a).is_integer() for a, _ in terms):
-            return _WholeSum(indices, [int(a) for a, _ in terms], Fraction(1), Fraction(0))
+            return _WholeSum(indices, [int(a) for a, _ in terms], ONE, NONE)
         reach = [Fraction(max(abs(v.low), abs(v.high))) for _, v in terms]
         largest = sum(abs(a) * max(float(x), 1.0) for (a, _), x in zip(terms, reach, strict=True))
         scale = Fraction(2) ** (PRECISION - math.frexp(largest)[1])
@@ -325,6 +326,9 @@ class _WholeSum:
     def sides(self, row: Row) -> tuple[int, int]:
         """The sides of a constraint in the same scale, widened by the error."""
         low, high = cp_model.INT_MIN, cp_model.INT_MAX
+        if self.scale is ONE:  # most rows: fractions take long
+            below, above = math.isfinite(row.low), math.isfinite(row.high)
+            return math.ceil(row.low) if below else low, math.floor(row.high) if above else high
         if math.isfinite(row.low):
             low = math.ceil(Fraction(row.low) * self.scale - self.error)
         if math.isfinite(row.high):

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from parcompiler.graph import Graph
+
 Shape = tuple[int, ...]
 
 
@@ -116,6 +118,11 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
     reached = carries and (named or any(operand.differentiable for operand in operands))
     reaches = tuple(reached and is_floating(result) for result in results)
     return Call(node, name, overload, arguments, operands, results, reaches)
+
+
+def call_of(node: fx.Node, graph: Graph) -> Call:
+    """The call that a node of a captured graph is, read once."""
+    return graph.once(("call", node), lambda: read(node, graph.differentiable))
 
 
 def _item(node: fx.Node, of: fx.Node, *, carries: bool) -> Iterator[Operand]:

@@ -28,9 +28,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
-from parcompiler.capture.effects import Effects, mutated_operands
+from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
-from parcompiler.spmd.call import Call, is_random, read
+from parcompiler.spmd.call import Call, call_of, is_random
 from parcompiler.spmd.exchange import Exchange, converting, local_size
 from parcompiler.spmd.needs import common_need
 from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
@@ -55,7 +55,7 @@ def stored(graph: Graph, assignment: Assignment) -> dict[fx.Node, Placement]:
     """How ranks hold the parameters, buffers and inputs: the type of each placeholder."""
     wanted: dict[fx.Node, set[Placement]] = {}
     for node, strategy in assignment.items():
-        call = read(node, graph.differentiable)
+        call = call_of(node, graph)
         for operand, placement in zip(call.operands, strategy.inputs, strict=True):
             wanted.setdefault(operand.node, set()).add(placement)
     found = {}
@@ -77,7 +77,7 @@ class _Sharding:
         self.assignment = assignment
         self.n = n
         self.local = fx.Graph()
-        self.effects = Effects(graph.fx_graph)
+        self.effects = effects_of(graph)
         self.home, self.outside = _runs(graph)
         self.taken = {node.name for node in graph.fx_graph.nodes}
         self.nodes: dict[fx.Node, fx.Node] = {}
@@ -85,6 +85,7 @@ class _Sharding:
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
         self.carrying: set[str] = set()
         self.parameters: dict[str, Parameter] = {}
+        self.pieces: dict[tuple[Any, ...], torch.Tensor] = {}
         self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
 
     def graph(self) -> Graph:
@@ -154,7 +155,7 @@ class _Sharding:
 
     def _node(self, node: fx.Node) -> None:
         """One call: its operands as the strategy needs them, then what a rank computes."""
-        call = read(node, self.whole.differentiable)
+        call = call_of(node, self.whole)
         if call.is_item and call.results:
             self._item(node, call)
             return
@@ -313,13 +314,22 @@ class _Sharding:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             placement = next(remaining, R)
-            return _local_value(leaf, placement, self.n)
+            return self._piece(leaf, placement)
 
         whole = node.meta.get("val")
         made.meta["val"] = pytree.tree_map(local, whole)
         made.meta["placements"] = types
         if any(placement.kind == "S" for placement in types):
             made.meta["whole"] = whole
+
+    def _piece(self, value: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """A tensor without data as rank 0 has it; one for all layers, as making them takes long."""
+        if placement.kind != "S":
+            return value
+        key = value.shape, value.stride(), value.dtype, value.device, type(value), placement
+        if key not in self.pieces:
+            self.pieces[key] = _local_value(value, placement, self.n)
+        return self.pieces[key]
 
     def _converted(
         self, node: fx.Node, target: Placement, user: fx.Node, *, carries: bool

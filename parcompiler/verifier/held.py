@@ -1,7 +1,9 @@
 """The rule that what a rank holds fits into its memory, at every instruction of its list.
 
     held      resident                       all the time
-              activations of (stage, mb)     FORWARD      to   BACKWARD or BACKWARD_WEIGHT
+              activations of (stage, mb)     FORWARD      to   BACKWARD or BACKWARD_INPUT
+              what linear layers left        BACKWARD_INPUT   to   BACKWARD_WEIGHT
+              what is alive for a moment     while one of these runs
               a received value               RECV         to   the last of these of its readers
               a received gradient            RECV         to   BACKWARD or BACKWARD_INPUT
 
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import HEAD, TRANSFERS, Kind
+from parcompiler.instruction import COMPUTE, HEAD, TRANSFERS, Kind
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.simulator import StageCost
@@ -53,8 +55,8 @@ class Ledger:
 
     arriving: Counter[int]  # bytes of messages
     leaving: Counter[int]
-    begins: dict[int, int]  # the stage whose activations begin, or end
-    ends: dict[int, int]
+    changes: dict[int, tuple[int, int]]  # bytes of activations with its begin, and with its end
+    flying: dict[int, tuple[int, int]]  # the stage of a micro-batch that begins (1) or ends (-1)
     saving: dict[int, int] = field(default_factory=dict)  # what S saves, in bytes
     done: dict[int, int] = field(default_factory=dict)  # and where that ends
 
@@ -89,22 +91,25 @@ def faults(step: Step, memory: Memory) -> Iterator[Fault]:
     for stage, cost in zip(stages, memory.costs, strict=True):
         if 0 <= stage.rank < size:
             resident[stage.rank] += cost.resident
-    ledgers = _ledgers(step)
+    ledgers = _ledgers(step, memory.costs)
     _share(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
     for rank, ledger in enumerate(ledgers[:size]):
-        fullest = max(_moments(ledger, memory.costs), key=lambda moment: moment.total)
+        fullest = max(_moments(ledger), key=lambda moment: moment.total)
         if resident[rank] + fullest.total > memory.limits[rank]:
             yield _fault(step, rank, ledger, resident[rank], fullest, memory.limits[rank])
 
 
-def _ledgers(step: Step) -> list[Ledger]:
+def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
     """What comes and goes on each rank."""
     ledgers = [Ledger(Counter(), Counter(), {}, {}) for _ in step.lists]
     for j, stage in enumerate(step.wiring.stages):
         if step.training and 0 <= stage.rank < len(ledgers):
-            begins, ends = step.computed[Kind.FORWARD, j], step.done[j]
-            ledgers[stage.rank].begins |= dict.fromkeys(begins.values(), j)
-            ledgers[stage.rank].ends |= dict.fromkeys(ends.values(), j)
+            ledger = ledgers[stage.rank]
+            for kind in COMPUTE:
+                for place in step.computed[kind, j].values():
+                    ledger.changes[place] = costs[j].bytes(kind)
+            ledger.flying |= dict.fromkeys(step.computed[Kind.FORWARD, j].values(), (j, 1))
+            ledger.flying |= dict.fromkeys(step.done[j].values(), (j, -1))
     for crossing in step.wiring.crossings:
         value = step.wiring.lowered.values.get(crossing.name)
         if value is None or crossing.source == crossing.target:
@@ -166,22 +171,19 @@ def _arrive(
             ledgers[rank].leaving[last] += nbytes
 
 
-def _moments(ledger: Ledger, costs: Sequence[StageCost]) -> Iterator[Moment]:
+def _moments(ledger: Ledger) -> Iterator[Moment]:
     """What a rank holds wherever that changes, the begin included."""
     activations = messages = 0
     yield Moment(0, 0, 0)
-    places = {*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}
+    places = {*ledger.arriving, *ledger.leaving, *ledger.changes}
     places |= {*ledger.saving, *ledger.done}
     for place in sorted(places):
         messages += ledger.arriving[place]
-        if place in ledger.begins:
-            activations += costs[ledger.begins[place]].saved
-        activations += ledger.saving.get(place, 0)
+        taken, given = ledger.changes.get(place, (0, 0))
+        activations += taken + ledger.saving.get(place, 0)
         yield Moment(place, activations, messages)
         messages -= ledger.leaving[place]
-        if place in ledger.ends:
-            activations -= costs[ledger.ends[place]].saved
-        activations -= ledger.done.get(place, 0)
+        activations += given - ledger.done.get(place, 0)
 
 
 def _fault(
@@ -189,8 +191,9 @@ def _fault(
 ) -> Fault:
     """Where a rank holds most, and what that consists of."""
     place, total = fullest.position, resident + fullest.total
-    flying = Counter(j for at, j in ledger.begins.items() if at <= place)
-    flying.subtract(j for at, j in ledger.ends.items() if at < place)
+    flying = Counter[int]()
+    for when, (j, change) in ledger.flying.items():
+        flying[j] += change if when < place or (when == place and change > 0) else 0
     stages = [j for j, stage in enumerate(step.wiring.stages) if stage.rank == rank]
     counts = " + ".join(str(flying[j]) for j in stages)
     noun = "micro-batch" if counts == "1" else "micro-batches"

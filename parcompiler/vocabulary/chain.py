@@ -69,11 +69,20 @@ def follow(graph: Graph, end: Criterion) -> Chain:
     chain = Chain(made, made.dim, rows=list(made.rows), bias=made.bias)
     for item in reversed(between):
         _step(graph, chain, item)
+    while chain.functions and _widens(chain.functions[-1]):
+        chain.functions.pop()  # the softmax of logits is in float32 anyway
     if end.normalized and not chain.normalized:
         keep_whole("an nll that reads no log-softmax")
     if chain.dim != min(1, len(shape_of(end.logits)) - 1):
         keep_whole("the classes of the loss are not its rows")
     return chain
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a node casts 16 bits to float32."""
+    (operand,) = node.all_input_nodes[:1]
+    cast = overload_name(node) in ("to", "_to_copy", "type_as", "float")
+    return cast and dtype_of(operand).itemsize == 2 and dtype_of(node) == torch.float32
 
 
 def _check(node: fx.Node) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import effects_of
 from parcompiler.graph import Graph, Parameter, shape_of
 from parcompiler.vocabulary.chain import Chain, WholeError, follow, keep_whole
 from parcompiler.vocabulary.computed import CONSTANT, obstacle
@@ -26,7 +26,7 @@ NOTICEABLE = 0.05  # of what a rank has of the other parameters
 
 def find(graph: Graph, ranks: int) -> Found:
     """The vocabulary layers of `graph` that `ranks` ranks can share, and what stays whole."""
-    return _Finding(graph, ranks).found()
+    return graph.once(("vocabulary", ranks), lambda: _Finding(graph, ranks).found())
 
 
 class _Finding:
@@ -35,7 +35,7 @@ class _Finding:
     def __init__(self, graph: Graph, ranks: int) -> None:
         self.graph = graph
         self.ranks = ranks
-        self.effects = Effects(graph.fx_graph)
+        self.effects = effects_of(graph)
         self.nodes = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
         self.whole: dict[str, str] = {}
 

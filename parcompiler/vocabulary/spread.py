@@ -18,7 +18,7 @@ from torch import fx
 
 from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import drop_dead, keep_names
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import effects_of
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Head, Lookup, Vocabulary, shape_of
 from parcompiler.plan import VocabularyChoice
@@ -46,7 +46,10 @@ def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int)
     head = found.head if found.head and found.head.weight in names else None
     spread_now = {item.weight for item in lookups} | ({head.weight} if head else set())
     _check(found, names - spread_now)
-    return _Spreading(graph, lookups, head).graph() if lookups or head else graph
+    if not lookups and not head:
+        return graph
+    key = "spread", frozenset(item.weight for item in lookups), head.weight if head else None
+    return graph.once(key, lambda: _Spreading(graph, lookups, head).graph())
 
 
 def _check(found: Found, missing: Collection[str | None]) -> None:
@@ -69,7 +72,7 @@ class _Spreading:
         self.whole = graph
         self.lookups = lookups
         self.head = head
-        self.effects = Effects(graph.fx_graph)
+        self.effects = effects_of(graph)
         self.made = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.made.output(self.made.graph_copy(graph.fx_graph, self.nodes))

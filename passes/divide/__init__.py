@@ -3,6 +3,7 @@
 Given       c[i]        seconds of block i, forward and backward of one micro-batch; blocks are
                         listed in topological order
             m[i], s[i]  its resident bytes; its bytes saved for the backward, per micro-batch
+            e[i]        bytes that it takes while it computes only
             f           values that cross blocks: producer p, consumers q, seconds d[f] to receive
                         one and to return its gradient, bytes s[f] of a received copy
             g           tensors that several blocks use, of b[g] bytes
@@ -13,6 +14,7 @@ Decide      y[i,j]      1 iff block i is on stage j or a later one
             x[i,j]      1 iff block i is on stage j: y[i,j] - y[i,j+1]             `_place`
             r[f,j]      1 iff value f is received on stage j: the first of its rank to consume it
             u[g,r]      1 iff tensor g is held on rank r
+            a[r]        bytes that rank r takes while it computes a block
             T           seconds of the slowest rank
 Minimize    (sum over j of t[j]) / v + (M - 1) T                                   `minimize_time`
             with t[j] = sum(c[i] x[i,j]) + sum(d[f] r[f,j])
@@ -22,9 +24,10 @@ Subject to  data flows forward         y[p,j] <= y[q,j]                         
                                        e in J(r), of the r[f,e] those before j)
                                        - x[p,j] <= r[f,j] <= sum(x[q,j])
             shared tensors are held    u[g,r] >= x[i,j] for each user i            `_hold_shared`
+            blocks can compute         a[r] >= e[i] x[i,j]                         `_hold_moments`
             no rank is slower than T   sum(t[j] for j in J(r)) <= T                `minimize_time`
             memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,r])         `limit_memory`
-                                       + sum(k[j] s[i] x[i,j])
+                                       + a[r] + sum(k[j] s[i] x[i,j])
                                        + sum((k[j] + 1) s[f] r[f,j]) <= L[r]
                                        for each k in K(r), the sums over j in J(r)
 
@@ -49,10 +52,11 @@ at the same step. Where runs are not optimal, the solver's fixed seed decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.divide.bounds import least_slowest
+from parcompiler.passes.divide.bounds import crowded, least_slowest
 from parcompiler.passes.divide.data import (
     Division,
     Evaluation,
@@ -70,6 +74,8 @@ from parcompiler.passes.divide.task import Task, check_task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import EFFORT, UndecidedError, relative_gap, solve
 
+SHORTER = 0.2  # of the effort, where there is a division to begin with that is rarely improved
+
 __all__ = ["Division", "Evaluation", "Flow", "Load", "Part", "divide", "evaluate", "memory_parts"]
 
 
@@ -84,6 +90,8 @@ def divide(
     names: Sequence[str] = (),
     effort: float = EFFORT,
     explain: bool = True,
+    besides: int = 0,
+    memory: int | None = None,
 ) -> Division:
     """The division of blocks into stages whose step takes the fewest seconds.
 
@@ -98,6 +106,8 @@ def divide(
         names: of the blocks, for messages.
         effort: limit of the search, in the solver's deterministic units.
         explain: whether to search for what would do when memory does not (that may take longer).
+        besides: bytes that every rank has in use besides; the message adds them.
+        memory: bytes of every rank, the ones in use among them, for the message.
 
     Raises:
         InfeasibleError: more stages than blocks, or too little memory. Says the least limit that
@@ -112,7 +122,7 @@ def divide(
     except InfeasibleError:
         if not explain:
             raise
-        raise too_little_memory(task, names, effort) from None
+        raise too_little_memory(task, names, effort, besides, memory) from None
     objective = task.evaluate(stage_of).objective
     if bound is None:
         return Division(stage_of, "optimal", objective, objective, 0.0)
@@ -122,6 +132,8 @@ def divide(
 
 def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
     """The best division; and a lower bound of the objective in units, None when it is optimal."""
+    if crowded(task) or find_windows(task, math.inf) is None:  # look for no good division then
+        return nothing_better(None), None
     least = least_slowest(task) if task.each > 1 else 0
     runs, best = balanced_runs(task, least) if task.each > 1 else fastest_runs(task)
     windows = find_windows(task, best)
@@ -134,6 +146,7 @@ def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
         layout.hint(runs)
         if layout.is_large:
             return runs, sum(task.compute) + sum(windows.received) + task.further * least
+        effort *= SHORTER
     try:
         solution = solve(layout.model, effort=effort)
     except InfeasibleError:

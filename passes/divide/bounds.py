@@ -67,6 +67,35 @@ def overfull(task: Task, capacity: Sequence[int]) -> bool:
     )
 
 
+def crowded(task: Task) -> bool:
+    """Whether the memory of the ranks is too small for the blocks, wherever they are put.
+
+    A rank keeps what its blocks save as often as its least busy stage has micro-batches in flight,
+    at least. Blocks of one size go into a rank as often as their bytes go into its limit; what
+    blocks share, and copies of what they receive, are left out.
+
+    >>> from parcompiler.passes.divide.data import Load
+    >>> held = [[(2,)], [(1,)]]
+    >>> tasks = [Task([Load(1.0, 10, 5)] * 3, [], (0, 1), 4, held, [size] * 2) for size in (29, 30)]
+    >>> list(map(crowded, tasks))
+    [True, False]
+    """
+    if task.most <= min(task.room):
+        return False
+    flying = [max(map(min, vectors)) for vectors in task.held]
+    sizes = Counter((load.resident, load.saved) for load in task.loads)
+    least = min(flying)
+    total = sum((fixed + least * each) * count for (fixed, each), count in sizes.items())
+    if total > sum(task.room):
+        return True
+    for (fixed, each), count in sizes.most_common(SIZES):
+        ranks = zip(flying, task.room, strict=True)
+        places = (room // size for k, room in ranks if (size := fixed + k * each))
+        if all(fixed + k * each for k in flying) and sum(places) < count:
+            return True
+    return False
+
+
 def least_slowest(task: Task) -> int:
     """Units that the slowest rank has at least, by what `overfull` sees."""
     received = least_received(task, *reach(task))

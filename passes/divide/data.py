@@ -15,13 +15,15 @@ class Load:
     `seconds` of forward and backward of one micro-batch; `resident` bytes whatever the schedule
     (parameters, gradients, optimizer states); `saved` bytes kept for the backward, per micro-batch
     in flight; `shared` tensors (name, bytes) are counted once per rank however many of its blocks
-    use them.
+    use them. While the block computes, its rank takes `moment` bytes more: a rank computes one
+    block at a time, and so the largest of them counts.
     """
 
     seconds: float
     resident: int
     saved: int
     shared: tuple[tuple[str, int], ...] = ()
+    moment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def memory_parts(
         for flow in received[j]
     ]
     flying = " + ".join(map(str, counts))
+    moment = max((Part(loads[i].moment, names[i]) for i in blocks), default=Part(0, "nothing"))
     return (
         _total("parameters and optimizer states, most of them of", states),
         _total("shared parameters and their optimizer states, most of them of", shared),
@@ -149,6 +152,7 @@ def memory_parts(
             f"values received for {flying} micro-batches in flight and one more, most of them from",
             copies,
         ),
+        Part(moment.size, f"what is alive at once while a block computes, most in {moment.what}"),
     )
 
 

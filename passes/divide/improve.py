@@ -31,8 +31,8 @@ def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float
     `least` are units that the slowest rank takes at least.
     """
     runs = all_runs(task)
-    for start in (even_runs(task), lean_runs(task)):
-        book = Ledger(task, start)
+    for start in (even_runs, lean_runs):
+        book = Ledger(task, start(task, runs))
         descend(book, lambda book: _overload(book, least))
         descend(book, _step)
         if max(book.busy) > least and tighten(book, runs, least):
@@ -67,9 +67,8 @@ def _step(book: Ledger) -> tuple[float, ...]:
     return book.excess(), book.objective(), book.squares()
 
 
-def even_runs(task: Task) -> tuple[int, ...]:
+def even_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     """The runs whose seconds are most even, whatever their memory."""
-    runs = all_runs(task)
     average = sum(task.compute) // task.stages
     for most in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
 
@@ -82,14 +81,25 @@ def even_runs(task: Task) -> tuple[int, ...]:
     raise AssertionError  # there are enough blocks
 
 
-def lean_runs(task: Task) -> tuple[int, ...]:
+def lean_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     """The runs whose largest share of a limit is smallest; the start for little memory."""
+    room = [max(1, task.room[rank]) for rank in task.placement]
+    factor = task.in_flight
+    # No longer runs need be tried than some division has: that of even lengths.
+    blocks, stages = len(task.loads), task.stages
+    ends = [blocks * (j + 1) // stages for j in range(stages)]
+    even = zip([0, *ends], ends, strict=False)
+    most = max(
+        (runs[a][b - a - 1].fixed + factor[j] * runs[a][b - a - 1].scaled) / room[j]
+        for j, (a, b) in enumerate(even)
+    )
 
-    def share(j: int, run: Run) -> float:
-        return (run.fixed + task.in_flight[j] * run.scaled) / max(1, task.room[task.placement[j]])
+    def share(j: int, run: Run) -> float | None:
+        part = (run.fixed + factor[j] * run.scaled) / room[j]
+        return part if part <= most else None
 
-    found = best_runs(task.stages, all_runs(task), share, lambda label: (label.largest,))
-    assert found is not None  # there are enough blocks, and every run fits
+    found = best_runs(stages, runs, share, lambda label: (label.largest,))
+    assert found is not None  # there are enough blocks, and those of even lengths fit
     return found[0]
 
 

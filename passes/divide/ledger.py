@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import mul
 
 from parcompiler.passes.divide.task import Task
 
@@ -12,7 +13,8 @@ class Ledger:
     """A division and its costs, in the whole numbers of the task.
 
     `seconds` and `saved` (bytes per micro-batch in flight) are by stage; `busy` (seconds) and
-    `fixed` (bytes whatever is in flight) by rank.
+    `fixed` (bytes whatever is in flight) by rank. A move touches two ranks, so the bytes of the
+    others, and how uneven the stages are, are remembered.
     """
 
     def __init__(self, task: Task, stage_of: Sequence[int]) -> None:
@@ -21,11 +23,11 @@ class Ledger:
         self.seconds, self.saved = [0] * task.stages, [0] * task.stages
         self.busy, self.fixed = [0] * task.ranks, [0] * task.ranks
         self._users: Counter[tuple[tuple[str, int], int]] = Counter()
+        self._moments: list[Counter[int]] = [Counter() for _ in range(task.ranks)]
+        self._squares = 0
+        self._is_ample = task.most <= min(task.room)
+        self._above: list[int | None] = [None] * task.ranks  # bytes above the limit, if known
         self._consumers = [[0] * task.stages for _ in task.flows]
-        self._touching = [
-            tuple(arriving) + tuple(f for f, flow in enumerate(task.flows) if flow.producer == i)
-            for i, arriving in enumerate(task.arriving)
-        ]
         for i, j in enumerate(stage_of):
             self._compute(i, j, 1)
         for f, flow in enumerate(task.flows):
@@ -50,17 +52,19 @@ class Ledger:
     def memory(self, rank: int) -> int:
         """Bytes on a rank when it is fullest."""
         saved = [self.saved[j] for j in self.task.on[rank]]
-        return self.fixed[rank] + max(
-            sum(k * size for k, size in zip(counts, saved, strict=True))
-            for counts in self.task.held[rank]
-        )
+        moments = self.task.held[rank]
+        most: int = max([sum(map(mul, counts, saved)) for counts in moments])
+        return self.fixed[rank] + most
 
     def excess(self) -> int:
         """Bytes that the ranks take above their limits."""
-        room = self.task.room
-        if self.task.most <= min(room):
+        if self._is_ample:
             return 0
-        return sum(max(0, self.memory(rank) - room[rank]) for rank in range(self.task.ranks))
+        above = self._above
+        for rank, known in enumerate(above):
+            if known is None:
+                above[rank] = max(0, self.memory(rank) - self.task.room[rank])
+        return sum(filter(None, above))
 
     def objective(self) -> int:
         """Units of a step, times the stages per rank."""
@@ -68,15 +72,16 @@ class Ledger:
 
     def squares(self) -> int:
         """How uneven the stages are."""
-        return sum(units * units for units in self.seconds)
+        return self._squares
 
     def _compute(self, i: int, j: int, sign: int) -> None:
         """Add block i to stage j, or take it away: all but what it receives."""
         load, rank = self.task.loads[i], self.task.placement[j]
-        self.seconds[j] += sign * self.task.compute[i]
-        self.busy[rank] += sign * self.task.compute[i]
+        self._take(j, rank, sign * self.task.compute[i])
         self.saved[j] += sign * load.saved
         self.fixed[rank] += sign * load.resident
+        if load.moment:
+            self._hold_moment(rank, load.moment, sign)
         for item in set(load.shared):
             before = self._users[item, rank]
             self._users[item, rank] = before + sign
@@ -85,7 +90,7 @@ class Ledger:
 
     def _receives(self, i: int, ranks: set[int], sign: int) -> None:
         """Add what ranks receive of the values that block i consumes or produces, or take it."""
-        for f in self._touching[i]:
+        for f in self.task.flows_of[i]:
             for rank in ranks:
                 self._receive(f, rank, sign)
 
@@ -96,8 +101,24 @@ class Ledger:
             return
         for j in task.on[rank]:
             if consumers[j]:
-                self.seconds[j] += sign * task.move[f]
-                self.busy[rank] += sign * task.move[f]
+                self._take(j, rank, sign * task.move[f])
                 self.saved[j] += sign * task.flows[f].saved
                 self.fixed[rank] += sign * task.flows[f].saved
                 return
+
+    def _hold_moment(self, rank: int, size: int, sign: int) -> None:
+        """Add what a block takes while it computes, or take it away: the largest counts."""
+        moments = self._moments[rank]
+        before = max(moments, default=0)
+        moments[size] += sign
+        if not moments[size]:
+            del moments[size]
+        self.fixed[rank] += max(moments, default=0) - before
+
+    def _take(self, j: int, rank: int, units: int) -> None:
+        """Add units of time to a stage; what was known of the memory of its rank is so no more."""
+        before = self.seconds[j]
+        self.seconds[j] = before + units
+        self._squares += units * (2 * before + units)
+        self.busy[rank] += units
+        self._above[rank] = None

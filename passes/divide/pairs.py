@@ -20,17 +20,19 @@ from parcompiler.passes.divide.runs import Run
 PRECISION = 1000  # the bound is sought to one part in so many; the search does the rest
 SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)  # of the cut between the laps
 
+Seconds = Sequence[Sequence[int]]  # of each run, as `all_runs` has them
 Cut = tuple[int, int]  # the ends of what is taken of both laps
 
 
 def tighten(book: Ledger, runs: Sequence[Sequence[Run]], least: int) -> bool:
     """Lower the slowest rank by placing the cuts of two laps anew; whether that worked."""
     improved = False
+    seconds = [[run.seconds for run in longer] for longer in runs]
     for one, two in _laps(book):
         low, high = least, max(book.busy) - 1
         while low <= high:
             bound = low if high - low < least // PRECISION else (low + high) // 2
-            if _place(book, runs, one, two, bound):
+            if _place(book, seconds, one, two, bound):
                 high, improved = max(book.busy) - 1, True
             else:
                 low = max(bound + 1, low + least // PRECISION)
@@ -50,11 +52,11 @@ def _laps(book: Ledger) -> Iterator[tuple[range, range]]:
                 yield one, two[::-1]
 
 
-def _place(book: Ledger, runs: Sequence[Sequence[Run]], one: range, two: range, bound: int) -> bool:
+def _place(book: Ledger, seconds: Seconds, one: range, two: range, bound: int) -> bool:
     """Place the cuts so that no rank takes longer than the bound, and the memory as before."""
     before, peak, excess = list(book.at), max(book.busy), book.excess()
     for ends, meeting in _ends(book, one, two):
-        cuts = _search(book, runs, one, two, bound, ends, meeting)
+        cuts = _search(book, seconds, one, two, bound, ends, meeting)
         if cuts is None:
             continue
         for (a, b), (a2, b2), j, k in zip(cuts[:-1], cuts[1:], one, two, strict=True):
@@ -90,7 +92,7 @@ def _put(book: Ledger, i: int, j: int) -> None:
 
 def _search(
     book: Ledger,
-    runs: Sequence[Sequence[Run]],
+    seconds: Seconds,
     one: range,
     two: range,
     bound: int,
@@ -113,12 +115,12 @@ def _search(
         for a, b in reached.items():
             final = b - 1 - 2 * left if meeting else middle - left
             for a2 in range(a + 1 if left or meeting else middle, final + 1):
-                if a2 <= a or runs[a][a2 - a - 1].seconds > free:
+                if a2 <= a or seconds[a][a2 - a - 1] > free:
                     break
                 goal = a2 + left if meeting else end - step * left
                 if (goal - b) * step <= 0:
                     continue
-                b2 = _furthest(runs, b, goal, free - runs[a][a2 - a - 1].seconds)
+                b2 = _furthest(seconds, b, goal, free - seconds[a][a2 - a - 1])
                 if b2 == b or (not left and b2 != goal):
                     continue
                 if a2 not in found or (b2 - found[a2]) * step > 0:
@@ -128,13 +130,12 @@ def _search(
     return _trace(parents, reached)
 
 
-def _furthest(runs: Sequence[Sequence[Run]], b: int, goal: int, free: int) -> int:
+def _furthest(seconds: Seconds, b: int, goal: int, free: int) -> int:
     """The end of the longest run from b towards the goal that takes no longer."""
     if goal > b:
-        fitting = bisect.bisect_right(runs[b], free, hi=goal - b, key=lambda run: run.seconds)
-        return b + fitting
+        return b + bisect.bisect_right(seconds[b], free, hi=goal - b)
     b2 = b
-    while b2 > goal and runs[b2 - 1][b - b2].seconds <= free:
+    while b2 > goal and seconds[b2 - 1][b - b2] <= free:
         b2 -= 1
     return b2
 

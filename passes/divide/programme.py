@@ -26,6 +26,7 @@ class Layout:
     x: dict[tuple[int, int], Variable]
     r: dict[tuple[int, int], Variable]
     u: dict[tuple[tuple[str, int], int], Variable]
+    moment: dict[int, Variable]
 
     def y(self, i: int, j: int) -> Variable:
         """Whether block i is on stage j or a later one."""
@@ -49,7 +50,8 @@ class Layout:
             terms += _sum(self.x, enumerate(blocks), j)
             terms += _sum(self.r, enumerate(copies), j)
         held = [(size, here) for ((_, size), at), here in self.u.items() if at == rank]
-        return [*terms, *held]
+        moment = [(1, self.moment[rank])] if rank in self.moment else []
+        return [*terms, *held, *moment]
 
     @property
     def is_large(self) -> bool:
@@ -84,6 +86,7 @@ def lay_out(task: Task, windows: Windows) -> Layout:
     _receive_values(layout)
     _receive_something(layout)
     _hold_shared(layout)
+    _hold_moments(layout)
     return layout
 
 
@@ -107,7 +110,7 @@ def _place(task: Task, windows: Windows) -> Layout:
         for j in span
     }
     u = {(item, rank): model.binary(f"u[{item[0]},{rank}]") for item, rank in sorted(users)}
-    layout = Layout(task, windows, model, free, always, never, x, r, u)
+    layout = Layout(task, windows, model, free, always, never, x, r, u, {})
     # A block is on stage j iff it is on j or later, but not on j + 1 or later.
     for (i, j), variable in x.items():
         model.constrain([(1, variable), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
@@ -167,19 +170,31 @@ def _hold_shared(layout: Layout) -> None:
             layout.model.constrain([(1, held), (-1, here)], low=0)
 
 
+def _hold_moments(layout: Layout) -> None:
+    """A rank has room for what each of its blocks takes while it computes."""
+    task = layout.task
+    for (i, j), here in layout.x.items():
+        rank, size = task.placement[j], task.loads[i].moment
+        if size:
+            if rank not in layout.moment:
+                most = max(load.moment for load in task.loads)
+                layout.moment[rank] = layout.model.integer(f"a[{rank}]", 0, most)
+            layout.model.constrain([(1, layout.moment[rank]), (-size, here)], low=0)
+
+
 def limit_memory(layout: Layout) -> None:
     """A rank takes no more bytes than it has, whatever is in flight on its stages."""
     for rank, limit in enumerate(layout.task.room):
         for counts in layout.task.held[rank]:
             terms = layout.memory(rank, counts)
-            if sum(a for a, _ in terms) > limit:
+            if sum(a * variable.high for a, variable in terms) > limit:
                 layout.model.constrain(terms, high=limit)
 
 
-def minimize_time(layout: Layout, least: int) -> None:
+def minimize_time(layout: Layout, least: int) -> Variable:
     """The step time: all stages once, and the slowest rank for every further micro-batch.
 
-    `least` are units that the slowest rank takes at least.
+    `least` are units that the slowest rank takes at least. Returns the variable of the slowest one.
     """
     task, model = layout.task, layout.model
     slowest = model.integer("T", least, layout.windows.slowest)
@@ -194,3 +209,4 @@ def minimize_time(layout: Layout, least: int) -> None:
         model.constrain([*later, (before, slowest)], low=sum(task.compute))
     received = [(task.move[f], variable) for (f, _), variable in layout.r.items()]
     model.minimize([*received, (task.further, slowest)], sum(task.compute))
+    return slowest

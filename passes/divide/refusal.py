@@ -11,14 +11,23 @@ from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.data import memory_parts
 from parcompiler.passes.divide.improve import lean_runs, slimmed
 from parcompiler.passes.divide.programme import Layout, lay_out, limit_memory
-from parcompiler.passes.divide.runs import nothing_better
+from parcompiler.passes.divide.runs import all_runs, nothing_better
 from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import UndecidedError, solve
 
 
-def too_little_memory(task: Task, names: Sequence[str], effort: float) -> InfeasibleError:
-    """The least limit that would do, and what takes most of it."""
+def too_little_memory(
+    task: Task,
+    names: Sequence[str],
+    effort: float,
+    besides: int = 0,
+    memory_of: int | None = None,
+) -> InfeasibleError:
+    """The least limit that would do, and what takes most of it.
+
+    Where ranks have `memory_of` bytes each, `besides` of them are not for blocks.
+    """
     stage_of, proven = _leanest(task, effort)
     names = names or [f"block {i}" for i in range(len(task.loads))]
     memory = task.evaluate(stage_of).memory
@@ -27,8 +36,11 @@ def too_little_memory(task: Task, names: Sequence[str], effort: float) -> Infeas
     place = "stage" if tuple(task.placement) == tuple(range(task.stages)) else "rank"
     parts = memory_parts(task.loads, task.flows, stage_of, task.placement, task.held, worst, names)
     largest = max(parts, key=lambda part: part.size)
-    given = f"{task.room[worst]:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
-    least = f"the least {'that would' if proven else 'found to'} do is {memory[worst]:,} bytes"
+    room, needed = task.room[worst] + besides, memory[worst] + besides
+    if memory_of is not None:
+        room = memory_of
+    given = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
+    least = f"the least {'that would' if proven else 'found to'} do is {needed:,} bytes"
     more = "add stages" if task.each == 1 else "add ranks"
     error = InfeasibleError(
         f"no division into {task.stages} stages fits the memory limit ({given}; {least}"
@@ -37,7 +49,8 @@ def too_little_memory(task: Task, names: Sequence[str], effort: float) -> Infeas
     )
     for rank, size in enumerate(memory):
         here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
-        error.add_note(f"with that limit, {place} {rank} takes {size:,} bytes: {', '.join(here)}")
+        taken = f"{place} {rank} takes {size + besides:,} bytes"
+        error.add_note(f"with that limit, {taken}: {', '.join(here)}")
     error.add_note("messages on their way come on top")
     return error
 
@@ -47,7 +60,7 @@ def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
 
     Each round asks for a division strictly below the last, until there is none.
     """
-    stage_of, finished = lean_runs(task), True
+    stage_of, finished = lean_runs(task, all_runs(task)), True
     if task.each > 1:
         stage_of = slimmed(task, stage_of)
     while finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from parcompiler.passes.divide.task import Task
 class Run(NamedTuple):
     """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled.
 
-    All that comes from outside counts as received.
+    All that comes from outside counts as received; what one block takes for a moment is fixed.
     """
 
     seconds: int
@@ -63,7 +64,7 @@ def all_runs(task: Task) -> list[list[Run]]:
 
 
 def _runs_from(task: Task, a: int) -> Iterator[Run]:
-    seconds = fixed = scaled = 0
+    seconds = fixed = scaled = moment = 0
     received: set[int] = set()
     held: set[tuple[str, int]] = set()
     for i in range(a, len(task.loads)):
@@ -73,9 +74,10 @@ def _runs_from(task: Task, a: int) -> Iterator[Run]:
         copies = sum(task.flows[f].saved for f in new)
         fixed += load.resident + sum(size for _, size in set(load.shared) - held) + copies
         scaled += load.saved + copies
+        moment = max(moment, load.moment)
         received |= new
         held.update(load.shared)
-        yield Run(seconds, fixed, scaled)
+        yield Run(seconds, fixed + moment, scaled)
 
 
 def best_runs(
@@ -94,17 +96,17 @@ def best_runs(
     for j in range(stages):
         end = len(runs) - (stages - 1 - j)
         reached: dict[int, _Label] = {}
+        ranked: dict[int, tuple[float, ...]] = {}
         cut: dict[int, int] = {}
-        for a, label in best.items():
-            for b in range(a + 1, end + 1):
-                weight = weigh(j, runs[a][b - a - 1])
+        for a, (total, largest, squares) in best.items():
+            for b, run in enumerate(itertools.islice(runs[a], end - a), a + 1):
+                weight = weigh(j, run)
                 if weight is None:
                     break
-                longer = _Label(
-                    label.total + weight, max(label.largest, weight), label.squares + weight**2
-                )
-                if b not in reached or rank(longer) < rank(reached[b]):
-                    reached[b], cut[b] = longer, a
+                label = _Label(total + weight, max(largest, weight), squares + weight**2)
+                found = rank(label)
+                if b not in ranked or found < ranked[b]:
+                    reached[b], ranked[b], cut[b] = label, found, a
         best = reached
         cuts.append(cut)
     if len(runs) not in best:

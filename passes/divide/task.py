@@ -80,7 +80,8 @@ class Task:
         fixed = sum(load.resident + sum(size for _, size in load.shared) for load in self.loads)
         copies = sum(flow.saved for flow in self.flows)
         saved = sum(load.saved for load in self.loads) + copies
-        return max(1, fixed + copies + max(self.in_flight) * saved)
+        moment = max((load.moment for load in self.loads), default=0)
+        return max(1, fixed + copies + max(self.in_flight) * saved + moment)
 
     @cached_property
     def room(self) -> list[int]:
@@ -112,6 +113,14 @@ class Task:
             for i in range(len(self.loads))
         ]
         return links if all(links[1:]) else None
+
+    @cached_property
+    def flows_of(self) -> list[list[int]]:
+        """The flows that each block consumes or produces: consumed ones first."""
+        made: list[list[int]] = [[] for _ in self.loads]
+        for f, flow in enumerate(self.flows):
+            made[flow.producer].append(f)
+        return [[*arriving, *own] for arriving, own in zip(self.arriving, made, strict=True)]
 
     def evaluate(self, stage_of: Sequence[int]) -> Evaluation:
         """What a division costs."""

@@ -58,7 +58,7 @@ class _Walk:
         self.task = task
         self.chance = random.Random(0)
         self.words = [list(word) for word in start]
-        self.buffered = any(message.nbytes for message in task.messages)
+        self.buffered = any(message.nbytes for message in task.messages) or task.momentary
         self.rank_of = {kind: rank for rank, kinds in enumerate(task.classes) for kind in kinds}
         self.rooms = list(task.rooms)
         self.best: Walked | None = None

@@ -72,23 +72,44 @@ class Task:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """By stage, the bytes that a micro-batch takes from its forward to its backward."""
-        sizes = [cost.saved for cost in self.costs]
+        """By stage, the bytes that a micro-batch takes at least from its forward to its backward.
+
+        Between the two parts of a backward it takes what layers left, which may be less or more.
+        """
+        return tuple(
+            copies + (min(cost.saved, self.left(j)) if self.is_parted(j) else cost.saved)
+            for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True))
+        )
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """By stage, the bytes of the values that it receives for its rank."""
+        found = [0] * len(self.costs)
         for message in self.messages:
             for rank in {self.placement[j] for j in message.targets}:
                 if rank != self.placement[message.source]:
                     first = min(j for j in message.targets if self.placement[j] == rank)
-                    sizes[first] += message.nbytes
-        return tuple(sizes)
+                    found[first] += message.nbytes
+        return tuple(found)
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """By class, the bytes that an action takes, or gives back."""
         found = []
-        for j, size in enumerate(self.sizes):
-            parted = self.is_parted(j)
-            found += [size, 0 if parted else -size, -size if parted else 0]
+        for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True)):
+            left = self.left(j) + copies if self.is_parted(j) else 0
+            size = cost.saved + copies
+            found += [size, left - size, -left]
         return tuple(found)
+
+    @cached_property
+    def momentary(self) -> bool:
+        """Whether some action takes memory while it runs only."""
+        return any(
+            more
+            for cost in self.costs
+            for more in (cost.forward_more, cost.backward_more, cost.input_more, cost.weight_more)
+        )
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
@@ -111,6 +132,11 @@ class Task:
             for row, _, _ in sends:
                 found.setdefault(row, []).append(kind)
         return found
+
+    def left(self, stage: int) -> int:
+        """Bytes that a micro-batch takes between the two parts of its backward."""
+        cost = self.costs[stage]
+        return cost.saved if cost.left is None else cost.left
 
     def is_parted(self, stage: int) -> bool:
         """Whether the backward of a stage is in two parts."""

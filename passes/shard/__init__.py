@@ -20,9 +20,8 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from parcompiler.cost import bytes_per_parameter
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.base import Pass
 from parcompiler.passes.shard import pins as demands
@@ -59,7 +58,10 @@ class ShardPass(Pass):
             return plan
         if plan.sharding is not None:
             return plan
-        return dataclasses.replace(plan, sharding=decided(problem, self.part))
+        known: dict[Any, Any] = problem.local  # it is the same whatever the vocabulary's method
+        if ("sharding", self.part) not in known:
+            known["sharding", self.part] = decided(problem, self.part)
+        return dataclasses.replace(plan, sharding=known["sharding", self.part])
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:
@@ -103,7 +105,7 @@ def _states(problem: Problem) -> dict[str, State]:
     found = {}
     for item in problem.graph.parameters:
         trains = item.trainable and options.optimizer != "none"
-        each = bytes_per_parameter(options.optimizer, item.dtype, trainable=item.trainable)
+        each = problem.element_bytes(item)
         update = (2 * each - item.dtype.itemsize) / bandwidth if trains else 0.0
         found[item.name] = State(each, update)
     return found

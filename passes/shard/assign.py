@@ -16,7 +16,7 @@ from parcompiler.passes.shard.candidates import item_of
 from parcompiler.passes.shard.fold import Template, end_of, fold, shared_nodes
 from parcompiler.plan import Plan, Sharding, Shards
 from parcompiler.spmd import I, Placement, Strategy, strategies
-from parcompiler.spmd.call import Call, read
+from parcompiler.spmd.call import Call, call_of
 from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.shard import Assignment, stored
@@ -131,7 +131,7 @@ def check(graph: Graph, found: Assignment) -> None:
     """Raise PlanError, naming the node, where a value cannot become what a node needs."""
     held = stored(graph, found) | dict.fromkeys(shared_nodes(graph), I)
     for node, strategy in found.items():
-        call = read(node, graph.differentiable)
+        call = call_of(node, graph)
         for place, (operand, wanted) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
             given = held.get(operand.node) or _given(found[operand.node], call, place)
             flows = call.gradients[place] and operand.node.name in graph.differentiable

@@ -18,7 +18,7 @@ from functools import cached_property
 from torch import fx
 
 from parcompiler.capture.blocks import Cut, cut, levels
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import effects_of
 from parcompiler.graph import Block, Graph, Parameter
 
 MORE = 1.25  # so many times the fewest nodes are few as well
@@ -110,7 +110,7 @@ class Fold:
     def fixed(self) -> frozenset[fx.Node]:
         """The nodes (of all blocks) whose values may not be converted: later, something updates
         the memory that they lie in."""
-        effects = Effects(self.graph.fx_graph)
+        effects = effects_of(self.graph)
         position = {node: place for place, node in enumerate(self.graph.fx_graph.nodes)}
         last = {root: max(map(position.__getitem__, w)) for root, w in effects.writers.items()}
         return frozenset(

@@ -40,7 +40,7 @@ def _known(problem: Problem, key: object, graph: Callable[[], Graph]) -> Problem
     """The problem with another graph, made once for each key."""
     if key not in problem.local:
         problem.local[key] = dataclasses.replace(
-            problem, graph=graph(), _priced={}, _recomputing={}, local={}
+            problem, graph=graph(), _priced={}, _recomputing={}, local={}, times={}
         )
     found: Problem = problem.local[key]
     return found
@@ -57,6 +57,15 @@ def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
 
 def _sharded(problem: Problem, plan: Plan, graph: Graph) -> Graph:
     """What one tensor rank computes of `graph`, which has the nodes of `problem`'s."""
+    assert plan.sharding is not None
+    key = "shard", plan.sharding.level, plan.sharding.templates, plan.mesh.tensor
+    if graph is problem.graph:  # the same for every mesh with so many tensor ranks
+        return graph.once(key, lambda: _split(problem, plan, graph))
+    return _split(problem, plan, graph)
+
+
+def _split(problem: Problem, plan: Plan, graph: Graph) -> Graph:
+    """The same, made anew."""
     named = {node.name: found for node, found in assignment(problem.graph, plan).items()}
     nodes = (node for node in graph.fx_graph.nodes if node.name in named)
     return shard(graph, {node: named[node.name] for node in nodes}, plan.mesh.tensor)

@@ -3,8 +3,8 @@
 A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks with the piece that
 a rank has of what is split, and the bytes that it moves with those of its operands and results: a
 product of a whole matrix with a piece of another reads the whole of the first. The number of
-kernels stays. Collectives take the link between devices of one node: the ranks of the tensor axis
-are neighbours; a rank copies what it sends or gets (see `runtime.axis`).
+kernels stays. Collectives go over the links between neighbours, as those of the tensor axis are; a
+rank copies what it sends or gets (see `runtime.axis`).
 
 Nodes are traced as on the CPU. The one operator of which that says too much is rms_norm, 20 kernels
 there and one each way on accelerators: it counts as that.
@@ -21,12 +21,13 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from parcompiler.cost import Operation, seconds, trace_block
+from parcompiler.cost import Operation, collective, seconds, trace_block
+from parcompiler.cost.collective import Group, neighbours
 from parcompiler.device import Device
 from parcompiler.graph import Graph
 from parcompiler.spmd import Placement, Strategy
 from parcompiler.spmd.call import Call, Shape, shape_of
-from parcompiler.spmd.conversions import BYTES, Action, conversion, moved
+from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import local_shape
 
 TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "index"})
@@ -71,8 +72,16 @@ class Prices:
         trained = frozenset(item.node for item in self.graph.parameters if item.trainable)
         return trained, frozenset(item.node for item in self.graph.parameters) - trained
 
+    @cached_property
+    def _line(self) -> Group:
+        """The ranks of a tensor axis."""
+        return neighbours(self.n, self.device)
+
     def work(self, node: fx.Node) -> Work:
-        """What a node does when it is whole."""
+        """What a node does when it is whole: the same on every device."""
+        return self.graph.once(("work", node), lambda: self._work(node))
+
+    def _work(self, node: fx.Node) -> Work:
         inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
         cost = trace_block([node], inputs, [node], *self._parameters, self.graph.differentiable)
         forward, backward = cost.forward, cost.backward
@@ -128,7 +137,7 @@ class Prices:
         copied = touched * nbytes / bandwidth + self.device.launch_overhead
         if action not in BYTES:
             return copied
-        sent = self.device.link.seconds(moved(action, nbytes, self.n))
+        sent = collective.seconds(action, nbytes, self._line, self.device)
         return copied + sent + self.device.launch_overhead + COLLECTIVE
 
 

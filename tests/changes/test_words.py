@@ -1,12 +1,14 @@
 """Two plans compared in words: every decision that differs is said, and nothing else."""
 
 import dataclasses
+import typing
 from typing import Any
 
 import pytest
 
-from parcompiler.changes import changes
+from parcompiler.changes import changes, words
 from parcompiler.plan import (
+    MeshChoice,
     Method,
     Plan,
     Shape,
@@ -14,6 +16,7 @@ from parcompiler.plan import (
     Shards,
     Solution,
     StageChoice,
+    TemplateTime,
     VocabularyChoice,
     Weighed,
 )
@@ -34,6 +37,7 @@ def template(**tensors: str) -> Shards:
     return Shards("Layer", ("linear: R S(0) -> S(2)",), lines)
 
 
+TIME = TemplateTime("Layer", 1.0, 2.0, 0.5)
 METHOD = Method("whole", "1f1b", 0.5)
 PLAN = Plan(
     model="GPT",
@@ -123,6 +127,14 @@ PLAN = Plan(
             ["vocabulary: kept whole: none -> head: tied"],
         ),
         ({"vocabulary": None}, ["vocabulary: no longer considered: whole"]),
+        (
+            {"costs": (TIME,)},
+            ["costs: times by the device's figures -> measured times of blocks"],
+        ),
+        (
+            {"meshes": (MeshChoice(2, 2, 1, 8, seconds=0.5), MeshChoice(4, 1, 1, 8))},
+            ["meshes: now also considered: 2 x 2 x 1, 4 x 1 x 1"],
+        ),
         ({"version": 2}, ["version: 1 -> 2"]),
     ],
 )
@@ -137,10 +149,31 @@ def test_a_decision_that_differs_is_said(fields: dict[str, Any], said: list[str]
 def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
     assert changes(PLAN, PLAN) == ()
     other = Plan("Llama", "1f", Shape(), 1, precision="fp64", optimizer="sgd", virtual_stages=2)
-    found = dataclasses.replace(other, orders=("0F0",), search=PLAN.solution, version=2)
+    decided: dict[str, Any] = {"costs": (TIME,), "meshes": (MeshChoice(2, 2, 1, 8),)}
+    found = dataclasses.replace(other, orders=("0F0",), search=PLAN.solution, version=2, **decided)
     names = {field.name for field in dataclasses.fields(Plan)}
     for one, two in ((PLAN, found), (found, PLAN)):
         assert {change.field for change in changes(one, two)} == names
+
+
+def test_blocks_and_meshes_that_came_out_otherwise_are_named() -> None:
+    one = dataclasses.replace(PLAN, costs=(TIME,), meshes=(MeshChoice(2, 2, 1, 8, seconds=1.0),))
+    slower = dataclasses.replace(TIME, forward=2.0)
+    other = dataclasses.replace(
+        PLAN,
+        costs=(slower, dataclasses.replace(TIME, template="Head")),
+        meshes=(MeshChoice(2, 2, 1, 8),),
+    )
+    assert [change.text for change in changes(one, other)] == [
+        "now also measured: Head; other figures for: Layer",
+        "other figures for: 2 x 2 x 1",
+    ]
+
+
+def test_every_field_but_plain_words_and_numbers_has_words_of_its_own() -> None:
+    plain = {str, int, str | None, int | None}
+    hints = typing.get_type_hints(Plan)
+    assert {name for name, kind in hints.items() if kind not in plain} <= set(words._WORDS)
 
 
 def test_what_came_is_what_goes_the_other_way() -> None:

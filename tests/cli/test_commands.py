@@ -10,10 +10,11 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.cli import run
-from parcompiler.cli.words import OPTIMIZERS, SCHEDULES, VOCABULARY, devices
+from parcompiler.cli.words import COSTS, OPTIMIZERS, PRECISIONS, SCHEDULES, VOCABULARY, devices
 from parcompiler.cost import OPTIMIZERS as KNOWN_OPTIMIZERS
 from parcompiler.device import names
 from parcompiler.options import METHODS
+from parcompiler.options import PRECISIONS as KNOWN_PRECISIONS
 from parcompiler.schedules import SCHEDULES as KNOWN_SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +53,23 @@ def test_files_are_written_and_named_on_standard_error(
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert json.loads(trace.read_text())["traceEvents"]
     assert pc.Plan.from_json(plan.read_text()).schedule == "1f1b"
-    assert run(["plan", *PLAN, *files, "--quiet"]) == 0
-    assert "report:" not in capsys.readouterr().err
+    assert run(["plan", *PLAN, *files, "--quiet", "--forms"]) == 0
+    out, err = capsys.readouterr()
+    assert "report:" not in err
+    assert "Closed forms" in out
+
+
+def test_an_open_mesh_is_chosen_from_those_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["--mesh", "auto", "--nodes", "2", "--devices-per-node", "2", "--device", "h100"]
+    assert run(["plan", MODEL, *cluster, *QUICK, "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    plan = pc.Plan.from_json(json.dumps(document["plan"]))
+    assert plan.mesh.pipeline * plan.mesh.tensor * plan.mesh.data == 4
+    assert plan.microbatches * plan.mesh.data == 2
+    assert plan.meshes is not None
+    assert {(m.pipeline, m.tensor, m.data) for m in plan.meshes} == {
+        (1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)
+    }  # fmt: skip
 
 
 def test_a_plan_is_reused_with_its_mesh_precision_and_optimizer(
@@ -128,11 +144,17 @@ def test_help_is_there_without_torch() -> None:
     assert "parcompiler plan hf:config.json --mesh pipeline=4,tensor=2,data=2" in found
 
 
-def test_the_words_of_help_and_completion_are_those_on_offer() -> None:
+def test_the_words_of_help_and_completion_are_those_on_offer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert set(SCHEDULES) == {"auto", "search", *KNOWN_SCHEDULES}
     assert set(VOCABULARY) == {"auto", "whole", *METHODS}
     assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
     assert devices() == names()
+    assert {None, *PRECISIONS} == set(KNOWN_PRECISIONS)
+    assert run(["plan", *PLAN, "--costs", "guessed"]) == 2
+    listed = ", ".join(map(repr, COSTS))
+    assert f"costs must be one of {listed} ('guessed' given)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -142,6 +164,7 @@ def test_the_words_of_help_and_completion_are_those_on_offer() -> None:
         ("parcompiler plan m.py:make --schedule zb-v", "zb-v"),
         ("parcompiler plan m.py:make --device h2", "h200"),
         ("parcompiler plan m.py:make --mesh pipeline=2,te", "pipeline=2,tensor="),
+        ("parcompiler plan m.py:make --mesh au", "auto"),
     ],
 )
 def test_a_shell_completes_commands_and_values(typed: str, completed: str) -> None:

@@ -29,13 +29,30 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     ("arguments", "message"),
     [
         ((), "Usage: parcompiler"),
-        (("calibrate",), "No such command 'calibrate'"),
+        (("calibrat",), "No such command 'calibrat'"),
+        (("calibrate",), "Missing option '--output'"),
+        (("calibrate", "--output", "tests"), "cannot write tests: it is a folder"),
+        (("calibrate", "--output", "no/d.json"), "cannot write no/d.json: there is no folder no"),
+        (("calibrate", "--output", "d.json", "--like", "abacus"), "no device 'abacus' in the cat"),
+        (("calibrate", "--output", "d.json", "--like", "no.json"), "cannot read the device file"),
+        (("calibrate", "--output", "d.json", "--dtypes", "float32,"), "'float32,' has an empty"),
+        (("calibrate", "--output", "d.json", "--dtypes", "int8"), "calibrate measures float32, "),
+        (("calibrate", "--output", "d.json", "--seconds", "0"), "0.0 is not in the range x>0"),
+        (("calibrate", "--output", "d.json", "--threads", "0"), "0 is not in the range x>=1"),
+        (("calibrate", "--output", "d.json", "--name", "h100"), "must begin with 'cpu-'"),
         (("plan",), "Missing argument 'MODEL'"),
         (("plan", MODEL), "--mesh is missing"),
         (("plan", MODEL, "--mesh", "pipe=2"), "'pipe=2' names no axis: write pipeline=4,tensor=2"),
         (("plan", MODEL, "--mesh", "pipeline=0"), "'pipeline=0' needs a positive integer"),
         (("plan", MODEL, "--mesh", "data"), "'data' needs a positive integer: write data=2"),
         (("plan", MODEL, "--mesh", "data=2,data=3"), "axis 'data' is given twice"),
+        (("plan", MODEL, "--mesh", "auto", "--nodes", "0"), "0 is not in the range x>=1"),
+        (("plan", MODEL, *MESH, "--nodes", "2"), "--nodes is for --mesh auto"),
+        (
+            ("plan", MODEL, *MESH, "--devices-per-node", "2"),
+            "--devices-per-node is for --mesh auto",
+        ),
+        (("plan", MODEL, "--mesh", "auto", "--plan", "p.json"), "--plan has its mesh"),
         (("plan", MODEL, *MESH, "--device", "h9"), "no device 'h9' in the catalogue (known: a100"),
         (("plan", MODEL, *MESH, "--device", "no.json"), "cannot read no.json (No such file"),
         (("plan", MODEL, *MESH, "--schedule", "fast"), "schedule must be one of 'auto', 'search'"),
@@ -173,6 +190,11 @@ def edited(**fields: Any) -> str:
             "plan.stages[1].blocks names 'a', which stands in the stages already",
         ),
         (edited(stages=[{"blocks": [], "rank": 0}]), "plan.stages[0].blocks must name at least"),
+        (edited(orders=["0F0"]), "plan.orders must have a row for each of 2 pipeline ranks (1 fo"),
+        (
+            edited(orders=["0F0 0B0", "1F0 huh"]),
+            "plan.orders: row 2, column 2 is 'huh', which is no action",
+        ),
         (edited(predicted={"seconds": "soon"}), "predicted"),
         ("[" * 100_000, "nests too deeply"),
         ("{", "the plan is no JSON: Expecting property name"),
@@ -190,6 +212,21 @@ def test_a_plan_edited_into_nonsense_is_named_with_its_field(
     assert code == 2
     assert str(path) in err
     assert message in err
+
+
+def test_a_plan_that_does_not_fit_is_named_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    quick = ("--microbatches", "2", "--schedule", "1f1b", "--vocabulary", "whole")
+    assert run(["plan", MODEL, *MESH, *quick, "--json", str(path), "-q"]) == 0
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"granularity": 99}))
+    capsys.readouterr()
+    code, err = said(capsys, "plan", MODEL, "--plan", str(path))
+    assert code == 1
+    assert "the plan has granularity 99 (the model has: " in err
+    assert err.endswith(f"(the plan is that of {path})\n")
 
 
 def test_a_damaged_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,23 +9,27 @@ import pytest
 import torch
 
 from parcompiler.capture import capture
+from parcompiler.cost import vocabulary
 from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.device import Device, Link, device
 from parcompiler.graph import Graph, Parameter
 from parcompiler.models import gpt
 from parcompiler.vocabulary import find, spread
 
+ASKING_AND_NOT = ("interlaced", "vocab-2")
 V, HIDDEN, TOKENS, RANKS = 1000, 64, 32, 4
 OWN = 250
 PRODUCT = 2 * TOKENS * HIDDEN * OWN
 
 
 @cache
-def model(*, tied: bool = False) -> Graph:
+def model(*, tied: bool = False, half: bool = False) -> Graph:
     """A GPT without data, its vocabulary spread."""
     config = gpt.Config(layers=1, heads=2, hidden=HIDDEN, vocabulary=V, sequence=TOKENS, tied=tied)
     with torch.device("meta"):
         made = gpt.GPT(config)
+    if half:
+        made = made.half()
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     whole = capture(made, {"tokens": tokens, "labels": tokens})
     found = find(whole, RANKS)
@@ -74,6 +78,33 @@ def test_bytes_are_those_of_the_piece() -> None:
     assert found["x_bytes"] == found["embedded_bytes"] == 4 * TOKENS * HIDDEN
     vectors = found["saved"] - 4 * TOKENS * OWN
     assert 0 < vectors <= 32 * TOKENS
+
+
+def test_16_bits_are_widened_for_the_softmax_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow = (
+        {m: vocabulary_parts(graph, RANKS, m, device("a100-80g"), state) for m in ASKING_AND_NOT}
+        for graph in (model(), model(half=True))
+    )
+    assert all(found["more"] == 0 for found in wide.values())
+    assert all(found["more"] == 4 * TOKENS * OWN for found in narrow.values())
+    monkeypatch.setattr(vocabulary, "BLOCK", 100)
+    assert vocabulary_parts(model(half=True), RANKS, "vocab-1", device("cpu"), state)["more"] == 400
+
+
+@pytest.mark.parametrize(("method", "where"), [("vocab-1", "s"), ("naive", "normalize")])
+def test_widening_and_narrowing_take_their_bytes(method: str, where: str) -> None:
+    on = dataclasses.replace(
+        arithmetic(), flops=(("float32", 1e30), ("float16", 1e30)), memory_bandwidth=1.0
+    )
+    exact = dataclasses.replace(
+        on, efficiency=dataclasses.replace(on.efficiency, bandwidth=1.0, matmul=1.0)
+    )
+    logits = TOKENS * OWN
+    took = vocabulary_parts(model(half=True), RANKS, method, exact, state)[where]
+    product = 2 * (TOKENS * HIDDEN + HIDDEN * OWN + logits) if method == "vocab-1" else 0
+    # To float32 and back 6 each; the softmax reads and writes 4, two maxima read 4 each.
+    rows = 2 * 4 * TOKENS  # the maxima
+    assert took == product + (6 + 8 + 4 + 4 + 6) * logits + rows
 
 
 def test_a_tied_table_is_held_once() -> None:

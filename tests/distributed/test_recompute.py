@@ -1,10 +1,12 @@
 """Programs with recomputation compute what the original model computes; see test_parity."""
 
+import dataclasses
 from functools import cache
 
 import pytest
 
 import parcompiler as pc
+from parcompiler.device import device
 from tests import zoo
 
 BITWISE = {"gpt-dropout", "llama", "resnet"}  # as without recomputation: see test_parity
@@ -28,6 +30,26 @@ def test_a_program_that_recomputes_equals_one_process(name: str, schedule: str) 
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
     if name in BITWISE:
         assert found.native.bitwise, str(found)
+
+
+def test_what_memory_forces_to_be_recomputed_equals_one_process() -> None:
+    """The programme chooses some layers, not all: dropout in both sorts is that of one process."""
+    small = dataclasses.replace(device("cpu"), name="small", memory=250_000)
+    program = pc.compile(
+        captured("gpt-dropout"),
+        pc.Mesh(pipeline=2, device=small),
+        schedule="1f1b",
+        vocabulary="whole",
+        microbatches=3,
+    )
+    blocks = [name for choice in program.plan.stages or () for name in choice.blocks]
+    assert 0 < len(program.plan.recompute or ()) < len(blocks)
+    assert program.plan.solution is not None
+    assert program.plan.solution.status == "optimal"
+    assert max(program.simulate().peak_memory) <= small.memory
+    found = program.verify()
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+    assert found.native.bitwise, str(found)
 
 
 def test_some_layers_may_be_recomputed() -> None:

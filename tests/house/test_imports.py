@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
 6  compiler program loaded verification reference joint reenactment batches draws
-6  pool member cli __main__ __init__
-5  lower verifier simulator codegen report changes prices ranks
+6  pool member cli meshes __main__ __init__
+5  lower verifier simulator codegen report changes prices ranks symbolic
 4  passes
-3  problem options progress calibrate
+3  problem options progress calibrate times
 2  capture cost spmd vocabulary schedules solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces

@@ -115,12 +115,14 @@ def random_laps(seed: int) -> Case:
 def random_graph(chance: random.Random, blocks: int) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
     """Blocks, sometimes in a chain, with tensors that some of them share."""
     tensors = [("tied", chance.randint(1, 90)), ("table", chance.randint(1, 90))]
+    moments = random.Random(blocks)
     loads = tuple(
         Load(
             chance.choice([0, chance.random(), chance.random()]),
             chance.randint(0, 100),
             chance.randint(0, 30),
             tuple(tensor for tensor in tensors if chance.random() < 0.3),
+            moments.choice([0, 0, moments.randint(0, 60)]),
         )
         for _ in range(blocks)
     )
@@ -171,10 +173,12 @@ def costs(case: Case, at: Sequence[int]) -> tuple[float, list[int]]:
     """The seconds of a step, and the bytes on each rank."""
     rank = case.placement
     busy, fixed, saved = [0.0] * case.ranks, [0] * case.ranks, [0] * case.stages
+    moment = [0] * case.ranks
     for load, j in zip(case.loads, at, strict=True):
         busy[rank[j]] += load.seconds
         fixed[rank[j]] += load.resident
         saved[j] += load.saved
+        moment[rank[j]] = max(moment[rank[j]], load.moment)
     for tensor, r in {
         (s, rank[j]) for load, j in zip(case.loads, at, strict=True) for s in load.shared
     }:
@@ -188,7 +192,7 @@ def costs(case: Case, at: Sequence[int]) -> tuple[float, list[int]]:
     for r, counts in enumerate(case.held):
         stages = [j for j in range(case.stages) if rank[j] == r]
         full = max(sum(k * saved[j] for k, j in zip(some, stages, strict=True)) for some in counts)
-        memory.append(fixed[r] + full)
+        memory.append(fixed[r] + full + moment[r])
     seconds = sum(busy) / (case.stages / case.ranks) + (case.microbatches - 1) * max(busy)
     return seconds, memory
 
@@ -413,6 +417,7 @@ def test_the_parts_of_the_memory_add_up() -> None:
             33,
             "values received for 2 micro-batches in flight and one more, most of them from block 1",
         ),
+        (0, "what is alive at once while a block computes, most in block 2"),
     ]
 
 

@@ -104,7 +104,8 @@ def handmade(seconds: float = 3.0) -> Priced:
     """Three blocks that keep 900 bytes each, and read the value before them."""
     priced = chain([seconds] * 3, saved=[900] * 3).priced(1)
     cost = BlockCost((), (), saved=900, saved_inputs=VALUE, output_bytes=VALUE,
-                     parameter_bytes=0, estimated=(), kept_inputs=(0,))  # fmt: skip
+                     parameter_bytes=0, estimated=(), kept_inputs=(0,), forward_peak=1000,
+                     backward_peak=1500, gradient_bytes=600, left=950)  # fmt: skip
     first = dataclasses.replace(cost, kept_inputs=())
     return dataclasses.replace(priced, costs=(first, cost, cost))
 
@@ -117,9 +118,9 @@ def test_a_recomputed_block_keeps_what_it_reads_and_runs_twice() -> None:
     assert again.saved == (900 + VALUE, VALUE, 0)
     assert again.backward == (2.0, 3.0, 3.0)
     assert again.weight == priced.weight
-    assert again.again == (0, 900, 900)
-    assert [again.recomputed_bytes(range(3), left) for left in (0, 1, 2)] == [900, 1800, 3600]
-    assert again.recomputed_bytes([0], 0) == 0
+    assert priced.moments == (600, 600, 600)  # what a backward has besides what is saved
+    assert again.moments == (600, 1600, 1600)  # beside the gradient of its output it runs again
+    assert again.later == (0, 950 - VALUE, 950)  # what its linear layers leave, more than it saves
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "pipedream"])
@@ -135,7 +136,7 @@ def test_the_passes_and_the_simulator_count_the_same(
         assert mine.forward == pytest.approx(theirs.forward)
         assert mine.backward == pytest.approx(theirs.backward)
         assert (mine.resident, mine.saved) == (theirs.resident, theirs.saved)
-    step = simulate_lowered(lowered, found, message_seconds(problem))
+    step = simulate_lowered(lowered, found, message_seconds(problem, lowered))
     assert estimate(problem, plan).step_time == pytest.approx(step.step_time)
     assert estimate(problem, plan).peak_memory == step.peak_memory
 
@@ -167,7 +168,7 @@ def test_memory_forces_recomputation(schedule: str, stages: str) -> None:
     def problem(memory: int | None, wanted: str) -> Problem:
         return problem_of("gpt-dropout", wanted, memory=memory, schedule=schedule, stages=stages)
 
-    memory = 200_000
+    memory = 210_000
     with pytest.raises(pc.InfeasibleError):
         planned(problem(memory, "none"))
     plan = planned(problem(memory, "auto"))
@@ -185,7 +186,7 @@ def test_a_rank_that_fits_without_is_spared() -> None:
     tight = dataclasses.replace(problem, mesh=pc.Mesh(pipeline=2, device=small(13_000)))
     forced = planned(tight)
     assert plan.recompute == ()
-    assert forced.recompute == ("embedding", "layers.0")
+    assert forced.recompute == ("embedding",)  # one block is enough
     assert forced.solution is not None
     assert forced.solution.status == "feasible"
     assert 0 < forced.solution.bound < forced.solution.objective

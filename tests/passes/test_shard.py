@@ -158,7 +158,7 @@ def test_wide_tables_are_split_like_vocabularies_and_small_ones_are_whole(n: int
     graph = clicks()
     found = tables(decided(problem(graph, n, microbatches=1)), graph, n)
     assert {kind for size, kind in found.items() if size > 1_000_000} == {"S(0)"}
-    assert {kind for size, kind in found.items() if size < 1_000_000} == {"I"}
+    assert {kind for size, kind in found.items() if size < 150_000} == {"I"}
     assert len(found) == 26
 
 

@@ -28,7 +28,7 @@ DEVICE = Device.from_json("""
   "name": "testbed",
   "flops": {"float32": 1e12, "float64": 5e11},
   "memory_bandwidth": 1e11,
-  "memory": 4194304,
+  "memory": 8388608,
   "launch_overhead": 1e-6,
   "efficiency":
     {"matmul": 0.5, "attention": 0.5, "convolution": 0.5, "other": 0.5, "bandwidth": 0.5},
@@ -86,7 +86,7 @@ def make(
     )
     lowered = lower(graph, plan, priced.cut)
     costs = stage_costs(problem, plan, lowered)
-    timeline = simulate_lowered(lowered, costs, message_seconds(problem))
+    timeline = simulate_lowered(lowered, costs, message_seconds(problem, lowered))
     report = Report.of(problem, plan, lowered, timeline)
     return Made(problem, plan, lowered, timeline, report)
 

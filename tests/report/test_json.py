@@ -40,6 +40,16 @@ CHANGES: list[Change] = [
     (["trail", "events", 0], "0 0.0 0.5 FORWARD mb 0", "report.trail.events[0]: an event reads"),
     (
         ["measurement"],
+        {"seconds": 1.0, "events": ["0 0.0 1.0 FORWARD stage 0 mb 0"]},
+        "report.measurement.events[0]: a measured one reads 'rank begin end waited instruction'",
+    ),
+    (
+        ["measurement"],
+        {"seconds": 1.0, "events": ["2 0.0 1.0 0.0 FORWARD stage 0 mb 0"]},
+        "report.measurement.events[0]: rank must be from 0 to 1 (2 found)",
+    ),
+    (
+        ["measurement"],
         {"seconds": 1, "forward": [1.0]},
         "report.measurement.forward must have 2 entries (1 found)",
     ),

@@ -1,5 +1,7 @@
 """What a report says of recomputation: a line when there is any, and its cost."""
 
+import dataclasses
+
 import pytest
 
 from parcompiler.report import Report
@@ -26,6 +28,18 @@ def test_the_overview_names_what_is_recomputed(names: list[str], line: str) -> N
     assert found.split(maxsplit=1)[1].strip() == line
     assert Report.from_json(report.to_json()) == report
     assert report.choices.recompute == tuple(names)
+
+
+def test_the_overview_says_what_the_fullest_rank_would_take_without() -> None:
+    made, plain = recomputing(*LAYERS), small_gpt()
+    fullest = max(plain.timeline.peak_memory)
+    assert max(made.report.choices.without) == fullest > max(made.timeline.peak_memory)
+    assert "without that" in made.report.to_text(100)
+    assert "which fits" in made.report.to_text(100)
+    mesh = dataclasses.replace(made.report.mesh, memory=fullest - 2048)
+    tight = dataclasses.replace(made.report, mesh=mesh).to_text(100)
+    assert "2 KiB over the limit" in tight
+    assert "without that" not in plain.report.to_text(100)
 
 
 def test_nothing_is_said_where_nothing_is_recomputed() -> None:

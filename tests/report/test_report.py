@@ -13,7 +13,7 @@ from rich.text import Text
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.report import Report
-from parcompiler.report.data import Measured
+from parcompiler.report.events import Measured
 from tests.report.programs import Made, odd, odd_on_slow_device, small_gpt, small_t5
 
 PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd, "slow": odd_on_slow_device}
@@ -158,6 +158,26 @@ def test_no_line_is_too_long_and_no_number_is_cut(name: str, width: int) -> None
     assert text == text.strip() + "\n"
     if width >= 80:
         assert words_of_figures(text) == words_of_figures(report.to_text(400))
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_table_that_is_too_wide_goes_on_below_and_no_number_is_cut(width: int) -> None:
+    report = small_gpt().report
+    sizes = (2**20 * 3 // 4, 2**21)
+    busy = (
+        dataclasses.replace(stage, sent=size, sent_back=size)
+        for stage, size in zip(report.stages, sizes, strict=True)
+    )
+    report = dataclasses.replace(report, stages=(*busy,) * 6)
+    work = next(p for p in report.to_text(width).split("\n\n") if p.startswith("Work"))
+    whole = next(p for p in report.to_text(400).split("\n\n") if p.startswith("Work"))
+    lines, tables = work.splitlines(), work.count("stage")
+    assert tables > whole.count("stage") == 1
+    assert max(map(cell_len, lines)) <= width
+    figures = [word for line in whole.splitlines()[4:] for word in line.split()[1:]]
+    found = [word for line in lines if line.split()[0].isdigit() for word in line.split()[1:]]
+    assert sorted(found) == sorted(figures)
+    assert sum(line.split()[0] == "11" for line in lines) == tables, "each part names the rows"
 
 
 def words_of_figures(text: str) -> list[str]:
@@ -311,6 +331,17 @@ def test_a_stage_without_records_is_left_open() -> None:
 def test_a_step_takes_a_positive_time(seconds: float) -> None:
     with pytest.raises(InputError, match="positive number of seconds"):
         small_gpt().report.measured(seconds)
+
+
+def test_a_trace_may_be_of_all_ranks_of_the_mesh() -> None:
+    made = small_gpt()
+    wide = dataclasses.replace(made.report.mesh, data=2, tensor=2)
+    report, own = dataclasses.replace(made.report, mesh=wide), slower(made, 1.5)
+    every = [records for records in own for _ in range(4)]
+    assert report.measured(1.0, every) == report.measured(1.0, own)
+    assert len(report.measured(1.0, own).to_json()) > len(report.to_json())
+    with pytest.raises(InputError, match="2 or 8 ranks, 4 given"):
+        report.measured(1.0, every[:4])
 
 
 def test_a_trace_is_of_this_program() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from parcompiler.instruction import Kind
 from parcompiler.report import Report
 from tests.report.programs import Made, odd, small_gpt, small_t5
+from tests.report.test_report import slower
 
 PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd}
 
@@ -82,6 +84,79 @@ def test_the_counter_shows_the_peak_of_memory(made: Made, tmp_path: Path) -> Non
         if event["ph"] == "C":
             peaks[event["pid"]] = max(peaks[event["pid"]], event["args"]["bytes"])
     assert tuple(peaks[rank] for rank in sorted(peaks)) == made.timeline.peak_memory
+
+
+MEANT = {  # by phase: what must be there beyond who and when, in "Trace Event Format"
+    "X": {"dur"},
+    "C": {"args"},
+    "M": {"args"},
+    "s": {"id", "cat"},
+    "f": {"id", "cat", "bp"},
+}
+METADATA = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}
+
+
+def faults(events: list[dict[str, Any]]) -> Iterator[str]:
+    """What a reader of "Trace Event Format" would not take, or would misplace."""
+    begun: dict[tuple[str, int], dict[str, Any]] = {}
+    for event in events:
+        phase = event["ph"]
+        for missing in sorted({"pid", "tid", "ts", "name"} | MEANT[phase] - event.keys()):
+            if missing not in event:
+                yield f"{event} lacks {missing}"
+        if type(event["pid"]) is not int or type(event["tid"]) is not int:
+            yield f"{event}: a process and a thread are integers"
+        times = [event["ts"], event.get("dur", 0)]
+        if any(type(value) not in (int, float) or not 0 <= value < 1e15 for value in times):
+            yield f"{event}: a time is a number of microseconds"
+        if phase == "M" and event["args"].keys() != {METADATA[event["name"]]}:
+            yield f"{event}: unknown metadata"
+        if phase == "C" and not all(type(v) in (int, float) for v in event["args"].values()):
+            yield f"{event}: a counter counts"
+        if phase == "s":
+            begun[event["cat"], event["id"]] = event
+        if phase == "f":
+            start = begun.pop((event["cat"], event["id"]), None)
+            if start is None or start["name"] != event["name"] or start["ts"] > event["ts"]:
+                yield f"{event}: an arrow ends where none began"
+    yield from (f"{event}: an arrow that does not end" for event in begun.values())
+
+
+def test_the_format_is_that_of_chrome_and_perfetto(made: Made, tmp_path: Path) -> None:
+    report = made.report.measured(1.5 * made.timeline.step_time, slower(made, 1.5))
+    assert list(faults(events_of(report, tmp_path))) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.pop("dur") if e["ph"] == "X" else None,
+        lambda e: e.update(ts="1") if e["ph"] == "X" else None,
+        lambda e: e.update(id=-1) if e["ph"] == "f" else None,
+        lambda e: e.update(args={"bytes": "2 GiB"}) if e["ph"] == "C" else None,
+        lambda e: e.update(pid="rank 0"),
+    ],
+)
+def test_the_check_of_the_format_finds_what_is_wrong(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path
+) -> None:
+    events = events_of(small_gpt().report, tmp_path)
+    for event in events:
+        change(event)
+    assert list(faults(events)) != []
+
+
+def test_a_measured_step_has_processes_of_its_own(made: Made, tmp_path: Path) -> None:
+    traces = slower(made, 1.5)
+    report = made.report.measured(1.5 * made.timeline.step_time, traces)
+    events, ranks = events_of(report, tmp_path), len(report.ranks)
+    plain = events_of(made.report, tmp_path)
+    assert [event for event in events if event["pid"] < ranks] == plain
+    own = [event for event in events if event["pid"] >= ranks and event["ph"] == "X"]
+    assert len(own) == sum(map(len, traces)) > 0
+    assert all("waited" in event["args"] for event in own)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names[ranks] == "rank 0, measured"
 
 
 def test_a_report_from_json_writes_the_same_trace(made: Made, tmp_path: Path) -> None:

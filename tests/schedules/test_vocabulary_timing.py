@@ -32,6 +32,7 @@ def random_vocabulary(chance: random.Random, method: str, stages: int) -> Vocabu
         normalize=chance.random() if method in ("naive", "interlaced") else 0.0,
         resident=chance.randrange(100),
         saved=chance.randrange(50),
+        more=chance.randrange(3) * 10,
         source=stages - 1,
         method=method,
         users=users,

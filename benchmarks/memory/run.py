@@ -1,0 +1,84 @@
+"""How far the predicted memory of a rank is from what MemTracker sees it hold, as a table.
+
+PYTHONPATH=. python benchmarks/memory/run.py [--schedules 1f1b,zb-h1] [--pipeline 2,4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from parcompiler.errors import InfeasibleError, InputError
+from tests.memory.cases import MODELS, compiled
+from tests.memory.tracked import Rank
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Row(NamedTuple):
+    """A rank that was tracked. Bytes."""
+
+    name: str
+    dtype: str
+    schedule: str
+    recompute: str
+    rank: str
+    tracked: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted / self.tracked - 1
+
+    def __str__(self) -> str:
+        """A line of the table."""
+        mib = [f"{size / 2**20:.2f}" for size in (self.tracked, self.predicted)]
+        return f"| {' | '.join([*self[:5], *mib, f'{100 * self.error:+.2f} %'])} |"
+
+
+def rows(schedules: list[str], pipelines: list[int], microbatches: int) -> Iterator[Row]:
+    """Every rank of every program."""
+    grid = product(MODELS, DTYPES, pipelines, schedules, ("none", "full"))
+    for name, dtype, pipeline, schedule, recompute in grid:
+        try:
+            program = compiled(
+                name, DTYPES[dtype], pipeline=pipeline, schedule=schedule,
+                microbatches=microbatches, recompute=recompute,
+            )  # fmt: skip
+        except (InfeasibleError, InputError):  # more stages than blocks
+            continue
+        for rank, size in enumerate(program.simulate().peak_memory):
+            held = Rank(program, rank).step()
+            place = f"{rank} of {pipeline}"
+            yield Row(name, dtype, schedule, recompute, place, held.peak, size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", default="1f1b")
+    parser.add_argument("--pipeline", default="2,4")
+    parser.add_argument("--microbatches", type=int, default=8)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | dtype | schedule | recompute | rank | tracked MiB | predicted MiB | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    found = []
+    for row in rows(
+        given.schedules.split(","), [*map(int, given.pipeline.split(","))], given.microbatches
+    ):
+        print(row, flush=True)
+        found.append(abs(row.error))
+    print(
+        f"\n{len(found)} ranks: mean {100 * statistics.mean(found):.2f} %, "
+        f"largest {100 * max(found):.2f} %"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The same model in 16 bits: `precision="bf16"` and "fp16".
+
+A model is captured as it runs when its parameters are in 16 bits, not rewritten afterwards: what it
+casts to float32 itself (the norms of Llama) stays there, and what depends on its dtype (the least
+number of a mask) is that of the 16 bits. Besides that, as under `torch.autocast`:
+
+    parameters       16 bits; those of batch and instance norms stay in float32
+    buffers          as they are: running statistics, and tables such as those of rotary positions
+    floating inputs  16 bits
+    criteria         float32 (cross_entropy, log_softmax, mse_loss, ...), and so is the loss
+    products         16 bits where the operands are of several precisions (linear, attention, ...)
+    layer norms      what weighs a float32 value is cast to float32; statistics are those of torch
+    everything else  as torch promotes
+
+The same `mixed` is around the model when it runs in one process, which programs are compared with.
+
+>>> logits = torch.zeros(1, 4, dtype=torch.bfloat16)
+>>> with mixed(torch.bfloat16):
+...     torch.nn.functional.cross_entropy(logits, torch.tensor([2]))
+tensor(1.3863)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from parcompiler.capture.capture import capture
+from parcompiler.capture.inputs import Batch
+from parcompiler.capture.loss import loss_of
+from parcompiler.errors import CaptureError
+from parcompiler.graph import Graph
+
+NARROW = (torch.bfloat16, torch.float16)
+Loss = Callable[[Any], torch.Tensor]
+
+# What torch.autocast computes in float32 because sums over classes or elements need it.
+CRITERIA = frozenset(
+    "cross_entropy nll_loss nll_loss_nd log_softmax mse_loss l1_loss smooth_l1_loss huber_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss "
+    "gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss "
+    "soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
+    "triplet_margin_loss triplet_margin_with_distance_loss ctc_loss cosine_similarity cdist pdist "
+    "pairwise_distance".split()
+)
+PRODUCTS = frozenset(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm einsum "
+    "chain_matmul tensordot conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d conv_tbc scaled_dot_product_attention multi_head_attention_forward "
+    "grouped_mm _grouped_mm prelu".split()
+)
+NORMS = frozenset(("layer_norm", "group_norm"))
+
+
+def capture_in(
+    dtype: torch.dtype, model: nn.Module, inputs: Batch, loss: Loss | None = None
+) -> Graph:
+    """`capture` of `model` in 16 bits; the tensors of the graph are the model's own, as they are.
+
+    Raises what `capture` raises, and CaptureError for a model that cannot be copied.
+    """
+    twin = narrowed(model, dtype, values=False)
+    with mixed(dtype):
+        graph = capture(twin, narrow_batch(inputs, dtype), in_float32(loss))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {name: own.get(name, tensor) for name, tensor in graph.tensors.items()}
+    return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype)
+
+
+def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:
+    """`inputs` with floating tensors in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    return pytree.tree_map(cast, inputs)
+
+
+def narrowed(model: nn.Module, dtype: torch.dtype, *, values: bool = True) -> nn.Module:
+    """A copy of `model` with its parameters in `dtype`, and the buffers of the model itself.
+
+    Without `values` the new parameters have none: memory that nobody reads is not taken.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    kept = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters()}
+    for parameter in model.parameters():
+        kind = parameter.dtype
+        if kind.is_floating_point and id(parameter) not in kept:
+            kind = dtype
+        data = parameter.detach()
+        made = data.to(kind) if values else torch.empty_like(data, dtype=kind)
+        memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a user's attributes raise when they are copied
+        message = (
+            f"{type(model).__name__} cannot be copied, which another precision needs ({error}): "
+            "leave precision out, or cast the model yourself"
+        )
+        raise CaptureError(message) from error
+
+
+def in_float32(loss: Loss | None) -> Loss:
+    """The loss in float32, whatever the model computes it in."""
+
+    def widened(outputs: Any) -> torch.Tensor:
+        found = loss_of(outputs) if loss is None else loss(outputs)
+        return found.float() if isinstance(found, torch.Tensor) else found
+
+    return widened
+
+
+@contextmanager
+def mixed(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, functions of torch compute in the precision that the table above says."""
+    with _Mixed(dtype):
+        yield
+
+
+class _Mixed(TorchFunctionMode):
+    """Casts the operands of some functions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` with the operands that it should have."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in CRITERIA:
+            args, kwargs = self._cast((args, kwargs), {self.dtype}, torch.float32)
+        elif name in PRODUCTS and self.dtype in _precisions((args, kwargs)):
+            args, kwargs = self._cast((args, kwargs), {torch.float32}, self.dtype)
+        elif name in NORMS and torch.float32 in _precisions(args[:1]):
+            args, kwargs = self._cast((args, kwargs), {self.dtype}, torch.float32)
+        return func(*args, **kwargs)
+
+    def _cast(self, operands: Any, kinds: set[torch.dtype], dtype: torch.dtype) -> Any:
+        """The operands, those of some dtypes in another."""
+
+        def cast(leaf: Any) -> Any:
+            return (
+                leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
+            )
+
+        return pytree.tree_map(cast, operands)
+
+
+def _precisions(operands: Any) -> set[torch.dtype]:
+    """The dtypes of the tensors among operands."""
+    leaves = pytree.tree_leaves(operands)
+    return {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -1,0 +1,176 @@
+"""What a collective takes: rings and trees of messages over the links within and between nodes.
+
+    ring    0 -> 1 -> 2 -> 3 -> 0     n - 1 steps, each a piece of the bytes from every rank
+    tree    0 <- 1, 2 <- 3; 0 <- 2    as many steps as the ranks halve, pipelined over the bytes
+
+The algorithms are those of NCCL, and the cheaper is taken: the ring of Patarasuk and Yuan (2009,
+section 3), the double binary tree of Sanders, Speck and Träff (2009; NCCL 2.4), and for pieces that
+are gathered or scattered the tree of NCCL 2.23 ("PAT"). Over several nodes there is another way:
+within each node first, then between ranks of the same place, each with an adapter of its own.
+
+>>> from parcompiler.device import device
+>>> eight, two = Group(8), Group(8, nodes=2)
+>>> h100 = device("h100")
+>>> seconds("all-reduce", 2**30, eight, h100) < seconds("all-reduce", 2**30, two, h100)
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from parcompiler.device import Device, Link
+from parcompiler.mesh import Mesh
+from parcompiler.spmd.conversions import BYTES
+
+SENT: Mapping[str, Callable[[float, int], float]] = {str(name): f for name, f in BYTES.items()}
+TWICE = ("all-reduce",)  # goes round twice: to the sum, and with it
+ROOTED = ("broadcast", "reduce")  # one rank has or gets the whole: it is sent on
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that talk to each other: `size` of them on `nodes` nodes."""
+
+    size: int
+    nodes: int = 1
+
+    @property
+    def local(self) -> int:
+        """The ranks on the node that has most of them."""
+        return math.ceil(self.size / self.nodes)
+
+
+def group(ranks: Iterable[int], device: Device) -> Group:
+    """The group of some ranks of a mesh of such devices.
+
+    >>> from parcompiler.device import device
+    >>> group(range(0, 32, 4), device("h100"))
+    Group(size=8, nodes=4)
+    """
+    found = list(ranks)
+    return Group(len(found), len({rank // device.devices_per_node for rank in found}))
+
+
+def neighbours(size: int, device: Device) -> Group:
+    """Ranks whose numbers follow one another from the first of a node: those of a tensor axis."""
+    return group(range(size), device)
+
+
+def between(mesh: Mesh, source: int, target: int) -> Link:
+    """The link between two pipeline coordinates: the slowest, where replicas use several.
+
+    >>> mesh = Mesh(pipeline=16, device="h100")
+    >>> between(mesh, 6, 7).bandwidth, between(mesh, 7, 8).bandwidth
+    (450000000000.0, 50000000000.0)
+    """
+    device, copies = mesh.hardware, mesh.grid.copies
+    size = device.devices_per_node
+    crosses = any(
+        (source * copies + k) // size != (target * copies + k) // size
+        for k in range(min(copies, size))
+    )
+    return device.network if crosses else device.link
+
+
+def slowest(mesh: Mesh) -> Link:
+    """The slowest link between neighbours of the pipeline."""
+    device, pairs = mesh.hardware, min(mesh.pipeline - 1, mesh.hardware.devices_per_node)
+    crosses = any(between(mesh, r, r + 1) is device.network for r in range(pairs))
+    return device.network if crosses else device.link
+
+
+def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> float:
+    """The time in s of a message between pipeline coordinates; of several the longest."""
+    links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
+    return max(carried(link, nbytes, mesh.hardware) for link in links)
+
+
+def carried(link: Link, nbytes: float, device: Device) -> float:
+    """The time in s of a message on one of a device's links.
+
+    Within a node as much of the bandwidth is reached as the device's curve of a "message" says.
+    """
+    if link is device.network:
+        return link.seconds(nbytes)
+    return link.seconds(nbytes / device.efficiency.exchange("message", nbytes))
+
+
+def whole(action: str, sent: float, n: int) -> float:
+    """The bytes of the value that a collective is about, of which each of `n` ranks sends some."""
+    return sent / SENT[action](1.0, n)
+
+
+def seconds(action: str, nbytes: float, ranks: Group, device: Device) -> float:
+    """The time in s of a collective about `nbytes` (of the whole value) among some ranks.
+
+    `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast" or "reduce"
+    (to one rank). Where the device has a measured curve of it that says which part of the
+    bandwidth is reached.
+    """
+    if ranks.size < 2:
+        return 0.0
+    sent = _sent(action, nbytes, ranks.size)
+    reached = device.efficiency.exchange(action, sent)
+    if device.efficiency.measured(action) and ranks.nodes == 1:
+        return device.link.seconds(sent / reached)
+    inside = Link(device.link.bandwidth * reached, device.link.latency)
+    outside = Link(device.network.bandwidth * reached, device.network.latency)
+    if action == "all-to-all":
+        return _direct(nbytes, ranks, inside, outside)
+    found = [
+        _ring(action, sent, ranks, inside, outside),
+        _tree(action, nbytes if action in TWICE else sent, ranks, inside, outside),
+    ]
+    if ranks.nodes > 1 and ranks.local > 1 and action not in ROOTED:
+        found.append(_levels(action, nbytes, ranks, inside, outside))
+    return min(found)
+
+
+def _sent(action: str, nbytes: float, n: int) -> float:
+    """Bytes that each rank sends in a ring."""
+    return nbytes if action in ROOTED else SENT[action](nbytes, n)
+
+
+def _bandwidth(ranks: Group, inside: Link, outside: Link) -> float:
+    """What goes round: between nodes a ring for the adapter of each rank of the node."""
+    if ranks.nodes == 1:
+        return inside.bandwidth
+    return min(inside.bandwidth, ranks.local * outside.bandwidth)
+
+
+def _ring(action: str, sent: float, ranks: Group, inside: Link, outside: Link) -> float:
+    """n - 1 steps, or twice as many; as many of them between nodes as nodes are left."""
+    ways = 2 if action in TWICE else 1
+    crossing = ranks.nodes - 1
+    latency = (ranks.size - 1 - crossing) * inside.latency + crossing * outside.latency
+    return ways * latency + sent / _bandwidth(ranks, inside, outside)
+
+
+def _tree(action: str, nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+    """Up, down or both, in pieces that follow one another, over a tree of the nodes' trees."""
+    ways = 2 if action in TWICE else 1
+    latency = _halvings(ranks.local) * inside.latency + _halvings(ranks.nodes) * outside.latency
+    return ways * (latency + nbytes / _bandwidth(ranks, inside, outside))
+
+
+def _levels(action: str, nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+    """Within each node, and between nodes the pieces that the ranks of a node have."""
+    ways, m = 2 if action in TWICE else 1, ranks.local
+    within = (m - 1) * inside.latency + nbytes * (m - 1) / m / inside.bandwidth
+    rest = _sent(action, nbytes / m, ranks.nodes) / outside.bandwidth
+    return ways * (within + (ranks.nodes - 1) * outside.latency) + rest
+
+
+def _direct(nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+    """Every rank sends each other its piece, all at once."""
+    piece = nbytes / ranks.size**2
+    near, far = (ranks.local - 1) * piece, (ranks.size - ranks.local) * piece
+    slow = outside.seconds(far) if far else 0.0
+    return max(inside.seconds(near), slow)
+
+
+def _halvings(count: int) -> int:
+    return math.ceil(math.log2(count))

@@ -1,0 +1,56 @@
+"""A backward that begins and ends as in a pipeline stage, so that it frees what it has used.
+
+The gradients of a block's outputs are made when the backward begins, and nobody else holds them.
+The gradient of a parameter is added to the one that is there already, and then it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.cost.stand_in import stand_in, tensors
+
+
+def roots_of(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[torch.Tensor]:
+    """The results that receive a gradient."""
+    found = (value for node, value in results.items() if node.name in differentiable)
+    return [tensor for value in found for tensor in tensors(value) if tensor.requires_grad]
+
+
+def seeding(roots: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A number whose backward gives the roots their gradients; None when there are no roots."""
+    if not roots:
+        return None
+    seed: torch.Tensor = _Seed.apply(*roots)  # type: ignore[no-untyped-call]
+    return seed
+
+
+def drop_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Let the gradients of parameters be gone when they are complete."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(_gone(parameter))
+
+
+def _gone(parameter: torch.Tensor) -> Any:
+    """A hook that hands on another tensor than the gradient."""
+    other = stand_in(parameter.detach())
+    return lambda _: other
+
+
+class _Seed(torch.autograd.Function):
+    """Nothing is computed from the roots, and their gradients are made in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.likes = [stand_in(root) for root in roots]
+        seed: torch.Tensor = stand_in(torch.empty((), device="meta"))
+        return seed
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.likes))

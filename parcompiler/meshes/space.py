@@ -1,0 +1,54 @@
+"""The meshes of a cluster that are weighed, each with its share of the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parcompiler.mesh import Cluster, Mesh
+
+EACH = 4  # micro-batches for each device, unless the user says: as many as a pipeline of all needs
+DEEP, FEW = 16, 4  # a pipeline of more ranks is weighed first where each can have so many layers
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh, the micro-batches of each data rank, and its place: the plainest mesh is first.
+
+    `reason` says why it cannot be, before anything about it is planned. A `deep` one has few layers
+    on each of many ranks.
+    """
+
+    mesh: Mesh
+    microbatches: int
+    place: int
+    reason: str | None = None
+    deep: bool = False
+
+
+def global_microbatches(cluster: Cluster, wanted: int | None) -> int:
+    """The micro-batches of a step on all devices together: those asked for, or EACH a device."""
+    return EACH * cluster.size if wanted is None else wanted
+
+
+def space(cluster: Cluster, microbatches: int, layers: int, blocks: int) -> Iterator[Candidate]:
+    """All degrees; the data ranks share `microbatches` equally, so the batch is always the same.
+
+    `layers` and `blocks` are the parts of the model at the coarsest and the finest granularity.
+    Deep pipelines take longest to plan and leave little to balance: they are told apart.
+
+    >>> found = list(space(Cluster(devices_per_node=4), microbatches=6, layers=3, blocks=3))
+    >>> [(c.mesh.data, c.microbatches) for c in found if c.reason is None]
+    [(2, 3), (2, 3), (1, 6), (1, 6)]
+    >>> found[0].reason, found[2].reason
+    ('4 data ranks cannot share 6 micro-batches equally', '4 stages need as many blocks (3)')
+    """
+    for place, mesh in enumerate(cluster.meshes()):
+        each, left = divmod(microbatches, mesh.data)
+        reason = None
+        if left:
+            reason = f"{mesh.data} data ranks cannot share {microbatches} micro-batches equally"
+        elif mesh.pipeline > blocks:
+            reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"
+        deep = mesh.pipeline > max(DEEP, layers // FEW)
+        yield Candidate(mesh, each, place, reason, deep)

@@ -1,0 +1,83 @@
+"""One mesh in full: the plan that `compile` would make for it, and what its step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from parcompiler.cost import seconds
+from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.instruction import COMPUTE
+from parcompiler.lower import lower
+from parcompiler.mesh import Mesh
+from parcompiler.meshes.space import Candidate
+from parcompiler.options import Options
+from parcompiler.passes import Pass
+from parcompiler.passes.decide import decide
+from parcompiler.passes.shard.local import local
+from parcompiler.plan import MeshChoice, Plan
+from parcompiler.problem import Problem
+from parcompiler.program import Program
+
+Check = Callable[[Mesh, Options], None]
+
+
+def planned(problem: Problem, passes: Sequence[Pass]) -> tuple[Plan, MeshChoice]:
+    """The plan of a problem, and its figures.
+
+    Raises what the passes raise: InfeasibleError when nothing fits, InputError for options that
+    this mesh cannot have.
+    """
+    plan = decide(problem, passes)
+    assert plan.granularity is not None, "the passes decide it"
+    own = local(problem, plan)
+    lowered = lower(own.graph, plan, own.priced(plan.granularity).cut)
+    return plan, _figures(Program(problem.graph, problem, plan, lowered))
+
+
+def named(candidate: Candidate) -> MeshChoice:
+    """The mesh of a candidate, of which nothing is known yet."""
+    mesh = candidate.mesh
+    reason = candidate.reason
+    return MeshChoice(mesh.pipeline, mesh.tensor, mesh.data, candidate.microbatches, reason=reason)
+
+
+def given(problem: Problem, candidate: Candidate) -> Problem:
+    """The same problem on another mesh, with the candidate's share of the micro-batches."""
+    options = dataclasses.replace(problem.options, microbatches=candidate.microbatches)
+    return Problem(problem.graph, candidate.mesh, options, bench=problem.bench, explain=False)
+
+
+def _figures(program: Program) -> MeshChoice:
+    """What a program takes, by simulation."""
+    plan, timeline, mesh = program.plan, program.timeline, program.problem.mesh
+    step = timeline.step_time
+    computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
+    late = max(0.0, step - computed)
+    busy = step * (1 - sum(timeline.bubble) / len(timeline.bubble))
+    talking = _talking(program)
+    return MeshChoice(
+        pipeline=mesh.pipeline,
+        tensor=mesh.tensor,
+        data=mesh.data,
+        microbatches=plan.microbatches,
+        seconds=step,
+        memory=max(timeline.peak_memory),
+        schedule=plan.schedule,
+        vocabulary=plan.vocabulary.method if plan.vocabulary else None,
+        recomputed=len(plan.recompute or ()),
+        compute=busy - talking,
+        exchange=talking + late,
+        idle=max(0.0, step - busy - late),
+    )
+
+
+def _talking(program: Program) -> float:
+    """Seconds of a step that a rank exchanges with its tensor ranks, in the mean of the ranks."""
+    problem, plan = program.problem, program.plan
+    own = local(problem, plan)
+    found = sum(
+        seconds((o for o in (*cost.forward, *cost.backward) if o.kind == EXCHANGE), own.device)
+        for cost in own.under(plan).costs
+    )
+    return found * plan.microbatches / plan.mesh.pipeline

@@ -1,0 +1,70 @@
+"""Colours of stages and instructions that readers who confuse some colours can tell apart.
+
+They are those of Okabe and Ito, "Color Universal Design" (2008), on which one of black and white
+can be read:
+
+>>> stage(0), ink(stage(0)), ink("#E69F00")
+('#0072B2', '#ffffff', '#000000')
+>>> round(contrast("#ffffff", "#000000"))
+21
+"""
+
+from __future__ import annotations
+
+from parcompiler.instruction import Kind
+
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+SKY, RED, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#8A8F98"
+PURPLE, OLIVE = "#5D3A9B", "#8F7F00"  # ours, darker than what stands beside them
+
+STAGES = (BLUE, ORANGE, GREEN, SKY, RED, PINK, YELLOW, GREY)  # neighbours differ in lightness too
+KINDS = {
+    Kind.FORWARD: BLUE,
+    Kind.BACKWARD: ORANGE,
+    Kind.BACKWARD_INPUT: RED,
+    Kind.BACKWARD_WEIGHT: PINK,
+    Kind.S: GREEN,
+    Kind.NORMALIZE: GREY,
+    Kind.T: PURPLE,
+    Kind.EMBED: YELLOW,
+    Kind.EMBED_BACKWARD: OLIVE,
+    Kind.UPDATE: GREY,
+}
+
+
+def stage(number: int) -> str:
+    """The colour of a stage, or of a rank by its number; they begin again after the last."""
+    return STAGES[number % len(STAGES)]
+
+
+def line(number: int) -> str:
+    """The colour of a rank's line, which is thinner than a bar: no yellow on white."""
+    return OLIVE if stage(number) == YELLOW else stage(number)
+
+
+def paler(color: str, white: float) -> str:
+    """A colour with so much white in it, from 0 to 1.
+
+    >>> paler("#0072B2", 0.5)
+    '#80b8d8'
+    """
+    parts = (int(color[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(part + white * (255 - part)):02x}" for part in parts)
+
+
+def ink(color: str) -> str:
+    """Black or white, whichever is easier to read on a colour."""
+    return max(("#ffffff", "#000000"), key=lambda other: (contrast(color, other), other))
+
+
+def contrast(first: str, second: str) -> float:
+    """How well one colour is read on another, from 1 to 21 (WCAG 2.2, contrast ratio)."""
+    dark, light = sorted(map(_luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(color: str) -> float:
+    """The relative luminance of a colour `#rrggbb` (WCAG 2.2)."""
+    parts = (int(color[k : k + 2], 16) / 255 for k in (1, 3, 5))
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -1,0 +1,66 @@
+"""What ranks send each other in a step: from the row to the column, in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from parcompiler.instruction import Kind
+from parcompiler.report.units import BYTES, quantity
+from parcompiler.report.web.figure import Figure, axis_of_ranks
+
+if TYPE_CHECKING:
+    from parcompiler.report.report import Report
+
+NAMED = 12  # more ranks than these leave no room for figures
+
+
+def matrix(report: Report) -> Figure | None:
+    """Cells as dark as much is sent; None where nothing is."""
+    sent, ranks = traffic(report), len(report.ranks)
+    if not sent:
+        return None
+    rows = [[sent.get((source, to)) for to in range(ranks)] for source in range(ranks)]
+    texts = [[quantity(cell, BYTES) if cell else "" for cell in row] for row in rows]
+    hover = [
+        [f"rank {source} to rank {to}: {text or 'nothing'}" for to, text in enumerate(row)]
+        for source, row in enumerate(texts)
+    ]
+    down = axis_of_ranks(ranks, "")
+    across = {**down, "range": down["range"][::-1], "side": "top"}
+    size = max(22, min(64, 520 // ranks))
+    trace = {
+        "type": "heatmap",
+        "z": [[cell or None for cell in row] for row in rows],
+        "text": texts,
+        "texttemplate": "%{text}" if ranks <= NAMED else "",
+        "textfont": {"size": 11},
+        "hovertext": hover,
+        "hoverinfo": "text",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        "zmin": 0,
+        "zmax": max(sent.values()) or 1,
+        "showscale": False,
+    }
+    layout = {
+        "height": 70 + ranks * size,
+        "xaxis": {**across, "title": {"text": "receiving rank", "standoff": 6}},
+        "yaxis": {**down, "title": {"text": "sending rank", "standoff": 6}},
+        "margin": {"t": 52, "l": 52, "b": 14},
+    }
+    return Figure([trace], layout)
+
+
+def traffic(report: Report) -> dict[tuple[int, int], int]:
+    """Bytes that a rank sends to another in a step, values and their gradients."""
+    sizes = {value.name: value.nbytes for value in report.values}
+    sent: Counter[tuple[int, int]] = Counter()
+    for event in report.trail.events:
+        if event.kind is Kind.SEND:
+            line = event.instruction
+            assert line.peer is not None
+            assert line.value is not None
+            sent[event.rank, line.peer] += sizes.get(line.value, 0)
+    return dict(sent)

@@ -1,0 +1,141 @@
+"""What one rank does between its gradients and its parameters: unscale, clip, optimizer, masters.
+
+begin ─► backward of loss * scale ─► clip ─► finite? ─ yes ─► optimizer ─► 16-bit parameters
+                                                └───── no: all ranks skip the step together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.clipping import check_norm, coefficient, norm
+from parcompiler.runtime.masters import Masters
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.scaling import LossScale
+
+
+class Updates:
+    """The optimizer of one rank, over its `parameters` by name.
+
+    `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
+    before they were clipped, once it is known; `scale` that of the loss, for float16.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        total: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.masters = Masters(program.narrow, parameters)
+        self.scale = LossScale() if program.narrow == torch.float16 else None
+        self.norm: torch.Tensor | None = None
+        self._program, self._parameters = program, parameters
+        self._device, self._total = device, total
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._max_norm: float | None = None
+        self._factor = self._ones()  # times `grad` is the gradient, where masters are
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer. Raises InputError where there is none."""
+        if self._optimizer is None:
+            message = "call worker.set_optimizer(torch.optim.AdamW, lr=...) before train_step"
+            raise InputError(message)
+        return self._optimizer
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks tell each other of their gradients in `apply`."""
+        return self.scale is not None or self._max_norm is not None
+
+    def set_optimizer(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        max_norm: float | None,
+        options: Mapping[str, Any],
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer; every step clips the gradients to `max_norm` if there is one."""
+        if max_norm is not None:
+            max_norm = check_norm(max_norm)
+            if self._program.asynchronous:
+                message = "pipedream updates stage by stage: its gradients have no common norm"
+                raise InputError(message)
+        nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
+        self._optimizer = kind([*self.masters.trained()] or nothing, **options)
+        self._max_norm = max_norm
+        return self._optimizer
+
+    def begin(self) -> float:
+        """Begin a step without gradients; what to multiply the loss by."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.norm = None
+        scale = 1.0 if self.scale is None else self.scale.value
+        self._factor = self._ones() / scale
+        return scale
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of the model to a norm; the norm that they had. A collective."""
+        max_norm = check_norm(max_norm)
+        size = self._measured()
+        found = coefficient(size, max_norm)
+        if self._program.narrow is None:
+            for _, gradient in self._raw():
+                gradient.mul_(found)
+        else:  # 16 bits are not rounded once more
+            self._factor = self._factor * found
+        return size
+
+    def apply(self) -> None:
+        """Update the parameters by the gradients of the step, and free the gradients."""
+        optimizer = self.optimizer
+        if self._max_norm is not None:
+            self.clip(self._max_norm)
+        if self._is_good():
+            if self._program.narrow is not None:
+                self.masters.take_gradients(self._factor)
+            optimizer.step()
+            self.masters.write()
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank by name: unscaled, in float32 where masters are."""
+        if self._program.narrow is None:
+            return dict(self._raw())
+        return {name: gradient.float() * self._factor for name, gradient in self._raw()}
+
+    def _is_good(self) -> bool:
+        """Whether the step is to be made, which is the same on all ranks; the scale takes note."""
+        if self.scale is None:
+            return True
+        size = self._measured() if self.norm is None else self.norm
+        self.norm = size
+        finite = bool(size.isfinite())
+        self.scale.update(finite)
+        return finite
+
+    def _measured(self) -> torch.Tensor:
+        """The norm of the gradients as they are now, and what it was at first."""
+        raw = norm(self._program, dict(self._raw()), self._device, self._total)
+        size = raw if self._program.narrow is None else raw * self._factor
+        self.norm = size if self.norm is None else self.norm
+        return size
+
+    def _raw(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What backwards have left, by name."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def _ones(self) -> torch.Tensor:
+        """The factor one."""
+        return torch.ones((), dtype=torch.float64, device=self._device)

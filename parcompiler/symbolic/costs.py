@@ -1,0 +1,257 @@
+"""What a program's stages cost as functions of its sizes: `program.costs`.
+
+Nothing is captured again to ask for other sizes. The forms are found when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+
+from parcompiler.errors import InputError
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.shard.local import local
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+from parcompiler.symbolic.figures import Figures, stages_of
+from parcompiler.symbolic.forms import FIELDS, Forms, Template
+from parcompiler.symbolic.naming import names_of, of_block
+from parcompiler.symbolic.questions import Again
+from parcompiler.symbolic.reading import Unfit
+from parcompiler.symbolic.search import ClosedForms, closed_forms
+from parcompiler.symbolic.shadow import Shadow
+from parcompiler.symbolic.sizes import Size, Sizes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The closed forms of a program's blocks and stages on one rank, and figures at other sizes.
+
+    `problem` is that of one rank's stages, `whole` the model. The symbols are
+    those of `sizes`: `b` batch (of two rows and more: one alone is computed by other operators, and
+    `at` and `evaluate` know that), `s` sequence.
+    """
+
+    problem: Problem
+    plan: Plan
+    again: Again | None = None
+    whole: Problem | None = None
+
+    @cached_property
+    def _closed(self) -> ClosedForms:
+        return closed_forms(self.problem, self.problem.priced(self._level), self.again)
+
+    @property
+    def _level(self) -> int:
+        assert self.plan.granularity is not None, "costs need a finished plan"
+        return self.plan.granularity
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes that the forms are in: letter, word, and number at capture."""
+        return self._closed.sizes
+
+    @property
+    def refused(self) -> tuple[tuple[str, str], ...]:
+        """The words of sizes that the forms are not in, and why: they stay as captured."""
+        return self._closed.refused
+
+    @property
+    def templates(self) -> Mapping[str, Forms]:
+        """What a block of each template costs for one micro-batch, as expressions of sympy."""
+        return {name: item.forms for name, item in self._closed.templates.items()}
+
+    @property
+    def blocks(self) -> Mapping[str, int]:
+        """How many blocks each template has."""
+        return {name: len(item.blocks) for name, item in self._closed.templates.items()}
+
+    @cached_property
+    def names(self) -> Mapping[str, int]:
+        """The sizes of the model that `named` and reports write as letters: h, V, f."""
+        return names_of((self.whole or self.problem).graph)
+
+    @cached_property
+    def named(self) -> Mapping[str, Forms]:
+        """`templates` with letters for sizes of the model, which are numbers all the same."""
+        first, graph = self._closed.resizer.first, self.problem.graph
+        return {
+            name: item.named(of_block(self.names, first[name], graph))
+            for name, item in self._closed.templates.items()
+        }
+
+    @cached_property
+    def stages(self) -> tuple[Forms, ...]:
+        """The same for each stage: the sums of its blocks. A tensor that several blocks of a stage
+        use counts with each, and recomputing with the backward."""
+        return self._summed(self.templates)
+
+    @cached_property
+    def named_stages(self) -> tuple[Forms, ...]:
+        """`stages` with letters for sizes of the model."""
+        return self._summed(self.named)
+
+    def _summed(self, forms: Mapping[str, Forms]) -> tuple[Forms, ...]:
+        assert self.plan.stages is not None
+        priced = self.problem.under(self.plan)
+        template = {block.name: block.template for block in priced.cut.blocks}
+        again = priced.recomputed
+        found = []
+        for choice in self.plan.stages:
+            counts = Counter((template[name], name in again) for name in choice.blocks)
+            own = [(_with_forward(forms[name], again=twice), count)
+                   for (name, twice), count in counts.items()]  # fmt: skip
+            sums = {name: sympy.Add(*(sympy.expand(count * getattr(form, name))
+                                      for form, count in own)) for name in FIELDS}  # fmt: skip
+            found.append(Forms(**sums))
+        return tuple(found)
+
+    def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
+        """The forms of a template as numbers, by their names; `sizes` by word, others as captured.
+
+        Raises InputError for a size that the forms are not in.
+        """
+        numbers = self._numbers(sizes)
+        if template not in self._closed.templates:
+            known = ", ".join(self._closed.templates)
+            message = f"no template {template!r} (known: {known})"
+            raise InputError(message)
+        values = self._templates_at(numbers)[template].compiled(*numbers.values())
+        return dict(zip(FIELDS, values, strict=True))
+
+    def at(
+        self,
+        microbatches: int | None = None,
+        data: int | None = None,
+        tensor: int | None = None,
+        **sizes: int,
+    ) -> Figures:
+        """The stages and the step at other sizes, by word: `at(batch=8, sequence=4096)`.
+
+        What is not given is as it was compiled; stages, schedule and strategies stay those of the
+        plan, also for another number of tensor ranks (whose forms are found when first asked for).
+        Seconds are those of the device's figures. Raises InputError for a size that the forms are
+        not in, or that the model cannot have.
+        """
+        if tensor is not None and tensor != self.plan.mesh.tensor:
+            return self._split(tensor).at(microbatches, data, **sizes)
+        numbers = self._numbers(sizes)
+        plan = self._plan(microbatches, data)
+        options = dataclasses.replace(self.problem.options, microbatches=plan.microbatches)
+        mesh = dataclasses.replace(self.problem.mesh, data=plan.mesh.data)
+        own = dataclasses.replace(self.problem, mesh=mesh, options=options)
+        shadow = self._shadow.at(numbers, own, self._templates_at(numbers))
+        words = {size.word: numbers[size.letter] for size in self.sizes}
+        given = words | {"microbatches": plan.microbatches, "data": plan.mesh.data}
+        stages = tuple(stages_of(shadow, plan))
+        return Figures(tuple(given.items()), stages, estimate(shadow, plan).step_time)
+
+    def _split(self, tensor: int) -> Costs:
+        """The costs for so many tensor ranks, by the strategies of the plan."""
+        if type(tensor) is not int or tensor < 1:
+            message = f"tensor must be a positive number of ranks ({tensor!r} given)"
+            raise InputError(message)
+        if self.plan.sharding is None or self.whole is None:
+            message = f"the plan splits no tensors: compile for {tensor} tensor ranks"
+            raise InputError(message)
+        if tensor not in self._by_tensor:
+            shape = dataclasses.replace(self.plan.mesh, tensor=tensor)
+            plan = dataclasses.replace(self.plan, mesh=shape)
+            if tensor == 1:
+                plan = dataclasses.replace(plan, sharding=None)
+            mesh = dataclasses.replace(self.whole.mesh, tensor=tensor)
+            whole = dataclasses.replace(
+                self.whole, mesh=mesh, _priced={}, _recomputing={}, local={}, times={}
+            )
+            self._by_tensor[tensor] = Costs(local(whole, plan), plan, self.again, whole)
+        return self._by_tensor[tensor]
+
+    @cached_property
+    def _by_tensor(self) -> dict[int, Costs]:
+        """Those for other numbers of tensor ranks."""
+        return {}
+
+    @cached_property
+    def _shadow(self) -> Shadow:
+        priced = self.problem.priced(self._level)
+        return Shadow(self.problem, priced, self._closed, self._level)
+
+    def _plan(self, microbatches: int | None, data: int | None) -> Plan:
+        plan = self.plan
+        for name, number in (("microbatches", microbatches), ("data", data)):
+            if number is not None and (type(number) is not int or number < 1):
+                message = f"{name} must be a positive number of them ({number!r} given)"
+                raise InputError(message)
+        if microbatches is not None and microbatches != plan.microbatches:
+            if plan.orders is not None:
+                message = (
+                    f"the plan's order is for {plan.microbatches} micro-batches ({microbatches} "
+                    "given): compile for another number"
+                )
+                raise InputError(message)
+            plan = dataclasses.replace(plan, microbatches=microbatches)
+        if data is not None:
+            plan = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, data=data))
+        return plan
+
+    def _numbers(self, given: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of all symbols."""
+        words = {size.word: size for size in self.sizes}
+        numbers = self._closed.now
+        for word, number in given.items():
+            if word not in words:
+                why = dict(self.refused).get(word)
+                reason = f": {why}" if why else f" (known: {', '.join(words) or 'none'})"
+                message = f"the costs are in no size {word!r}{reason}"
+                raise InputError(message)
+            if type(number) is not int or number < 1:
+                message = f"{word} must be a positive whole number ({number!r} given)"
+                raise InputError(message)
+            numbers[words[word].letter] = number
+        self._check(numbers)
+        return numbers
+
+    def _check(self, numbers: dict[str, int]) -> None:
+        """Refuse sizes at which the captured graph does not run, beyond those that were tried."""
+        grown = {size.letter for size in self.sizes
+                 if size.letter != "b" and numbers[size.letter] > size.now}  # fmt: skip
+        uneven = any(number % max(1, self.problem.mesh.tensor) for number in numbers.values())
+        key = tuple(numbers.values())
+        if not (grown or uneven) or key in self._ran:
+            return
+        try:
+            self._closed.resizer.at(numbers)
+        except Unfit as unfit:
+            said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in self.sizes)
+            message = f"the model does not run at {said}: {unfit}"
+            raise InputError(message) from unfit
+        self._ran.add(key)
+
+    def _templates_at(self, numbers: Sizes) -> Mapping[str, Template]:
+        """The templates that hold at these sizes."""
+        try:
+            return self._closed.at(numbers)
+        except Unfit as unfit:
+            message = f"the costs of a batch of one row have no closed form: {unfit}"
+            raise InputError(message) from unfit
+
+    @cached_property
+    def _ran(self) -> set[tuple[int, ...]]:
+        """Sizes at which the graph is known to run."""
+        return set()
+
+
+def _with_forward(forms: Forms, *, again: bool) -> Forms:
+    """The forms of a block, those of its forward twice where it is recomputed."""
+    if not again:
+        return forms
+    more = {
+        f"{name}_backward": getattr(forms, f"{name}_forward") + getattr(forms, f"{name}_backward")
+        for name in ("flops", "bytes", "sent")
+    }
+    return dataclasses.replace(forms, **more, saved=sympy.Integer(0))

@@ -1,0 +1,112 @@
+"""What a block costs as a list of numbers, and back: what polynomials are fitted to.
+
+The largest memory that is alive at once is a maximum over moments, and so no polynomial: it is left
+out (0), and so is what a backward in two parts leaves to the second. Of a table an operator reads
+no more than there is: the smaller of the rows that it yields and the table (`Cap`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parcompiler.cost import BlockCost, Operation
+from parcompiler.cost.operation import label
+from parcompiler.graph import Block, Graph
+from parcompiler.symbolic.fit import Number
+
+TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")
+LISTS = ("forward", "backward", "weight")
+OMITTED = ("_peak", "left")  # the ends of names of fields
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """An operator moves, besides a polynomial, the smaller of what it yields and a table of
+    `nbytes`. `moved` and `flops` are its places among the numbers; it yields as many elements of
+    `itemsize` as FLOPs."""
+
+    moved: int
+    flops: int
+    itemsize: int
+    nbytes: int
+
+    def of(self, values: Sequence[Number]) -> Number:
+        """What it reads of the table."""
+        return min(self.itemsize * values[self.flops], self.nbytes)
+
+
+def caps(block: Block, cost: BlockCost, graph: Graph) -> tuple[Cap, ...]:
+    """The operators of a block's forward that read tables: parameters and buffers."""
+    found = []
+    for name in TABLES:
+        nodes = [node for node in block.nodes if label(node.target) == name]
+        places = [k for k, operation in enumerate(cost.forward) if operation.name == name]
+        if len(nodes) == len(places):
+            for node, k in zip(nodes, places, strict=True):
+                table = graph.by_node.get(node.all_input_nodes[0].name)
+                if table is not None:
+                    found.append(Cap(2 * k + 1, 2 * k, table.dtype.itemsize, table.nbytes))
+    return tuple(found)
+
+
+def without(values: list[Number], tables: Sequence[Cap]) -> list[Number]:
+    """The numbers without what is read of tables."""
+    for cap in tables:
+        values[cap.moved] -= cap.of(values)
+    return values
+
+
+def numbers(cost: BlockCost) -> list[Number]:
+    """FLOPs and bytes of all operators, then the other numbers of a cost."""
+    found: list[Number] = []
+    for name in LISTS:
+        for operation in getattr(cost, name):
+            found += operation.flops, operation.nbytes
+    return [*found, *(getattr(cost, name) for name in counted(cost))]
+
+
+def restored(like: BlockCost, values: list[Number], tables: Sequence[Cap]) -> BlockCost:
+    """The cost with these numbers and what is read of tables, and all else as in another."""
+    for cap in tables:
+        values[cap.moved] += cap.of(values)
+    given = iter(map(_number, values))
+    changed: dict[str, Any] = {
+        name: tuple(
+            dataclasses.replace(operation, flops=float(next(given)), nbytes=float(next(given)))
+            for operation in getattr(like, name)
+        )
+        for name in LISTS
+    }
+    changed |= {name: next(given) for name in counted(like)}
+    changed |= {name: 0 for name in _names(like) if name.endswith(OMITTED)}
+    return dataclasses.replace(like, **changed)
+
+
+def kind(cost: BlockCost) -> object:
+    """What is the same at all sizes: the operators, and which values are kept."""
+    lists = tuple(tuple(map(_named, getattr(cost, name))) for name in LISTS)
+    return lists, cost.estimated, cost.kept_inputs, cost.kept_outputs
+
+
+def counted(cost: BlockCost) -> list[str]:
+    """The fields that are numbers, without those that are omitted."""
+    return [name for name in _names(cost) if not name.endswith(OMITTED)]
+
+
+def _names(cost: BlockCost) -> Iterator[str]:
+    own = (field.name for field in dataclasses.fields(cost))
+    return (name for name in own if isinstance(getattr(cost, name), int))
+
+
+def _named(operation: Operation) -> object:
+    return operation.name, operation.kind, operation.dtype, operation.ranks
+
+
+def _number(value: Number) -> Number:
+    """A whole number where it is one, else as a cost has it."""
+    if isinstance(value, int):
+        return value
+    return int(value) if value == int(value) else float(value)

@@ -1,0 +1,104 @@
+"""A problem at other sizes as the passes see it: its blocks with other costs and other values.
+
+The nodes are copies of those that were captured. What is between blocks has the shape that it would
+have; what is inside of them is not looked at any more, for its costs are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from parcompiler.capture.blocks import Cut
+from parcompiler.capture.clean import keep_names
+from parcompiler.cost.roofline import seconds
+from parcompiler.graph import Block, Graph, Vocabulary
+from parcompiler.problem import Priced, Problem
+from parcompiler.symbolic.forms import Template
+from parcompiler.symbolic.search import ClosedForms
+from parcompiler.symbolic.sizes import Sizes
+
+
+class Shadow:
+    """Makes problems at other sizes from one problem and the closed forms of its blocks."""
+
+    def __init__(self, problem: Problem, priced: Priced, closed: ClosedForms, level: int) -> None:
+        self.problem, self.priced, self.closed, self.level = problem, priced, closed, level
+        made, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        made.output(made.graph_copy(problem.graph.fx_graph, self.copies))
+        keep_names(self.copies)
+        for node, copy in self.copies.items():
+            copy.meta = dict(node.meta)
+        self.graph = self._graph(problem.graph, made)
+        cut = priced.cut
+        blocks = tuple(map(self._block, cut.blocks))
+        self.cut = Cut(blocks, tuple(self.copies[node] for node in cut.prologue))
+        like = closed.resizer.like
+        self.between = {
+            node: closed.shapes[like.get(node, node)]
+            for node in self.copies
+            if like.get(node, node) in closed.shapes
+        }
+
+    def at(self, sizes: Sizes, problem: Problem, templates: Mapping[str, Template]) -> Problem:
+        """The problem at these sizes, with the mesh and options of another, and templates that hold
+        at them.
+
+        The one that was made before has the same nodes: it is of no use after that.
+        """
+        for node, shape in self.between.items():
+            whole = [int(size) for size in shape.at(sizes)]
+            value = node.meta["val"]
+            made = torch.empty(whole, dtype=value.dtype, device="meta")
+            self.copies[node].meta["val"] = made
+        costs = {name: item.cost(sizes) for name, item in templates.items()}
+        own = [costs[block.template] for block in self.cut.blocks]
+        device = problem.device
+        times = {
+            name: [seconds(part, device) for part in (cost.forward, cost.backward, cost.weight)]
+            for name, cost in costs.items()
+        }
+        forward, backward, weight = zip(
+            *(times[block.template] for block in self.cut.blocks), strict=True
+        )
+        priced = Priced(
+            cut=self.cut,
+            costs=tuple(own),
+            forward=forward,
+            backward=backward,
+            weight=tuple(map(min, weight, backward)),
+            sent=tuple(self.copies[node] for node in self.priced.sent),
+        )
+        return dataclasses.replace(
+            problem, graph=self.graph, _priced={self.level: priced}, _recomputing={}, local={}
+        )
+
+    def _graph(self, graph: Graph, made: fx.Graph) -> Graph:
+        copies = self.copies
+        return dataclasses.replace(
+            graph,
+            fx_graph=made,
+            loss=copies[graph.loss],
+            vocabulary=_vocabulary(graph.vocabulary, copies),
+        )
+
+    def _block(self, block: Block) -> Block:
+        nodes, inputs, outputs = (
+            tuple(self.copies[node] for node in part)
+            for part in (block.nodes, block.inputs, block.outputs)
+        )
+        return dataclasses.replace(block, nodes=nodes, inputs=inputs, outputs=outputs)
+
+
+def _vocabulary(spread: Vocabulary | None, copies: Mapping[fx.Node, fx.Node]) -> Vocabulary | None:
+    """The layers of the vocabulary with the nodes of the copy."""
+    if spread is None:
+        return None
+    lookups = tuple(dataclasses.replace(item, node=copies[item.node]) for item in spread.lookups)
+    head = spread.head
+    if head is not None:
+        head = dataclasses.replace(head, node=copies[head.node], x=copies[head.x])
+    return Vocabulary(lookups, head)

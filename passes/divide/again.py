@@ -1,0 +1,151 @@
+"""A division task in which some blocks may run twice, so that they save less."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from parcompiler.passes.divide.data import Load
+from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.twice import Kind, cheapest
+
+
+class Alike(NamedTuple):
+    """What tells blocks apart when one asks which of them run twice; units of time and bytes."""
+
+    extra: int
+    load: Load
+    again: Load | None
+
+
+@dataclass(frozen=True)
+class Repeatable:
+    """A task, and what each of its blocks is when it runs twice; None for one that must not.
+
+    A block that runs twice takes `extra` units longer.
+    """
+
+    task: Task
+    again: tuple[Load | None, ...]
+
+    @cached_property
+    def extra(self) -> list[int]:
+        """Units of time by block."""
+        return [
+            0 if twice is None else max(0, round((twice.seconds - load.seconds) / self.task.unit))
+            for load, twice in zip(self.task.loads, self.again, strict=True)
+        ]
+
+    @cached_property
+    def kind_of(self) -> list[int]:
+        """The number of each block's kind."""
+        number: dict[Alike, int] = {}
+        return [number.setdefault(self._alike(i), len(number)) for i in range(len(self.again))]
+
+    @cached_property
+    def kinds(self) -> list[Alike]:
+        """The kinds by number."""
+        found = dict(zip(self.kind_of, range(len(self.again)), strict=True))
+        return [self._alike(found[number]) for number in range(len(found))]
+
+    def _alike(self, i: int) -> Alike:
+        """A block without what does not matter here."""
+        bare, twice = dataclasses.replace(self.task.loads[i], seconds=0.0, shared=()), self.again[i]
+        if twice is not None:
+            twice = dataclasses.replace(twice, seconds=0.0, shared=())
+        return Alike(self.extra[i], bare, twice)
+
+    def under(self, twice: Collection[int]) -> Task:
+        """The task in which these blocks run twice."""
+        chosen = (self.again[i] if i in twice else None for i in range(len(self.again)))
+        pairs = zip(chosen, self.task.loads, strict=True)
+        return dataclasses.replace(self.task, loads=[other or load for other, load in pairs])
+
+    @cached_property
+    def leanest(self) -> Task:
+        """A task that is easier than whatever one chooses: blocks with the least of both bytes."""
+        loads = [
+            load
+            if twice is None
+            else dataclasses.replace(
+                load,
+                resident=min(load.resident, twice.resident),
+                saved=min(load.saved, twice.saved),
+                moment=min(load.moment, twice.moment),
+            )
+            for load, twice in zip(self.task.loads, self.again, strict=True)
+        ]
+        return dataclasses.replace(self.task, loads=loads)
+
+    def objective(self, stage_of: Sequence[int], twice: Collection[int]) -> int:
+        """Units of a step, times the stages per rank."""
+        task = self.task
+        busy = [0] * task.ranks
+        for i, j in enumerate(stage_of):
+            busy[task.placement[j]] += task.compute[i] + (self.extra[i] if i in twice else 0)
+        for flow, units in zip(task.flows, task.move, strict=True):
+            here = {task.placement[stage_of[q]] for q in flow.consumers}
+            for rank in here - {task.placement[stage_of[flow.producer]]}:
+                busy[rank] += units
+        return sum(busy) + task.further * max(busy)
+
+    def spared(self, stage_of: Sequence[int]) -> frozenset[int] | None:
+        """The cheapest blocks to run twice on these stages; None when nothing fits.
+
+        Ranks do not depend on each other then. Of blocks of one kind the first ones are taken.
+        """
+        found: set[int] = set()
+        for rank in range(self.task.ranks):
+            own = self._spared(rank, stage_of)
+            if own is None:
+                return None
+            found |= own
+        return frozenset(found)
+
+    def _spared(self, rank: int, stage_of: Sequence[int]) -> set[int] | None:
+        """Those of one rank: kinds are of one stage each."""
+        task = self.task
+        stages = task.on[rank]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, j in enumerate(stage_of):
+            if task.placement[j] == rank:
+                groups.setdefault((self.kind_of[i], stages.index(j)), []).append(i)
+        vectors = task.held[rank]
+        kinds = [
+            self.kind(number, len(blocks), [vector[place] for vector in vectors])
+            for (number, place), blocks in groups.items()
+        ]
+        moment = max(self.kinds[number].load.moment for number, _ in groups)
+        over = [
+            dataclasses.replace(task, held=[[vector]] * task.ranks).evaluate(stage_of).memory[rank]
+            - moment
+            - task.room[rank]
+            for vector in vectors
+        ]
+        choice = cheapest(kinds, over)
+        if choice is None:
+            return None
+        pairs = zip(choice.counts, groups.values(), strict=True)
+        return {i for count, blocks in pairs for i in blocks[:count]}
+
+    def kind(self, number: int, count: int, flying: Sequence[int]) -> Kind:
+        """Blocks of a kind on a stage, with its micro-batches in flight in each vector."""
+        extra, load, twice = self.kinds[number]
+        if twice is None:
+            return Kind(count, None, (0,) * len(flying), load.moment, 0)
+        fixed, saved = load.resident - twice.resident, load.saved - twice.saved
+        freed = tuple(fixed + k * saved for k in flying)
+        return Kind(count, extra, freed, load.moment, twice.moment)
+
+
+def counted(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """How many blocks of each kind there are.
+
+    >>> counted([2, 0, 2])
+    ((0, 1), (2, 2))
+    """
+    return tuple(sorted(Counter(numbers).items()))

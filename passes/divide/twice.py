@@ -1,0 +1,118 @@
+"""Which blocks of a rank run twice, so that they fit: the cheapest choice, exactly.
+
+Given       kinds of blocks that are alike in time and bytes; c[t] blocks of kind t on the rank
+            d[t]        units of time to run one again
+            s[t]        bytes that this frees; m[t], m'[t] what one takes while it computes,
+                        running once or twice
+            over        bytes by which the rank is over its limit, without those
+Decide      n[t]        how many of kind t run twice
+Minimize    sum(d[t] n[t]), then how many there are
+Subject to  over - sum(s[t] n[t]) + a <= 0
+            a >= m[t] if n[t] < c[t],  a >= m'[t] if n[t] > 0
+
+There are few kinds, as layers repeat, and so all choices are tried; where they are many the solver
+is asked. A rank with several stages has a row for each vector of micro-batches in flight.
+
+>>> layers = Kind(4, again=3, freed=(10,), moment=2, moment_again=5)
+>>> [cheapest([layers], [over]) for over in (-2, 1, 36)]
+[Choice(seconds=0, counts=(0,)), Choice(seconds=3, counts=(1,)), None]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parcompiler.errors import InfeasibleError
+from parcompiler.solver import Model, Variable, solve
+
+CHOICES = 4096  # that are tried one by one
+
+
+class Kind(NamedTuple):
+    """Blocks of a rank that are alike; `again` are the units to run one a second time, or None.
+
+    `freed` has a number of bytes for each vector of micro-batches in flight.
+    """
+
+    blocks: int
+    again: int | None
+    freed: tuple[int, ...]
+    moment: int
+    moment_again: int
+
+
+class Choice(NamedTuple):
+    """How many blocks of each kind run twice, and the units of time that takes."""
+
+    seconds: int
+    counts: tuple[int, ...]
+
+
+def cheapest(kinds: Sequence[Kind], over: Sequence[int]) -> Choice | None:
+    """The cheapest choice that fits, of equals that of the first counts; None if none fits."""
+    most = [
+        sum(kind.blocks * max(0, kind.freed[v]) for kind in kinds if kind.again is not None)
+        for v in range(len(over))
+    ]
+    if any(size > freed for size, freed in zip(over, most, strict=True)):
+        return None
+    ranges = [range(1 if kind.again is None else kind.blocks + 1) for kind in kinds]
+    if math.prod(map(len, ranges)) > CHOICES:
+        return _solved(kinds, over)
+    best: tuple[int, int, tuple[int, ...]] | None = None
+    for counts in itertools.product(*ranges):
+        found = _seconds(kinds, counts), sum(counts), counts
+        if (best is None or found < best) and _fits(kinds, over, counts):
+            best = found
+    return None if best is None else Choice(best[0], best[2])
+
+
+def _seconds(kinds: Sequence[Kind], counts: Sequence[int]) -> int:
+    """Units of time of a choice."""
+    return sum(n * (kind.again or 0) for n, kind in zip(counts, kinds, strict=True))
+
+
+def _fits(kinds: Sequence[Kind], over: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether a choice fits."""
+    moment = 0
+    for n, kind in zip(counts, kinds, strict=True):
+        if n < kind.blocks:
+            moment = max(moment, kind.moment)
+        if n:
+            moment = max(moment, kind.moment_again)
+    return all(
+        size + moment <= sum(n * kind.freed[v] for n, kind in zip(counts, kinds, strict=True))
+        for v, size in enumerate(over)
+    )
+
+
+def _solved(kinds: Sequence[Kind], over: Sequence[int]) -> Choice | None:
+    """The same by the solver."""
+    model = Model()
+    most = max(max(kind.moment, kind.moment_again) for kind in kinds)
+    a = model.integer("a", 0, most)
+    n: list[Variable] = []
+    for t, kind in enumerate(kinds):
+        able = kind.again is not None
+        n.append(model.integer(f"n[{t}]", 0, kind.blocks if able else 0))
+        some, every = model.binary(f"some[{t}]"), model.binary(f"every[{t}]")
+        # n > 0 only with `some`; `every` only when n is c.
+        model.constrain([(kind.blocks, some), (-1, n[t])], low=0)
+        model.constrain([(1, n[t]), (-kind.blocks, every)], low=0)
+        # There is room for a block that runs twice, and for one that does not.
+        model.constrain([(1, a), (-kind.moment_again, some)], low=0)
+        model.constrain([(1, a), (kind.moment, every)], low=kind.moment)
+    for v, size in enumerate(over):
+        freed = [(kind.freed[v], n[t]) for t, kind in enumerate(kinds)]
+        model.constrain([*freed, (-1, a)], low=size)
+    weight = 1 + sum(kind.blocks for kind in kinds)
+    model.minimize([(weight * (k.again or 0) + 1, n[t]) for t, k in enumerate(kinds)])
+    try:
+        found = solve(model)
+    except InfeasibleError:
+        return None
+    counts = tuple(int(found[variable]) for variable in n)
+    return Choice(_seconds(kinds, counts), counts)

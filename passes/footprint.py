@@ -1,0 +1,208 @@
+"""The bytes that one micro-batch takes on a stage, while it computes and between.
+
+    FORWARD             what the blocks before have saved, and what is alive within one block
+    between             what all blocks have saved
+    BACKWARD            what the blocks before have saved, and what is alive within one block;
+                        what the blocks behind had saved is free
+    BACKWARD_INPUT      the same, and what the linear layers of the blocks behind have left
+    between             what all linear layers have left
+    BACKWARD_WEIGHT     what is not multiplied yet, and the gradient of one weight
+
+Parameters and their gradients, and messages, are counted elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from parcompiler.cost import BlockCost
+from parcompiler.graph import Block, nbytes_of
+from parcompiler.problem import Priced
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A stage with some blocks, in order of execution, and one micro-batch on it. All in bytes.
+
+    `differentiable` are the names of the nodes that carry gradients, `weights` the bytes of the
+    parameters that have gradients, by name.
+    """
+
+    priced: Priced
+    blocks: tuple[int, ...]
+    differentiable: Collection[str]
+    weights: Mapping[str, int]
+
+    @property
+    def saved(self) -> int:
+        """From the forward to the backward."""
+        return sum(self._saved)
+
+    @property
+    def left(self) -> int:
+        """From the first part of a backward to the second."""
+        return sum(self._left)
+
+    @cached_property
+    def forward_more(self) -> int:
+        """More than `saved` during the forward."""
+        alive, before = [0], 0
+        for k, b in enumerate(self.blocks):
+            alive.append(before + self._passing(k) + self.priced.costs[b].forward_peak)
+            before += self._saved[k]
+        return max(0, max(alive) - self.saved)
+
+    @cached_property
+    def backward_more(self) -> int:
+        """More than `saved` during a whole backward."""
+        return self._backward([cost.backward_peak for cost in self._costs], [0] * len(self.blocks))
+
+    @cached_property
+    def input_more(self) -> int:
+        """More than `saved` during the first part of a backward."""
+        peaks = [cost.input_peak or cost.backward_peak for cost in self._costs]
+        return self._backward(peaks, self._left)
+
+    @cached_property
+    def weight_more(self) -> int:
+        """More than `left` during the second part, which begins with the last layer."""
+        alive, before = [0], 0
+        for left, cost in zip(self._left, self._costs, strict=True):
+            before += left
+            alive.append(before + cost.weight_peak)
+        return max(0, max(alive) - self.left)
+
+    def _backward(self, peaks: Sequence[int], left: Sequence[int]) -> int:
+        """More than `saved` while the blocks go back one after the other."""
+        before, behind, alive = self.saved, 0, [0]
+        for k in reversed(range(len(self.blocks))):
+            before -= self._saved[k]
+            cost, peak = self._costs[k], peaks[k]
+            if self._again(k):
+                peak = max(peak, cost.forward_peak + cost.gradient_bytes)
+            alive.append(before + behind + peak + self._summed(k) - self._received(k))
+            behind += left[k]
+        return max(0, max(alive) - self.saved)
+
+    @cached_property
+    def _costs(self) -> list[BlockCost]:
+        return [self.priced.costs[b] for b in self.blocks]
+
+    @cached_property
+    def _parts(self) -> list[Block]:
+        return [self.priced.cut.blocks[b] for b in self.blocks]
+
+    @cached_property
+    def _left(self) -> list[int]:
+        return [cost.left for cost in self._costs]
+
+    def _again(self, k: int) -> bool:
+        """Whether a block is recomputed."""
+        return self._parts[k].name in self.priced.recomputed
+
+    @cached_property
+    def _saved(self) -> list[int]:
+        """Of each block; a value counts with the block that makes it, if any here keeps it, and
+        one of the prologue with the first block that does."""
+        kept = self._kept
+        early = set(self.priced.cut.prologue) & kept
+        found = []
+        for k, (block, cost) in enumerate(zip(self._parts, self._costs, strict=True)):
+            inner = 0 if self._again(k) else cost.saved - cost.saved_outputs
+            own = sum(nbytes_of(node) for node in block.outputs if node in kept)
+            new = early.intersection(block.inputs)
+            early -= new
+            found.append(inner + own + sum(map(_stored, new)))
+        return found
+
+    @cached_property
+    def _kept(self) -> set[fx.Node]:
+        """The values at the ends of blocks that some block keeps."""
+        return {node for k in range(len(self.blocks)) for node in self._keeps(k)}
+
+    def _keeps(self, k: int) -> Iterator[fx.Node]:
+        """The values at the ends of a block that it keeps; all that it reads to run again."""
+        block, cost = self._parts[k], self._costs[k]
+        if self._again(k):
+            yield from block.inputs
+        else:
+            yield from (block.inputs[i] for i in cost.kept_inputs)
+            yield from (block.outputs[i] for i in cost.kept_outputs)
+
+    @cached_property
+    def _uses(self) -> dict[fx.Node, tuple[int, int]]:
+        """Of each value at the ends of the blocks: who makes it (-1: another stage) and who here
+        reads it last (-1: nobody)."""
+        made = {node: k for k, block in enumerate(self._parts) for node in block.outputs}
+        read = {node: k for k, block in enumerate(self._parts) for node in block.inputs}
+        return {n: (made.get(n, -1), read.get(n, -1)) for n in {**made, **read}}
+
+    @cached_property
+    def _unkept(self) -> list[tuple[int, int, int]]:
+        """The values that a block here makes and nobody keeps: maker, last reader, bytes."""
+        return [
+            (maker, reader, nbytes_of(node))
+            for node, (maker, reader) in self._uses.items()
+            if 0 <= maker < reader and node not in self._kept
+        ]
+
+    def _passing(self, k: int) -> int:
+        """Bytes that nobody keeps and that go into a block, or past it."""
+        return sum(size for maker, reader, size in self._unkept if maker < k <= reader)
+
+    @cached_property
+    def _long(self) -> list[tuple[int, int, int]]:
+        """The values with gradients that are read behind the next block: maker, reader, bytes."""
+        return [
+            (maker, reader, nbytes_of(node))
+            for node, (maker, reader) in self._uses.items()
+            if reader > maker + 1 and self._has_gradient(node)
+        ]
+
+    @cached_property
+    def _tied(self) -> list[tuple[int, int, int]]:
+        """The parameters that several blocks read: the first of them, the last, bytes.
+
+        Autograd adds their gradients up before it is done with them."""
+        readers: dict[str, list[int]] = {}
+        for k, block in enumerate(self._parts):
+            for name in {binding.name for binding in block.tensors} & self.weights.keys():
+                readers.setdefault(name, []).append(k)
+        return [(ks[0], ks[-1], self.weights[name]) for name, ks in readers.items() if len(ks) > 1]
+
+    def _summed(self, k: int) -> int:
+        """Bytes of the gradients that wait while a block goes back, for what was made before it."""
+        values = sum(size for maker, reader, size in self._long if maker < k < reader)
+        return values + sum(size for first, last, size in self._tied if first <= k < last)
+
+    def _received(self, k: int) -> int:
+        """Bytes of the gradients of a block's outputs that are messages."""
+        return sum(
+            nbytes_of(node)
+            for node in self._parts[k].outputs
+            if self._uses[node][1] < 0 and self._has_gradient(node) and self._is_sent(node)
+        )
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        """Whether the backward makes a gradient of a value that blocks make."""
+        return node.name in self.differentiable and node in self.priced.home
+
+    def _is_sent(self, node: fx.Node) -> bool:
+        """Whether a block of another stage uses it."""
+        return any(user in self.priced.home for user in node.users)
+
+
+def _stored(node: fx.Node) -> int:
+    """Bytes of the memory that a value occupies: one that is spread out takes less than its size.
+
+    A size that depends on the data counts as far as it is known.
+    """
+    value = node.meta["val"]
+    try:
+        return min(nbytes_of(node), int(value.untyped_storage().nbytes()))
+    except (RuntimeError, TypeError, ValueError):
+        return nbytes_of(node)

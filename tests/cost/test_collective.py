@@ -1,0 +1,142 @@
+"""Collectives by hand: rings, trees and levels, within and between nodes."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.cost import collective
+from parcompiler.cost.collective import Group, between, group, neighbours, seconds
+from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import Operation
+from parcompiler.cost.roofline import operation_seconds
+from parcompiler.device import Device, Link, device
+from parcompiler.efficiency import Curve
+
+A, B = 1e-6, 1e-4  # latencies within and between nodes
+FAST, SLOW = 1e9, 1e8  # bandwidths
+DEVICE = dataclasses.replace(device("h100"), link=Link(FAST, A), network=Link(SLOW, B))
+LARGE = 1e12  # bytes, of which latencies do not show
+
+
+def measured(action: str, fraction: float) -> Device:
+    """The device with a curve of a collective."""
+    curves = (Curve(action, "any", ((1.0, fraction),)),)
+    efficiency = dataclasses.replace(DEVICE.efficiency, curves=curves)
+    return dataclasses.replace(DEVICE, efficiency=efficiency)
+
+
+@pytest.mark.parametrize(
+    ("action", "share"),
+    [
+        ("all-reduce", 14 / 8),
+        ("all-gather", 7 / 8),
+        ("reduce-scatter", 7 / 8),
+        ("all-to-all", 7 / 64),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
+    ],
+)
+def test_many_bytes_take_the_bandwidth_of_a_ring(action: str, share: float) -> None:
+    assert seconds(action, LARGE, Group(8), DEVICE) == pytest.approx(share * LARGE / FAST)
+
+
+@pytest.mark.parametrize(
+    ("action", "steps"),
+    [("all-reduce", 6), ("all-gather", 3), ("broadcast", 3), ("all-to-all", 1)],
+)
+def test_few_bytes_take_the_latencies_of_a_tree(action: str, steps: int) -> None:
+    assert seconds(action, 0, Group(8), DEVICE) == pytest.approx(steps * A)
+
+
+def test_the_cheaper_of_ring_and_tree_is_taken() -> None:
+    n, nbytes = 8, 50_000.0
+    ring = 2 * (n - 1) * A + 2 * (n - 1) / n * nbytes / FAST
+    tree = 2 * math.log2(n) * A + 2 * nbytes / FAST
+    assert seconds("all-reduce", nbytes, Group(n), DEVICE) == pytest.approx(min(ring, tree))
+    assert seconds("all-reduce", 0, Group(n), DEVICE) < 2 * (n - 1) * A
+
+
+def test_one_rank_has_nothing_to_say() -> None:
+    assert seconds("all-reduce", LARGE, Group(1), DEVICE) == 0
+
+
+def test_between_nodes_pieces_go_over_the_adapters_of_all_ranks() -> None:
+    n, nodes = 16, 2
+    ring = 2 * (n - 1) / n * LARGE / min(FAST, 8 * SLOW)
+    levels = 2 * 7 / 8 * LARGE / FAST + 2 * (1 / 2) * (LARGE / 8) / SLOW
+    found = seconds("all-reduce", LARGE, Group(n, nodes), DEVICE)
+    assert found == pytest.approx(min(ring, levels), rel=1e-4)
+    assert found > seconds("all-reduce", LARGE, Group(n), DEVICE)
+
+
+def test_ranks_alone_on_their_nodes_have_one_adapter_each() -> None:
+    found = seconds("all-reduce", LARGE, Group(4, nodes=4), DEVICE)
+    assert found == pytest.approx(6 / 4 * LARGE / SLOW, rel=1e-6)
+    assert seconds("broadcast", 0, Group(4, nodes=4), DEVICE) == pytest.approx(2 * B)
+
+
+def test_pieces_for_other_nodes_hold_up_those_for_neighbours() -> None:
+    found = seconds("all-to-all", LARGE, Group(16, nodes=2), DEVICE)
+    assert found == pytest.approx(8 * LARGE / 16**2 / SLOW + B)
+
+
+def test_the_axis_says_which_nodes_a_group_is_on() -> None:
+    mesh = pc.Mesh(pipeline=4, data=4, tensor=2, device="h100")
+    assert neighbours(2, DEVICE) == Group(2)
+    assert neighbours(16, DEVICE) == Group(16, nodes=2)
+    assert group(mesh.grid.replicas((0,)), DEVICE) == Group(4)
+    assert group(mesh.grid.plane(0), DEVICE) == Group(8, nodes=4)
+    assert group(range(0, 64, 8), DEVICE).local == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "crosses"),
+    [
+        ({"pipeline": 8}, (0, 7), False),
+        ({"pipeline": 16}, (7, 8), True),
+        ({"pipeline": 16}, (8, 9), False),
+        ({"pipeline": 2, "tensor": 4}, (0, 1), False),
+        ({"pipeline": 3, "tensor": 4}, (1, 2), True),
+        ({"pipeline": 2, "tensor": 8}, (0, 1), True),
+        ({"pipeline": 2, "data": 3, "tensor": 2}, (0, 1), True),  # of ranks 2 and 8, say
+    ],
+)
+def test_a_message_takes_the_slowest_link_of_all_replicas(
+    shape: dict[str, int], pair: tuple[int, int], crosses: bool
+) -> None:
+    mesh = pc.Mesh(**shape, device=DEVICE)
+    assert between(mesh, *pair) == (DEVICE.network if crosses else DEVICE.link)
+    assert between(mesh, *reversed(pair)) == between(mesh, *pair)
+
+
+def test_a_value_for_several_ranks_takes_as_long_as_to_the_farthest() -> None:
+    mesh = pc.Mesh(pipeline=16, device=DEVICE)
+    near, far = DEVICE.link.seconds(8), DEVICE.network.seconds(8)
+    assert collective.message(mesh, [(0, 1), (0, 2)], 8) == near
+    assert collective.message(mesh, [(0, 1), (0, 9)], 8) == far
+
+
+def test_a_measured_curve_says_what_a_collective_reaches() -> None:
+    found = seconds("all-reduce", 800.0, Group(4), measured("all-reduce", 0.25))
+    assert found == DEVICE.link.seconds(1200.0 / 0.25)
+    slow = seconds("all-reduce", LARGE, Group(4, nodes=4), measured("all-reduce", 0.25))
+    assert slow == pytest.approx(4 * 6 / 4 * LARGE / SLOW, rel=1e-6)
+
+
+def test_messages_within_a_node_reach_what_their_curve_says() -> None:
+    slow = measured("message", 0.5)
+    assert collective.carried(slow.link, 8, slow) == slow.link.seconds(16)
+    assert collective.carried(slow.network, 8, slow) == slow.network.seconds(8)
+
+
+def test_an_operation_of_ranks_is_a_collective_of_neighbours() -> None:
+    sent = 2 * 3 / 4 * 1000.0
+    told = Operation("all-reduce", EXCHANGE, 0.0, sent, torch.float32, ranks=4)
+    wanted = seconds("all-reduce", 1000.0, Group(4), DEVICE)
+    assert operation_seconds(told, DEVICE) == pytest.approx(wanted)
+    wide = dataclasses.replace(told, nbytes=2 * 15 / 16 * 1000.0, ranks=16)
+    wanted = seconds("all-reduce", 1000.0, Group(16, nodes=2), DEVICE)
+    assert operation_seconds(wide, DEVICE) == pytest.approx(wanted)

@@ -1,0 +1,30 @@
+"""The pages are built without a warning, and fetch nothing when they are read."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT
+
+_FETCHED = re.compile(r'<(?:script|img|iframe|source)[^>]*\ssrc="https?:|<link[^>]*\shref="https?:')
+
+
+@pytest.mark.sweep  # `make check` builds them, too
+def test_the_pages_are_built_and_fetch_nothing(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    for page in PAGES:
+        text = (site / page).with_suffix(".html").read_text()
+        assert not _FETCHED.search(text), page
+    pictures = (site / "concepts" / "schedules.html").read_text().count('<figure class="schedule">')
+    assert pictures == 9
+    assert (
+        "parcompiler plan [OPTIONS] MODEL" in (site / "reference" / "command-line.html").read_text()
+    )

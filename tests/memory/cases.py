@@ -1,0 +1,62 @@
+"""Models large enough that small tensors do not matter, and quick on a CPU."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.models import gpt, llama, resnet, t5
+
+ROWS, LENGTH, WORDS, HIDDEN = 2, 64, 2048, 128
+Case = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def _tokens(*names: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(WORDS, (ROWS, LENGTH), generator=generator) for name in names}
+
+
+def _gpt(**options: Any) -> Case:
+    config = gpt.Config(
+        layers=6, heads=4, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH, **options
+    )
+    return gpt.GPT(config), _tokens("tokens", "labels")
+
+
+def _llama() -> Case:
+    config = llama.Config(
+        layers=6, heads=4, kv_heads=2, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH
+    )
+    return llama.Llama(config), _tokens("tokens", "labels")
+
+
+def _t5() -> Case:
+    config = t5.Config(layers=3, heads=4, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH)
+    return t5.T5(config), _tokens("tokens", "decoder_tokens", "labels")
+
+
+def _resnet() -> Case:
+    config = resnet.Config(depths=(2, 2, 2), widths=(32, 64, 128), classes=100, image_size=64)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(4, 3, 64, 64, generator=generator)
+    return resnet.ResNet(config), {"images": images, "labels": torch.arange(4)}
+
+
+MODELS: Mapping[str, Callable[[], Case]] = {
+    "gpt": lambda: _gpt(tied=False),
+    "gpt-dropout": lambda: _gpt(tied=False, dropout=0.1),
+    "llama": _llama,
+    "t5": _t5,
+    "resnet": _resnet,
+}
+
+
+def compiled(name: str, dtype: torch.dtype, *, pipeline: int, **options: Any) -> pc.Program:
+    """The program of a model in a dtype; its vocabulary stays on stages."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    inputs = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+    options = {"vocabulary": "whole", "progress": False, **options}
+    return pc.compile(model.to(dtype), pc.Mesh(pipeline=pipeline, device="cpu"), inputs, **options)

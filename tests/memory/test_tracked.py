@@ -1,0 +1,78 @@
+"""The predicted bytes of every rank beside those that MemTracker sees it hold."""
+
+import pytest
+import torch
+
+import parcompiler as pc
+from tests.memory.cases import MODELS, compiled
+from tests.memory.tracked import Held, Rank
+
+BOUND = 0.05
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half")
+
+
+def check(program: pc.Program, *, kinds: bool = False) -> list[Held]:
+    """What each rank holds, which is within the bound of what is predicted."""
+    predicted = program.simulate().peak_memory
+    found = [Rank(program, rank).step(kinds=kinds) for rank in range(len(predicted))]
+    for rank, (size, held) in enumerate(zip(predicted, found, strict=True)):
+        assert size == pytest.approx(held.peak, rel=BOUND), f"rank {rank}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "pipeline"),
+    [("gpt", "fp32", 2), ("llama", "bf16", 2), ("t5", "fp32", 2), ("resnet", "bf16", 2)],
+)
+def test_a_rank_holds_what_is_predicted(name: str, dtype: str, pipeline: int) -> None:
+    check(compiled(name, DTYPES[dtype], pipeline=pipeline, schedule="1f1b", microbatches=4))
+
+
+def test_what_is_held_is_predicted_part_by_part() -> None:
+    program = compiled("gpt-dropout", torch.float32, pipeline=2, schedule="1f1b", microbatches=3)
+    timeline = program.simulate()
+    for rank, held in enumerate(check(program, kinds=True)):
+        tensors = program.lowered.on_rank(rank)
+        names = {name for stage in tensors for name in stage.tensors}
+        items = [program.problem.graph.by_name[name] for name in names]
+        weights = sum(item.nbytes for item in items)
+        trained = sum(item.nbytes for item in items if item.trainable)
+        assert held.parts["Parameter"] + held.parts["Buffer"] == weights
+        assert held.parts["Gradient"] == trained
+        assert held.parts["Optstate"] == pytest.approx(2 * trained, rel=1e-3)  # and counts of steps
+        activations = timeline.peak_memory[rank] - weights - 3 * trained
+        rest = held.parts["Activation"] + held.parts["Temp"] + held.parts["Other"]
+        assert activations == pytest.approx(rest, rel=BOUND)
+
+
+def test_what_a_backward_in_two_parts_leaves_is_predicted() -> None:
+    check(compiled("gpt", torch.float32, pipeline=2, schedule="zb-h1", microbatches=4))
+
+
+def test_what_is_recomputed_is_predicted() -> None:
+    plain = check(compiled("gpt", torch.float32, pipeline=2, schedule="1f1b", microbatches=4))
+    again = check(
+        compiled("gpt", torch.float32, pipeline=2, schedule="1f1b", microbatches=4,
+                 recompute={"layers.*": True})
+    )  # fmt: skip
+    assert again[0].peak < 0.9 * plain[0].peak
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_under_every_schedule_holds_what_is_predicted(
+    name: str, dtype: str, pipeline: int, schedule: str, recompute: str
+) -> None:
+    try:
+        program = compiled(
+            name, DTYPES[dtype], pipeline=pipeline, schedule=schedule, microbatches=8,
+            recompute=recompute,
+        )  # fmt: skip
+    except (pc.InfeasibleError, pc.InputError) as error:
+        pytest.skip(str(error))
+    check(program)

@@ -1,0 +1,172 @@
+"""What a rank of a program really holds: its stages run in this process under torch's MemTracker.
+
+The runtime's own interpreter executes the rank's list. Only the network is missing: a receive gives
+a buffer of zeros, a send lets go of its tensor at once, and a sum of gradients leaves them as they
+are. Memory does not depend on what is in a message, so each rank can be looked at alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
+
+import parcompiler as pc
+from parcompiler.codegen.modules import stage_classes
+from parcompiler.runtime import Stage
+from parcompiler.runtime.batch import microbatches
+from parcompiler.runtime.channels import Channels, Receipt
+from parcompiler.runtime.interpreter import Interpreter
+from parcompiler.runtime.program import RankProgram, Value
+from parcompiler.runtime.script import random_batch
+
+CPU = torch.device("cpu")
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer] | None] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "none": None,
+}
+
+
+class Done:
+    """A message that has arrived, or a sum that is done."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        """The tensor."""
+        return self.tensor
+
+
+class Quiet:
+    """Instead of the tracker's hooks on modules: they refuse a module that is called twice before
+    its backward, and keep gradients alive that the runtime has let go."""
+
+    is_bw = False
+
+    def register_user_hooks(self, *_: object) -> None:
+        """There are none."""
+
+    def clear_user_hooks(self) -> None:
+        """There are none."""
+
+    def __enter__(self) -> None:
+        """Nothing is hooked."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is hooked."""
+
+
+class Alone:
+    """The channels of a rank without others."""
+
+    device = CPU
+
+    def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
+        """Nothing is kept; a tensor in another order in memory is copied all the same."""
+        (tensor.permute(value.order) if value.order else tensor).contiguous()
+
+    def receive(self, value: Value, peer: int) -> Receipt:
+        """A new buffer."""
+        order = value.order
+        size = [value.shape[dim] for dim in order] if order else value.shape
+        buffer = torch.zeros(size, dtype=value.dtype)
+        if order:
+            buffer = buffer.permute([order.index(dim) for dim in range(len(order))])
+        return cast(Receipt, Done(buffer))
+
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Done:
+        """There is nothing to add."""
+        return Done(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """The loss of this rank."""
+
+    def flush(self) -> None:
+        """Everything is out."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank held: at most, and then by kind, under the tracker's names."""
+
+    peak: int
+    parts: Mapping[str, int]
+    levels: tuple[tuple[str, int, int], ...]  # instruction, bytes behind it, the most so far
+
+
+class Rank:
+    """One rank of a program with real tensors, and an optimizer that has its states."""
+
+    def __init__(self, program: pc.Program, rank: int) -> None:
+        self.program: RankProgram = program.rank_program(rank)
+        classes = stage_classes(program.lowered, rank, "cpu")
+        self.stages: dict[int, Stage] = {j: make() for j, make in classes.items()}
+        channels = cast(Channels, Alone())
+        self.interpreter = Interpreter(self.program, self.stages, channels)
+        state = program.problem.graph.tensors
+        with torch.no_grad():
+            for name, tensor in self.interpreter.tensors.items():
+                tensor.copy_(state[name])
+        self.optimizer = self._optimizer(program.plan.optimizer)
+
+    def _optimizer(self, kind: str) -> torch.optim.Optimizer | None:
+        """The optimizer behind its first step, so that its states are there."""
+        make = OPTIMIZERS[kind]
+        if make is None:
+            return None
+        optimizer = make(self.parameters())
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return optimizer
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those of this rank."""
+        found = self.interpreter.tensors.values()
+        return [t for t in found if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+
+    def step(self, *, kinds: bool = False) -> Held:
+        """What a step holds; gradients are told from activations where `kinds` are wanted.
+
+        (The tracker's hook for that does not stand a gradient that comes in two parts.)
+        """
+        batch = random_batch(self.program, torch.Generator().manual_seed(0))
+        tracker = MemTracker()
+        tracker._mod_tracker = cast(ModTracker, Quiet())
+        external: list[Any] = [*self.stages.values(), *_tensors(batch)]
+        tracker.track_external(*external, *([self.optimizer] if self.optimizer else []))
+        for stage in self.stages.values() if kinds else ():
+            tracker._track_module_params_and_buffers(stage, install_grad_hooks=True)
+        levels: list[tuple[str, int, int]] = []
+        with tracker:
+            pieces = microbatches(self.program, batch)
+            verbs = self.interpreter._verbs
+
+            def noted(verb: Any) -> Any:
+                def call(state: Any, line: Any) -> None:
+                    verb(state, line)
+                    now = tracker.get_tracker_snapshot("current")[CPU]
+                    top = tracker.get_tracker_snapshot("peak")[CPU]
+                    levels.append((str(line), now["Total"], top["Total"]))
+
+                return call
+
+            self.interpreter._verbs = {kind: noted(verb) for kind, verb in verbs.items()}
+            self.interpreter.run(self.program.instructions, pieces, training=True)
+            self.interpreter._verbs = verbs
+            peak = tracker.get_tracker_snapshot("peak")[CPU]
+        parts = {getattr(kind, "value", str(kind)): int(size) for kind, size in peak.items()}
+        return Held(parts.pop("Total"), parts, tuple(levels))
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch."""
+    found = batch.values() if isinstance(batch, Mapping) else batch
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -1,0 +1,234 @@
+"""The best mesh of a cluster: that of planning every mesh in full; and what is told of each."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.meshes.bounds import Bounds
+from parcompiler.meshes.sharper import least_seconds
+from parcompiler.meshes.space import Candidate
+from parcompiler.meshes.weigh import planned
+from parcompiler.models import gpt
+from parcompiler.options import Options
+from parcompiler.passes import DEFAULT
+from parcompiler.plan import MeshChoice
+from parcompiler.problem import Problem
+from parcompiler.schedules import build
+
+BEATEN = "no plan can be faster than that"
+SMALL = gpt.Config(layers=4, heads=2, hidden=16, vocabulary=64, sequence=8, tied=False)
+LARGE = dataclasses.replace(SMALL, hidden=512, heads=8, vocabulary=8192, sequence=128)
+
+
+@functools.cache
+def captured(config: gpt.Config, rows: int = 1) -> pc.Program:
+    """A GPT without parameters, captured once for many meshes."""
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    tokens = torch.zeros(rows, config.sequence, dtype=torch.long)
+    return pc.compile(model, pc.Mesh(device="h100"), (tokens, tokens), schedule="1f1b")
+
+
+def exhaustive(
+    model: pc.Program, cluster: pc.Cluster, microbatches: int, **options: Any
+) -> list[tuple[float, pc.Mesh, pc.Plan]]:
+    """Every mesh planned in full, nothing left out: seconds, mesh and plan of those that fit."""
+    found = []
+    for mesh in cluster.meshes():
+        each, left = divmod(microbatches, mesh.data)
+        problem = Problem(model.problem.graph, mesh, Options(each, **options), explain=False)
+        if left == 0:
+            with contextlib.suppress(pc.PlanError, pc.InputError):
+                plan, choice = planned(problem, DEFAULT)
+                found.append((choice.seconds or 0.0, mesh, plan))
+    return found
+
+
+def fits(memory: int) -> pc.Device:
+    """A device with so much memory."""
+    return dataclasses.replace(pc.Mesh(device="h100").hardware, memory=memory)
+
+
+CASES = [
+    (SMALL, pc.Cluster(1, 8, "h100"), 16, {"schedule": "1f1b"}),
+    (LARGE, pc.Cluster(2, 2, "h100"), 8, {"schedule": "1f1b", "vocabulary": "whole"}),
+    (LARGE, pc.Cluster(1, 8, fits(150 * 2**20)), 8, {"schedule": "1f1b", "vocabulary": "whole"}),
+]
+
+
+@pytest.mark.parametrize(("config", "cluster", "microbatches", "options"), CASES)
+def test_the_best_mesh_is_that_of_compiling_for_every_mesh(
+    config: gpt.Config, cluster: pc.Cluster, microbatches: int, options: dict[str, Any]
+) -> None:
+    model = captured(config)
+    found = pc.compile(model, cluster, microbatches=microbatches, **options)
+    every = exhaustive(model, cluster, microbatches, **options)
+    seconds, mesh, plan = min(every, key=lambda item: item[0])
+    assert found.problem.mesh == mesh
+    assert found.simulate().step_time == seconds
+    assert dataclasses.replace(found.plan, meshes=None) == plan
+    check_told(found.plan.meshes, every)
+
+
+def check_told(
+    told: tuple[MeshChoice, ...] | None, every: list[tuple[float, pc.Mesh, pc.Plan]]
+) -> None:
+    """What is told of every mesh is true: its step, or a bound that its step is not below."""
+    assert told is not None
+    steps = {(mesh.pipeline, mesh.tensor, mesh.data): seconds for seconds, mesh, _ in every}
+    for item in told:
+        step = steps.get((item.pipeline, item.tensor, item.data))
+        if item.reason is None:
+            assert item.seconds == step
+            assert item.compute is not None
+            assert item.exchange is not None
+            assert item.idle is not None
+            assert item.compute + item.exchange + item.idle == pytest.approx(item.seconds)
+        elif item.seconds is not None:
+            assert step is not None
+            assert item.seconds <= step
+        else:
+            assert step is None
+    planned = [item.seconds for item in told if item.reason is None]
+    assert planned == sorted(planned, key=lambda seconds: seconds or 0.0)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(24))
+def test_many_clusters_are_searched_as_well_as_exhaustively(seed: int) -> None:
+    nodes, each, vocabulary, schedule, rows = list(
+        itertools.product((1, 2), (2, 4, 8), (64, 50000), ("auto", "1f1b"), (1, 4))
+    )[seed * 2 % 48]
+    config = dataclasses.replace(
+        LARGE, layers=3 + seed % 4, vocabulary=vocabulary, tied=seed % 2 == 0
+    )
+    memory = (80 * 10**9, 300 * 2**20, 120 * 2**20)[seed % 3]
+    cluster = pc.Cluster(nodes, each, fits(memory))
+    model, microbatches = captured(config, rows), 2 * cluster.size
+    every = exhaustive(model, cluster, microbatches, schedule=schedule)
+    if not every:
+        with pytest.raises(pc.InfeasibleError, match="fits no mesh of the cluster"):
+            pc.compile(model, cluster, microbatches=microbatches, schedule=schedule)
+        return
+    found = pc.compile(model, cluster, microbatches=microbatches, schedule=schedule)
+    seconds, mesh, _ = min(every, key=lambda item: item[0])
+    assert (found.simulate().step_time, found.problem.mesh) == (seconds, mesh)
+    check_told(found.plan.meshes, every)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_no_step_is_below_its_bounds(schedule: str) -> None:
+    model = captured(dataclasses.replace(LARGE, layers=7))
+    filled = []
+    for ranks, microbatches in ((2, 2), (4, 4)):
+        program = pc.compile(
+            model, pc.Mesh(ranks, device="h100"), microbatches=microbatches, schedule=schedule
+        )
+        alone = dataclasses.replace(program.problem, mesh=pc.Mesh(device="h100"))
+        candidate = Candidate(program.problem.mesh, microbatches, 0)
+        quick, sharp = Bounds(alone).seconds(candidate), least_seconds(program.problem)
+        assert 0 < quick <= sharp <= program.simulate().step_time
+        assert Bounds(alone).nbytes(candidate) <= max(program.simulate().peak_memory)
+        own = program.report().step
+        filled.append(sharp > own.ideal * 1.001)
+    assert any(filled)
+
+
+def test_the_plan_is_one_of_its_mesh() -> None:
+    model = captured(SMALL)
+    found = pc.compile(model, pc.Cluster(1, 4, "h100"), microbatches=8, schedule="1f1b")
+    again = pc.compile(model, found.problem.mesh, plan=pc.Plan.from_json(found.plan.to_json()))
+    assert again.plan == found.plan
+    assert again.simulate().step_time == found.simulate().step_time
+    assert pc.compile(model, found.problem.mesh).plan.meshes is None
+
+
+def test_the_report_says_which_meshes_were_considered() -> None:
+    device = fits(150 * 2**20)
+    program = pc.compile(
+        captured(LARGE), pc.Cluster(1, 8, device), microbatches=8, schedule="1f1b",
+        vocabulary="whole",
+    )  # fmt: skip
+    report = program.report()
+    text = report.to_text(140)
+    assert "Meshes considered" in text
+    assert "parameters, gradients and optimizer states alone are" in text
+    assert "more idle" in text
+    assert pc.Report.from_json(report.to_json()) == report
+    assert report.meshes[0].data == program.problem.mesh.data
+
+
+def test_without_a_number_every_device_has_four_microbatches() -> None:
+    program = pc.compile(captured(SMALL), pc.Cluster(1, 2, "h100"), schedule="1f1b")
+    assert program.plan.microbatches * program.plan.mesh.data == 8
+
+
+def test_a_model_that_fits_no_mesh_says_the_least_memory_and_what_would_help() -> None:
+    model = captured(LARGE)
+    cluster = pc.Cluster(1, 2, fits(30 * 2**20))
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(model, cluster, microbatches=2, schedule="1f1b", recompute="none")
+    said = str(caught.value)
+    assert "fits no mesh of the cluster (2 x h100 of 31,457,280 bytes; the least found" in said
+    for cure in ("nodes", 'recompute="auto"', "take a larger device (a100-40g"):
+        assert cure in said
+    enough = int(said.split("to do is ")[1].split(" bytes")[0].replace(",", ""))
+    roomy = pc.Cluster(1, 2, fits(enough))
+    pc.compile(model, roomy, microbatches=2, schedule="1f1b", recompute="none")
+
+
+def test_a_batch_that_few_ranks_can_share_says_so() -> None:
+    model = captured(SMALL)
+    found = pc.compile(model, pc.Cluster(1, 4, "h100"), microbatches=3, schedule="1f1b")
+    assert found.plan.mesh.data == 1
+    assert found.plan.meshes is not None
+    reasons = [item.reason for item in found.plan.meshes if item.data == 4]
+    assert reasons == ["4 data ranks cannot share 3 micro-batches equally"]
+    with pytest.raises(pc.InputError, match="no mesh of the cluster can be: 16 data ranks cannot"):
+        pc.compile(model, pc.Cluster(16, 1, "h100"), microbatches=3, schedule="1f1b")
+
+
+def test_a_deep_pipeline_is_weighed_where_nothing_else_can_be() -> None:
+    model = captured(dataclasses.replace(SMALL, layers=30))
+    only = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=1, schedule="1f1b")
+    assert only.plan.mesh.pipeline == 32
+    other = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=32, schedule="1f1b")
+    told = {item.pipeline: item.reason for item in other.plan.meshes or ()}
+    assert told[32] == "not weighed: few layers on each of 32 ranks"
+    assert other.plan.mesh.pipeline < 32
+
+
+def test_options_that_no_mesh_can_have_are_refused_by_name() -> None:
+    model = captured(SMALL)
+    with pytest.raises(pc.InputError, match="recompute matches no block"):
+        pc.compile(model, pc.Cluster(1, 2, "h100"), recompute={"no": True}, schedule="1f1b")
+
+
+def test_a_plan_and_a_cluster_exclude_each_other() -> None:
+    model = captured(SMALL)
+    with pytest.raises(pc.InputError, match="a plan has its mesh"):
+        pc.compile(model, pc.Cluster(1, 2, "h100"), plan=model.plan)
+
+
+def test_a_schedule_of_ones_own_goes_with_its_number_of_ranks() -> None:
+    model = captured(SMALL)
+    own = build("1f1b", 2, 2)
+    found = pc.compile(model, pc.Cluster(1, 2, "h100"), microbatches=2, schedule=own)
+    assert (found.plan.mesh.pipeline, found.plan.mesh.data) == (2, 1)
+
+
+def test_a_model_without_a_vocabulary_is_searched_too() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    found = pc.compile(
+        model, pc.Cluster(1, 2, "cpu"), (torch.zeros(2, 8),), loss=torch.sum, schedule="1f1b"
+    )
+    assert found.problem.mesh.size == 2
+    assert {item.reason for item in found.plan.meshes or ()} <= {None, BEATEN}

@@ -1,0 +1,180 @@
+"""A worker in 16 bits keeps masters and scales its loss; gradients are clipped as torch does."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parcompiler as pc
+from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
+
+MICROBATCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def half() -> pc.Program:
+    return compiled(mixed(), precision="fp16")
+
+
+@pytest.fixture(scope="module")
+def single() -> pc.Program:
+    return compiled(mixed())
+
+
+def the_model(program: pc.Program) -> Mixed:
+    assert isinstance(program.model, Mixed)
+    return copy.deepcopy(program.model)
+
+
+def test_parameters_are_copies_of_masters_and_batch_norms_stay_wide(half: pc.Program) -> None:
+    model = the_model(half)
+    with half.worker() as worker:
+        worker.set_optimizer(torch.optim.AdamW, lr=1e-4)
+        worker.train_step(batch(MICROBATCHES))
+        own = {name: p.detach().clone() for name, p in worker.named_parameters()}
+        state = worker.gather_state_dict()
+    assert state is not None
+    for name, tensor in own.items():
+        wide = name.startswith("norm")
+        assert tensor.dtype == (torch.float32 if wide else torch.float16), name
+        assert torch.equal(state[name].to(tensor.dtype), tensor), name
+        if model.get_parameter(name).requires_grad:
+            assert state[name].dtype == torch.float32
+    moved = (state["head.weight"] - model.head.weight.detach()).abs().max()
+    assert 0 < float(moved) < 2e-4  # less than 16 bits could tell
+    assert state["norm.running_mean"].dtype == torch.float32
+
+
+def test_a_state_that_is_loaded_again_is_the_same_to_the_last_bit(half: pc.Program) -> None:
+    wanted = {n: t + 1e-5 for n, t in the_model(half).state_dict().items() if "weight" in n}
+    with half.worker() as worker:
+        worker.load_state_dict(wanted)
+        state = worker.gather_state_dict()
+    assert state is not None
+    assert torch.equal(state["head.weight"], wanted["head.weight"])
+
+
+def test_gradients_and_losses_are_told_without_the_scale(half: pc.Program) -> None:
+    model, data = the_model(half), batch(MICROBATCHES)
+    wanted = one_process(model, data, MICROBATCHES)
+    with half.worker() as worker:
+        loss = worker.step(data)
+        gradients = worker.gather_gradients()
+        assert worker.loss_scale == 2.0**16
+    assert loss.dtype == torch.float32
+    assert torch.allclose(loss, wanted, rtol=1e-2)
+    assert gradients is not None
+    assert model.head.weight.grad is not None
+    limit = 2e-2 * float(model.head.weight.grad.abs().max())
+    assert float((gradients["head.weight"] - model.head.weight.grad).abs().max()) <= limit
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_scale_halved(half: pc.Program) -> None:
+    with half.worker() as worker:
+        worker.set_optimizer(torch.optim.AdamW, lr=0.1)
+        worker.loss_scale = 2.0**40
+        before = {n: p.detach().clone() for n, p in worker.named_parameters()}
+        loss = worker.train_step(batch(MICROBATCHES))
+        assert loss.isfinite()
+        assert worker.skipped_steps == 1
+        assert worker.loss_scale == 2.0**39
+        assert all(torch.equal(p, before[n]) for n, p in worker.named_parameters())
+        worker.loss_scale = 2.0**10
+        worker.train_step(batch(MICROBATCHES))
+        assert worker.skipped_steps == 1
+        assert worker.gradient_norm is not None
+        assert worker.gradient_norm.isfinite()
+        assert not torch.equal(
+            dict(worker.named_parameters())["head.weight"], before["head.weight"]
+        )
+
+
+@pytest.mark.parametrize("most", [0.01, 100.0])
+def test_clipping_is_that_of_torch(single: pc.Program, most: float) -> None:
+    model, data = the_model(single), batch(MICROBATCHES)
+    one_process(model, data, MICROBATCHES)
+    with single.worker() as worker:
+        worker.step(data)
+        assert worker.gradient_norm is None
+        found = worker.clip_gradients(most)
+        gradients = worker.gather_gradients()
+        assert worker.gradient_norm is not None
+        assert torch.equal(worker.gradient_norm, found)
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+    assert gradients is not None
+    for name, gradient in gradients.items():
+        exact = model.get_parameter(name).grad
+        assert exact is not None
+        assert torch.allclose(gradient, exact, rtol=1e-5, atol=1e-8), name
+
+
+def test_gradients_in_16_bits_are_clipped_without_their_scale(half: pc.Program) -> None:
+    data = batch(MICROBATCHES)
+    with half.worker() as worker:
+        worker.step(data)
+        before = worker.clip_gradients(0.5)
+        gradients = worker.gather_gradients()
+    assert gradients is not None
+    assert float(before) > 0.5
+    norms = torch.stack([gradient.norm() for gradient in gradients.values()])
+    assert float(norms.norm()) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_every_step_of_an_optimizer_with_a_norm_is_clipped(single: pc.Program) -> None:
+    data = batch(MICROBATCHES)
+    with single.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, max_norm=0.01, lr=1.0)
+        before = {n: p.detach().clone() for n, p in worker.named_parameters()}
+        worker.train_step(data)
+        moved = [(p.detach() - before[n]).norm() for n, p in worker.named_parameters()]
+    assert float(torch.stack(moved).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("most", [0.0, -1.0, float("nan"), "1", True])
+def test_a_norm_that_is_none_is_refused(single: pc.Program, most: float) -> None:
+    with single.worker() as worker:
+        with pytest.raises(pc.InputError, match="max_norm must be a positive number"):
+            worker.set_optimizer(torch.optim.SGD, max_norm=most, lr=1.0)
+        worker.step(batch(MICROBATCHES))  # nothing is broken by it
+
+
+def test_what_cannot_be_scaled_or_kept_is_refused(single: pc.Program, half: pc.Program) -> None:
+    with single.worker() as worker:
+        assert worker.loss_scale == 1.0
+        with pytest.raises(pc.InputError, match="scaled in float16 alone"):
+            worker.loss_scale = 2.0
+    with half.worker() as worker:
+        for wrong in (0.0, float("inf"), -1.0):
+            with pytest.raises(pc.InputError, match="must be finite and positive"):
+                worker.loss_scale = wrong
+
+
+def test_an_asynchronous_program_has_neither_masters_nor_a_norm() -> None:
+    with pytest.raises(pc.InputError, match=r"keeps no masters.*precision='bf16'"):
+        compiled(mixed(), precision="bf16", schedule="pipedream")
+    with compiled(mixed(), schedule="pipedream").worker() as worker:
+        with pytest.raises(pc.InputError, match="no common norm"):
+            worker.set_optimizer(torch.optim.SGD, max_norm=1.0, lr=0.1)
+
+
+def test_inputs_in_float32_are_cast_for_a_16_bit_program_alone(
+    single: pc.Program, half: pc.Program
+) -> None:
+    data = batch(MICROBATCHES)
+    narrow = {**data, "x": data["x"].half()}
+    with half.worker() as worker:
+        assert torch.equal(worker.evaluate(data), worker.evaluate(narrow))
+    with single.worker() as worker, pytest.raises(pc.InputError, match=r"must have dtype"):
+        worker.evaluate(narrow)

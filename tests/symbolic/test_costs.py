@@ -1,0 +1,127 @@
+"""What a program says of other sizes is what compiling it at these sizes says."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.capture import capture
+from parcompiler.capture.simplify import simplify
+from parcompiler.passes.estimate import costs, estimate, messages
+from parcompiler.passes.shard.local import local
+from parcompiler.problem import Problem
+from parcompiler.report import Report
+from tests.symbolic.models import made
+
+PINS = {"*.ffn.up.weight": "S(0)", "*.attention.qkv.weight": "S(0)"}
+
+
+@cache
+def program_of(batch: int, sequence: int, tensor: int = 1, microbatches: int = 4) -> pc.Program:
+    model, inputs = made("gpt", batch, sequence)
+    return pc.compile(
+        model,
+        pc.Mesh(pipeline=2, tensor=tensor, device="a100-80g"),
+        inputs,
+        microbatches=microbatches,
+        schedule="1f1b",
+        vocabulary="whole",
+        stages=[2, 2],
+        sharding=PINS if tensor > 1 else "auto",
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_stages_and_step_at_other_sizes_are_those_of_a_fresh_compile(tensor: int) -> None:
+    program, fresh = program_of(2, 32, tensor), program_of(4, 24, tensor, microbatches=6)
+    found = program.costs.at(batch=4, sequence=24, microbatches=6)
+    own = local(fresh.problem, fresh.plan)
+    for stage, cost in zip(found.stages, costs(own, fresh.plan), strict=True):
+        assert (stage.forward, stage.backward) == (cost.forward, cost.backward)
+        assert (stage.saved, stage.resident) == (cost.saved, cost.resident)
+    assert found.stages[0].sent == sum(item.nbytes for item in messages(own, fresh.plan))
+    assert found.step_time == estimate(own, fresh.plan).step_time
+    reported = fresh.report().stages
+    for stage, said in zip(found.stages, reported, strict=True):
+        assert stage.flops_forward == pytest.approx(said.forward_flops, rel=1e-8)
+        assert stage.flops_backward == pytest.approx(said.backward_flops, rel=1e-8)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_tensor_ranks_need_no_other_compile(ranks: int) -> None:
+    program = program_of(2, 32, tensor=2)
+    shape = dataclasses.replace(program.plan.mesh, tensor=ranks)
+    sharding = program.plan.sharding if ranks > 1 else None
+    plan = dataclasses.replace(program.plan, mesh=shape, sharding=sharding)
+    mesh = pc.Mesh(pipeline=2, tensor=ranks, device="a100-80g")
+    model, inputs = made("gpt", 4, 24)
+    fresh = Problem(simplify(capture(model, inputs)), mesh, program.problem.options)
+    own = local(fresh, plan)
+    found = program.costs.at(batch=4, sequence=24, tensor=ranks)
+    assert found.step_time == estimate(own, plan).step_time
+    for stage, cost in zip(found.stages, costs(own, plan), strict=True):
+        assert (stage.forward, stage.backward) == (cost.forward, cost.backward)
+        assert (stage.saved, stage.resident) == (cost.saved, cost.resident)
+    with pytest.raises(pc.InputError, match="the plan splits no tensors"):
+        program_of(2, 32).costs.at(tensor=2)
+
+
+def test_without_sizes_the_figures_are_those_of_the_program() -> None:
+    program = program_of(2, 32)
+    found = program.costs.at()
+    assert dict(found.sizes) == {"batch": 2, "sequence": 32, "microbatches": 4, "data": 1}
+    assert found.step_time == estimate(program.problem, program.plan).step_time
+
+
+def test_what_tensor_ranks_send_is_in_the_forms() -> None:
+    program, fresh = program_of(2, 32, tensor=2), program_of(4, 24, tensor=2, microbatches=6)
+    found = program.costs.evaluate("Layer", batch=4, sequence=24)
+    said = [item for item in fresh.report().exchanged if item.template == "Layer" and not item.once]
+    for side, backward in (("forward", False), ("backward", True)):
+        sent = sum(item.sent for item in said if item.backward == backward)
+        assert found[f"sent_{side}"] == sent > 0
+    assert program_of(2, 32).costs.templates["Layer"].sent_forward == 0
+
+
+def test_a_stage_is_the_sum_of_its_blocks() -> None:
+    found = program_of(2, 32).costs
+    first = found.templates["EmbeddingPositions"].saved + found.templates["Layer"].saved
+    assert (found.stages[0].saved - first).expand() == 0
+    values = found.evaluate("Layer", batch=4, sequence=24)
+    assert values["message"] == 4 * 24 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rows": 4}, "the costs are in no size 'rows' (known: batch, sequence)"),
+        ({"batch": 0}, "batch must be a positive whole number (0 given)"),
+        ({"microbatches": 0}, "microbatches must be a positive number of them (0 given)"),
+        ({"data": True}, "data must be a positive number of them (True given)"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(given: dict[str, int], said: str) -> None:
+    with pytest.raises(pc.InputError) as refusal:
+        program_of(2, 32).costs.at(**given)
+    assert said in str(refusal.value)
+
+
+def test_a_length_beyond_the_tables_of_a_model_is_refused() -> None:
+    model, inputs = made("llama", 2, 32)  # its rotary tables have 64 rows
+    program = pc.compile(model, pc.Mesh(device="a100-80g"), inputs, progress=False)
+    assert program.costs.at(sequence=64).step_time > program.costs.at(sequence=32).step_time
+    with pytest.raises(pc.InputError, match="does not run at batch 2, sequence 65"):
+        program.costs.at(sequence=65)
+
+
+def test_the_report_has_the_closed_forms_when_they_are_asked_for() -> None:
+    program = program_of(2, 32)
+    assert "Closed forms" not in program.report().to_text()
+    report = program.report(forms=True)
+    text = report.to_text()
+    assert "b  batch, from 2 on, here 2" in text
+    assert "Closed forms" in text
+    assert {item.name for item in report.forms} >= {"Layer", "stage 0", "stage 1"}
+    assert Report.from_json(report.to_json()) == report

@@ -1,0 +1,146 @@
+"""Closed forms say of any sizes what a fresh capture at these sizes says, to the last digit."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parcompiler.capture import capture
+from parcompiler.capture.simplify import simplify
+from parcompiler.cost import BlockCost
+from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.graph import Graph
+from parcompiler.mesh import Mesh
+from parcompiler.options import Options
+from parcompiler.problem import Problem
+from parcompiler.symbolic import ClosedForms, closed_forms, sizes_of
+from parcompiler.symbolic.forms import FIELDS, symbol
+from parcompiler.symbolic.sizes import Sizes
+from tests.symbolic.models import problem_of
+
+OMITTED: Any = dict.fromkeys(
+    ("forward_peak", "backward_peak", "input_peak", "weight_peak", "left"), 0
+)
+ELSEWHERE = {"b": 6, "s": 20, "s2": 12}
+
+
+def forms_of(name: str, *, asking: bool = False) -> tuple[Problem, ClosedForms]:
+    """A problem at batch 2 and its closed forms; `asking` allows a second capture."""
+
+    def again(sizes: Sizes) -> Graph:
+        return problem_of(name, sizes["b"], sizes.get("s", 32), sizes.get("s2", 16)).graph
+
+    problem = problem_of(name, 2)
+    return problem, closed_forms(problem, problem.priced(1), again if asking else None)
+
+
+def without_maxima(cost: BlockCost) -> BlockCost:
+    return dataclasses.replace(cost, kept=(), **OMITTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "letters", "asking"),
+    [
+        ("gpt", "b s", False),
+        ("llama", "b s", False),
+        pytest.param("bert", "b s", False, marks=pytest.mark.sweep),
+        ("t5", "b s s2", False),
+        ("resnet", "b", False),
+        ("hugging_face", "b s", True),
+        ("dlrm", "b", True),
+        pytest.param("moe", "b", True, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_costs_at_other_sizes_are_those_of_a_fresh_capture(
+    name: str, letters: str, asking: bool
+) -> None:
+    problem, closed = forms_of(name, asking=asking)
+    assert [size.letter for size in closed.sizes] == letters.split()
+    at = {letter: ELSEWHERE[letter] for letter in letters.split()}
+    fresh = problem_of(name, at["b"], at.get("s", 32), at.get("s2", 16)).priced(1)
+    blocks = problem.priced(1).cut.blocks
+    assert [len(block.nodes) for block in blocks] == [len(b.nodes) for b in fresh.cut.blocks]
+    for block, cost in zip(blocks, fresh.costs, strict=True):
+        template = closed.templates[block.template]
+        assert without_maxima(template.cost(at)) == without_maxima(cost)
+        values = dict(zip(FIELDS, template.compiled(*at.values()), strict=True))
+        for side in ("forward", "backward"):
+            done = [op for op in getattr(cost, side) if op.kind != EXCHANGE]
+            assert values[f"flops_{side}"] == sum(op.flops for op in done)
+            assert values[f"bytes_{side}"] == sum(op.nbytes for op in done)
+        assert values["saved"] == cost.saved
+        assert values["message"] == cost.output_bytes
+        assert values["parameters"] == values["gradients"] == cost.parameter_bytes
+        assert values["optimizer"] == 2 * cost.parameter_bytes  # AdamW
+
+
+def test_the_products_of_a_layer_have_the_textbook_form() -> None:
+    _, closed = forms_of("gpt")
+    layer = closed.templates["Layer"]
+    terms = layer.named({"h": 32}).flops_forward.as_coefficients_dict()
+    written = {str(term): coefficient for term, coefficient in terms.items()}
+    # Narayanan et al. (2021), appendix: 24 B s h^2 + 4 B s^2 h for the products of a layer.
+    assert written["b*h**2*s"] == 24
+    assert written["b*h*s**2"] == 4
+    for field in FIELDS:
+        named = getattr(layer.named({"h": 32}), field)
+        assert (named.subs(symbol("h"), 32) - getattr(layer.forms, field)).expand() == 0
+
+
+def test_one_row_at_capture_gives_the_costs_of_several() -> None:
+    problem = problem_of("gpt", 1)
+    closed = closed_forms(problem, problem.priced(1))
+    assert [size.letter for size in closed.sizes] == ["b", "s"]
+    fresh = problem_of("gpt", 4, 24).priced(1)
+    for block, cost in zip(problem.priced(1).cut.blocks, fresh.costs, strict=True):
+        found = closed.templates[block.template].cost({"b": 4, "s": 24})
+        assert without_maxima(found) == without_maxima(cost)
+    own = problem.priced(1)
+    for block, cost in zip(own.cut.blocks, own.costs, strict=True):
+        found = closed.at({"b": 1})[block.template].cost({"b": 1, "s": 32})
+        assert without_maxima(found) == without_maxima(cost)
+
+
+def test_slots_that_the_model_computes_from_the_sequence_are_no_constants() -> None:
+    _, closed = forms_of("moe")
+    assert closed.sizes == ()
+    reasons = dict(closed.refused)
+    assert "arange_1' makes a tensor from the number" in reasons["sequence"]
+
+
+class Pairs(nn.Module):
+    """A cost that is cubic in the sequence, and a number that is the batch by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        scores = x @ x.transpose(1, 2)
+        cubes: Tensor = scores.unsqueeze(-1) * x.sum(-1)[:, None, None, :]
+        return (cubes + torch.zeros(2)[0]).mean()
+
+
+def test_a_cubic_cost_is_found_and_doubtful_numbers_are_refused() -> None:
+    inputs = {"tokens": torch.zeros(3, 32, dtype=torch.long)}
+    graph = simplify(capture(Pairs(), inputs))
+    problem = Problem(graph, Mesh(), Options(microbatches=1))
+    closed = closed_forms(problem, problem.priced(1))
+    assert dict(closed.refused).keys() == {"batch", "sequence"}
+    assert "makes a tensor from the number 2" in closed.refused[0][1]
+
+    def again(sizes: Sizes) -> Graph:
+        tokens = torch.zeros(sizes["b"], sizes.get("s", 32), dtype=torch.long)
+        return capture(Pairs(), {"tokens": tokens})
+
+    asked = closed_forms(problem, problem.priced(1), again)
+    (template,) = asked.templates.values()
+    assert "b*s**3" in str(template.forms.flops_forward)
+
+
+def test_sizes_of_inputs_are_found_by_what_they_are() -> None:
+    found = {size.word: (size.letter, size.now) for size in sizes_of(problem_of("t5", 2).graph)}
+    assert found == {"batch": ("b", 2), "sequence": ("s", 32), "target": ("s2", 16)}
