@@ -44,7 +44,7 @@ def measured(
         parameters=trainable,
         buffers={item.node for item in graph.parameters} - trainable,
         differentiable=graph.differentiable,
-        high={item.node: item.high for item in graph.inputs if item.high is not None},
+        high=_high(graph),
         device=bench,
     )
     try:
@@ -66,3 +66,10 @@ def measured(
         backward=backward,
         weight=found.backward * like.weight / like.backward if like.backward else 0.0,
     )
+
+
+def _high(graph: Graph) -> dict[str, int]:
+    """What the integers of the batch are below; where ranks hold pieces, those of the smallest."""
+    pieces = max((item.whole.numel // max(1, item.numel) for item in graph.parameters), default=1)
+    known = ((item.node, item.high) for item in graph.inputs)
+    return {node: max(1, high // pieces) for node, high in known if high is not None}

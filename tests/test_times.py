@@ -11,6 +11,8 @@ from parcompiler.cost import timed
 from parcompiler.cost.timed import BlockTime, Timed
 from tests import zoo
 
+PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
+
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +42,7 @@ def test_every_template_of_a_model_runs_with_data(name: str) -> None:
 
 def test_the_templates_of_tensor_ranks_run_without_the_other_ranks() -> None:
     model, inputs = zoo.build("gpt")
-    program = pc.compile(
-        model, pc.Mesh(tensor=2), inputs, sharding={"*.ffn.up.weight": "S(0)"}, costs="measured"
-    )
+    program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="measured")
     assert program.plan.costs
     assert all(item.forward > 0 for item in program.plan.costs)
 
