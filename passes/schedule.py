@@ -20,10 +20,11 @@ from parcompiler.passes.stage import StagePass, ideal
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.planned import planned, trunk
 from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
+LARGE = 1500  # blocks times stages
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SchedulePass(Pass):
         for candidate in _candidates(problem, plan):
             name, stages = candidate.schedule or "", candidate.virtual_stages
             try:
-                divided = self.stages.run(problem, candidate)
+                divided = self.stages.run(_briefly(problem, candidate), candidate)
             except (
                 InfeasibleError,
                 InputError,
@@ -73,8 +74,18 @@ class SchedulePass(Pass):
                 break  # no schedule can save more than that
         if best is None:
             assert refusal is not None
+            first = next(_candidates(problem, plan))
+            self.stages.run(problem, first)  # which says why
             raise refusal
         return dataclasses.replace(best[1], weighed=tuple(weighed))
+
+
+def _briefly(problem: Problem, plan: Plan) -> Problem:
+    """The problem, without a search for what would do where it takes seconds for each schedule."""
+    blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(planned(plan).placement)
+    if blocks * stages <= LARGE or not problem.explain:
+        return problem
+    return dataclasses.replace(problem, explain=False)
 
 
 def _candidates(problem: Problem, plan: Plan) -> Iterator[Plan]:

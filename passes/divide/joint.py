@@ -11,7 +11,8 @@ of the one that runs twice less those.
 Where every block reads of the one before it, and ranks have one stage, all divisions are runs, and
 a dynamic programme over them is exact (`spans`). Else the stages come from two divisions, with
 nothing and with everything running twice, and each rank spares what it can (`Repeatable.spared`);
-then the programme says whether there is something better, where it is not too large for that.
+then the programme says whether there is something better, or something at all, where it is not too
+large for that.
 
 Ties: nothing runs twice where that is as good.
 """
@@ -160,7 +161,9 @@ def _searched(
         twice = joint.spared(stage_of)
         if twice is not None and (units := joint.objective(stage_of, twice)) < known:
             best, known = (tuple(stage_of), twice), units
-    if known < math.inf and _is_large(joint.task):
+    if _is_large(joint.task):
+        if known == math.inf:  # not even with all that can running twice, in stages for that
+            raise UndecidedError(effort, _bound(joint))
         return best, _bound(joint)
     windows = find_windows(joint.leanest, known)
     if windows is None:
@@ -173,8 +176,10 @@ def _searched(
     twice_at = _run_twice(layout, joint)
     _limit_memory(layout, joint, twice_at)
     _minimize_time(layout, joint, twice_at)
+    if known < math.inf or joint.task.each > 1:
+        effort *= SHORTER
     try:
-        solution = solve(layout.model, effort=effort * (SHORTER if known < math.inf else 1.0))
+        solution = solve(layout.model, effort=effort)
     except InfeasibleError:
         return best, None
     except UndecidedError as undecided:
