@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import parcompiler as pc
 from parcompiler.models import gpt
-from parcompiler.passes import DEFAULT, Pass, StagePass
 
 LAYERS, HEADS, HIDDEN, FFN = 32, 24, 3072, 4 * 3072
 RANKS, MICROBATCHES, PEAK = 8, 128, 320e12  # the peak is that of the published definition
-# The published framework moves whole layers: pieces of layers would balance better than it could.
-WHOLE_LAYERS: tuple[Pass, ...] = tuple(
-    replace(item, slack=float("inf")) if isinstance(item, StagePass) else item for item in DEFAULT
-)
 # By the name of a method: the options `vocabulary` and `stages`.
 METHODS = {
     "Baseline": ("whole", "even"),
@@ -74,7 +69,6 @@ def program(cell: Cell, like: pc.Program | None = None) -> pc.Program:
         recompute="none",
         precision="fp16",
         optimizer="adamw",
-        passes=WHOLE_LAYERS,
         progress=False,
     )
 
