@@ -28,7 +28,7 @@ from parcompiler.symbolic.shadow import Shadow
 from parcompiler.symbolic.sizes import Size, Sizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Costs:
     """The closed forms of a program's blocks and stages on one rank, and figures at other sizes.
 
@@ -41,6 +41,12 @@ class Costs:
     plan: Plan
     again: Again | None = None
     whole: Problem | None = None
+
+    def __repr__(self) -> str:
+        """What there is to ask for; the forms themselves take a moment to find."""
+        counts = len(self.plan.stages or ()), self.plan.microbatches
+        name = f"{self.plan.model}, {counts[0]} stages, {counts[1]} micro-batches"
+        return f"Costs({name}: .templates, .stages, .at(batch=..., sequence=...))"
 
     @cached_property
     def _closed(self) -> ClosedForms:

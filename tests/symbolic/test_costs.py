@@ -125,3 +125,9 @@ def test_the_report_has_the_closed_forms_when_they_are_asked_for() -> None:
     assert "Closed forms" in text
     assert {item.name for item in report.forms} >= {"Layer", "stage 0", "stage 1"}
     assert Report.from_json(report.to_json()) == report
+
+
+def test_costs_say_in_a_line_what_there_is_to_ask_for() -> None:
+    assert repr(program_of(2, 32).costs) == (
+        "Costs(GPT, 2 stages, 4 micro-batches: .templates, .stages, .at(batch=..., sequence=...))"
+    )
