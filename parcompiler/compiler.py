@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.blocks import cut
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
 from parcompiler.capture.narrow import capture_in
@@ -286,8 +288,9 @@ def _check_plan(problem: Problem, plan: Plan) -> None:
     _check_schedule(problem.options, plan)
     _check_vocabulary(problem.options, plan)
     own = local(problem, plan)
-    own.times.update({(_granularity(plan), item.template): item for item in plan.costs or ()})
     check_pins(problem, plan)
+    _check_costs(own, plan)
+    own.times.update({(_granularity(plan), item.template): item for item in plan.costs or ()})
     _check_blocks(own, plan)
     _check_recompute(own, plan)
 
@@ -349,6 +352,26 @@ def _check_blocks(problem: Problem, plan: Plan) -> None:
             f"{planned(plan).placement}"
         )
         raise PlanError(message)
+
+
+def _check_costs(problem: Problem, plan: Plan) -> None:
+    """Refuse measured times that are none, or not those of this model's templates."""
+    if plan.costs is None or _granularity(plan) not in problem.levels:
+        return
+    wanted = {block.template for block in cut(problem.graph, _granularity(plan)).blocks}
+    found = [item.template for item in plan.costs]
+    for name in sorted(wanted ^ set(found)) or _repeated(found):
+        message = f"the plan's costs and its blocks differ in template {name!r}: measure again"
+        raise PlanError(message)
+    for item in plan.costs:
+        for field in ("forward", "backward", "weight"):
+            seconds = getattr(item, field)
+            if not 0 <= seconds < math.inf:
+                message = (
+                    f"the plan's costs of {item.template!r} must have seconds as {field!r} "
+                    f"({seconds} found)"
+                )
+                raise PlanError(message)
 
 
 def _check_recompute(problem: Problem, plan: Plan) -> None:

@@ -1,6 +1,8 @@
 """Times of templates: measured by running them with data, and kept in the plan."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import parcompiler as pc
 from parcompiler import times
 from parcompiler.cost import timed
 from parcompiler.cost.timed import BlockTime, Timed
+from parcompiler.plan import TemplateTime
 from tests import zoo
 
 PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
@@ -101,3 +104,34 @@ def test_a_block_that_cannot_run_here_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(times, "time_block", fails)
     with pytest.raises(pc.InputError, match=r"cannot be measured here \(RuntimeError: no such ker"):
         compiled("gpt", pc.Mesh(pipeline=2))
+
+
+Edit = Callable[[TemplateTime], TemplateTime | None]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda item: dataclasses.replace(item, forward=-1.0),
+            r"seconds as 'forward' \(-1.0 found",
+        ),
+        (
+            lambda item: dataclasses.replace(item, weight=math.nan),
+            r"seconds as 'weight' \(nan found",
+        ),
+        (lambda item: dataclasses.replace(item, template="Nope"), "differ in template"),
+        (lambda item: None, "differ in template 'Layer'"),
+    ],
+)
+def test_times_edited_into_nonsense_are_refused(
+    edit: Edit, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = BlockTime(forward=2.0, backward=3.0)  # real ones may ask for finer blocks
+    monkeypatch.setattr(times, "time_block", lambda block: seconds)
+    plan = compiled("gpt", pc.Mesh(pipeline=2)).plan
+    assert plan.costs is not None
+    edited = [edit(item) if item.template == "Layer" else item for item in plan.costs]
+    wrong = dataclasses.replace(plan, costs=tuple(item for item in edited if item is not None))
+    with pytest.raises(pc.PlanError, match=message):
+        compiled("gpt", pc.Mesh(pipeline=2), wrong)
