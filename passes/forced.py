@@ -27,7 +27,7 @@ def jointly(
 ) -> tuple[Division, tuple[str, ...]]:
     """The best division at a granularity where each rank has `limit` bytes for its blocks, and the
     blocks that it recomputes. Raises as `divide_twice`."""
-    task, again = _task(problem, plan, level, limit)
+    task, again = joint_task(problem, plan, level, limit)
     found = divide_twice(
         task.loads, again, task.flows, task.placement, task.microbatches, task.held, task.limits
     )
@@ -38,7 +38,7 @@ def spared(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], limit: float
 ) -> tuple[str, ...] | None:
     """The blocks to recompute with these stages, at the least time; None when nothing fits."""
-    task, again = _task(problem, plan, level, limit)
+    task, again = joint_task(problem, plan, level, limit)
     found = Repeatable(task, tuple(again)).spared(stage_of)
     return None if found is None else _names(problem, level, found)
 
@@ -49,7 +49,9 @@ def _names(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str, .
     return tuple(names[b] for b in sorted(blocks))
 
 
-def _task(problem: Problem, plan: Plan, level: int, limit: float) -> tuple[Task, list[Load | None]]:
+def joint_task(
+    problem: Problem, plan: Plan, level: int, limit: float
+) -> tuple[Task, list[Load | None]]:
     """The blocks as they are, and as they are when recomputed; None where that does not help."""
     schedule = planned(plan)
     every = chosen(problem, level, "full")

@@ -2,13 +2,15 @@
 
 "auto" asks the other passes what they would do with every method and takes the shortest step that
 fits into memory, in one decision with the stages. Methods are listed from the plainest; one further
-down must save more than `gain` of the step, for what a simulation does not see. The schedule is
-chosen for the first method that spreads the vocabulary, and the others are tried with that.
+down must save more than `gain` of the step, for what a simulation does not see, and is not divided
+where even stages would not (`even`). The schedule is chosen for the first method that spreads the
+vocabulary, and the others are tried with that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -58,7 +60,8 @@ class VocabularyPass(Pass):
         for choice in choices:
             trial = dataclasses.replace(known if choice.spread else plan, vocabulary=choice)
             try:
-                decided = self._decided(problem, trial)
+                below = math.inf if best is None else (1 - self.gain) * best[0]
+                decided = self._decided(problem, trial, below)
             except (InfeasibleError, InputError) as error:  # of the plainest, if all fail
                 refusal = refusal or error
                 weighed.append(Method(choice.method, None, None, None, str(error)))
@@ -83,9 +86,11 @@ class VocabularyPass(Pass):
         chosen = dataclasses.replace(best[1].vocabulary, weighed=tuple(weighed))
         return dataclasses.replace(best[1], vocabulary=chosen)
 
-    def _decided(self, problem: Problem, plan: Plan) -> Plan:
-        """A plan as the other passes would complete it."""
+    def _decided(self, problem: Problem, plan: Plan, below: float) -> Plan:
+        """A plan as the other passes would complete it if its step may be below some seconds."""
         for item in self.others:
+            if isinstance(item, SchedulePass):
+                item = dataclasses.replace(item, below=below)
             plan = item.run(local(problem, plan), plan)
         return plan
 

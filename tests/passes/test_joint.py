@@ -15,6 +15,8 @@ import pytest
 import parcompiler as pc
 from parcompiler.passes.divide import Flow, Load, evaluate
 from parcompiler.passes.divide.joint import Joint, divide_twice
+from parcompiler.passes.divide.relaxed import least_slowest_rank
+from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.twice import Kind, _solved, cheapest
 
 CASES = 12  # cases in each of the random tests
@@ -94,6 +96,16 @@ def _flows(rng: random.Random, blocks: int) -> list[Flow]:
         consumers = sorted(rng.sample(behind, rng.randint(1, min(2, len(behind)))))
         found.append(Flow(producer, tuple(consumers), rng.randint(0, 3), rng.randint(0, 3)))
     return found
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_no_division_is_better_than_one_in_fractions(seed: int) -> None:
+    case = random_case(random.Random(seed))
+    least = least_slowest_rank(Task(case.loads, *case[2:]), case.again)
+    each = len(case.placement) // len(case.limits)
+    total = math.fsum(load.seconds for load in case.loads)
+    bound = total / each + (case.microbatches - 1) * least if least < math.inf else math.inf
+    assert bound <= brute_force(case) * (1 + 1e-6)
 
 
 def check(case: Case) -> str:

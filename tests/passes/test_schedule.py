@@ -1,6 +1,7 @@
 """The schedule pass: the fastest that fits, by simulation; and the search that starts from it."""
 
 import dataclasses
+import math
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes.estimate import estimate
+from parcompiler.passes.even import even_step
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.schedules import build
 from parcompiler.schedules.planned import planned
@@ -39,7 +41,7 @@ def test_auto_is_the_fastest_in_simulation(pipeline: int) -> None:
     }
     assert chosen.plan.schedule in CANDIDATES
     assert chosen.simulate().step_time <= min(seconds.values()) / (1 - 0.01)
-    weighed = {item.schedule: item.seconds for item in chosen.plan.weighed or ()}
+    weighed = {item.schedule: item.seconds for item in chosen.plan.weighed or () if item.seconds}
     assert weighed == pytest.approx({name: seconds[name] for name in weighed}, rel=1e-9)
     assert chosen.plan.schedule in str(chosen.report())
 
@@ -59,11 +61,31 @@ def test_auto_takes_only_what_fits() -> None:
     }
     room = (min(peaks.values()) + max(peaks.values())) // 2
     program = pc.compile(captured(), roomy(room), microbatches=8, recompute="none")
-    lost = [item for item in program.plan.weighed or () if item.seconds is None]
-    assert lost
-    assert all("memory" in (item.reason or "") for item in lost)
+    lost = [item.reason or "" for item in program.plan.weighed or () if item.seconds is None]
+    assert any("memory limit" in reason for reason in lost)
+    assert all("memory limit" in reason or "even stages" in reason for reason in lost)
     assert max(program.simulate().peak_memory) <= room
-    assert "fits the memory limit" in program.report().to_text(300)
+    assert "memory limit" in program.report().to_text(300)
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_no_schedule_is_faster_than_its_even_stages(name: str, recompute: str) -> None:
+    """Else one that was not divided might have been the fastest."""
+    room = max(compiled(schedule=name, microbatches=8, recompute="none").simulate().peak_memory)
+    for memory in (2 * room, room, 7 * room // 8):
+        given: dict[str, Any] = {"schedule": name, "microbatches": 8, "recompute": recompute}
+        try:
+            program = pc.compile(captured(), roomy(memory), vocabulary="whole", **given)
+        except pc.InfeasibleError:
+            continue
+        assert even_step(program.problem, program.plan) <= program.simulate().step_time
+
+
+def test_even_stages_that_do_not_fit_take_for_ever() -> None:
+    program = compiled(schedule="gpipe", microbatches=8, recompute="none", vocabulary="whole")
+    small = dataclasses.replace(program.problem, mesh=roomy(program.problem.everywhere_bytes + 1))
+    assert even_step(small, program.plan) == math.inf
 
 
 def test_stages_on_a_rank_are_a_wish() -> None:

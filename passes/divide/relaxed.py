@@ -1,0 +1,94 @@
+"""What the slowest rank takes if blocks may be cut and put anywhere: a linear programme.
+
+Given       n[k]            blocks of kind k; t[k], b[k], s[k] seconds, resident bytes and bytes
+                            saved per micro-batch of one, and t'[k], b'[k], s'[k] when it runs twice
+            J(r), c[j]      the stages of rank r; micro-batches in flight on each when it holds most
+            L[r]            memory of rank r
+Decide      x[k,j] >= 0     blocks of kind k on stage j that run once, in fractions
+            z[k,j] >= 0     and those that run twice
+Minimize    T
+Subject to  all is somewhere    sum(x[k,j] + z[k,j] over j) = n[k]
+            T is the slowest    sum(t x + t' z over J(r)) <= T
+            memory suffices     sum((b + c s) x + (b' + c s') z over J(r)) <= L[r]
+
+Order, messages and shared tensors are left out: the programme of `divide` is never below it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.data import Load
+from parcompiler.passes.divide.task import Task
+from parcompiler.solver import Model, Term, UndecidedError, Variable, solve
+
+
+class _Way(NamedTuple):
+    """One of the ways in which a block may run."""
+
+    seconds: float
+    resident: int
+    saved: int
+
+
+def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
+    """Seconds of a micro-batch on the slowest rank at least; infinite when nothing fits.
+
+    `again` has, for each block, what it is when it runs twice; None for one that must not.
+
+    >>> heavy, twice = Load(1.0, resident=0, saved=4), Load(1.5, resident=0, saved=1)
+    >>> task = Task([heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0])
+    >>> least_slowest_rank(task, [None] * 4)
+    inf
+    >>> round(least_slowest_rank(task, [twice] * 4), 6)
+    2.333333
+    """
+    total = math.fsum(load.seconds for load in task.loads)
+    if total <= 0:
+        return 0.0
+    model = Model()
+    slowest = model.continuous("T")
+    here = _divide(model, task, again)
+    for rank, limit in enumerate(task.limits):
+        counts = max(task.held[rank], key=sum)
+        work: list[Term] = [(-1, slowest)]
+        memory: list[Term] = []
+        for in_flight, j in zip(counts, task.on[rank], strict=True):
+            for way, part in here[j]:
+                work.append((way.seconds / total * task.ranks, part))
+                memory.append(((way.resident + in_flight * way.saved) / limit, part))
+        model.constrain(work, high=0)
+        model.constrain(memory, high=1)
+    model.minimize([(1, slowest)])
+    try:
+        return solve(model).objective * total / task.ranks
+    except InfeasibleError:
+        return math.inf
+    except UndecidedError:  # the solver's rounding: what is even is a bound as well
+        return total / task.ranks
+
+
+def _divide(
+    model: Model, task: Task, again: Sequence[Load | None]
+) -> list[list[tuple[_Way, Variable]]]:
+    """The blocks of every kind are somewhere: by stage, how many of them run in which way."""
+    pairs = zip(task.loads, again, strict=True)
+    kinds = Counter((_way(load), _way(twice) if twice else None) for load, twice in pairs)
+    found: list[list[tuple[_Way, Variable]]] = [[] for _ in range(task.stages)]
+    for k, (ways, count) in enumerate(kinds.items()):
+        parts = []
+        for j, own in enumerate(found):
+            for letter, way in zip("xz", ways, strict=True):
+                if way is not None:
+                    parts.append(model.continuous(f"{letter}[{k},{j}]"))
+                    own.append((way, parts[-1]))
+        model.constrain([(1, part) for part in parts], count, count)
+    return found
+
+
+def _way(load: Load) -> _Way:
+    return _Way(load.seconds, load.resident, load.saved)

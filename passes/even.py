@@ -1,0 +1,90 @@
+"""What a schedule would take if the work were divided evenly: quickly said, before any division.
+
+Even stages are best for every schedule that is known by name; whole blocks only add to their step.
+What memory forces to be recomputed adds as well, and that is found with blocks that may be cut
+anywhere (`divide.relaxed`). So a schedule whose even step is longer than one that was found need
+not be divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from parcompiler.cost import collective
+from parcompiler.passes.divide import Load
+from parcompiler.passes.divide.relaxed import least_slowest_rank
+from parcompiler.passes.divide.task import Task
+from parcompiler.passes.forced import joint_task
+from parcompiler.passes.loads import data, data_under, held, reserved
+from parcompiler.passes.recompute import chosen
+from parcompiler.passes.spread import vocabulary_cost
+from parcompiler.plan import Plan
+from parcompiler.problem import Priced, Problem
+from parcompiler.schedules.planned import planned, trunk
+from parcompiler.schedules.timing import Message, StageCost, timing
+
+
+def even_step(problem: Problem, plan: Plan) -> float:
+    """Seconds of a step under the schedule of a plan with even stages; infinite where they do not
+    fit.
+
+    What all ranks do for the vocabulary is added to the work of each; they may do it while stages
+    wait for each other.
+    """
+    level, wanted = problem.levels[0], problem.options.recompute
+    names = () if wanted == "auto" else chosen(problem, level, wanted)
+    trial = dataclasses.replace(plan, recompute=names)
+    priced = problem.recomputing(level, names)
+    slowest = least_slowest_rank(*_task(problem, trial, level))
+    if slowest == math.inf:
+        return math.inf
+    even = sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
+    spread = vocabulary_cost(problem, plan)
+    busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
+    waits = _step(problem, plan, priced) + (plan.microbatches - 1) * max(0.0, slowest - even)
+    return max(busy, waits)
+
+
+def _task(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load | None]]:
+    """The blocks as the stage pass divides them, and as they are when they run twice."""
+    limit = problem.device.memory - reserved(problem, plan)
+    if problem.options.recompute == "auto":
+        return joint_task(problem, plan, level, limit)
+    schedule, given = planned(plan), data_under(problem, plan, level)
+    limits = [float(max(1, limit))] * schedule.ranks
+    task = Task(*given, schedule.placement, plan.microbatches, held(schedule), limits)
+    return task, [None] * len(task.loads)
+
+
+def _step(problem: Problem, plan: Plan, priced: Priced) -> float:
+    """The step of even stages under the schedule, without what all ranks do for the vocabulary."""
+    schedule = trunk(plan)
+    stages = len(schedule.placement)
+    cost = StageCost(
+        forward=sum(priced.forward) / stages,
+        backward=sum(priced.backward) / stages,
+        weight=sum(priced.weight) / stages,
+        resident=0,
+        saved=0,
+    )
+    messages = list(_messages(problem, plan))
+    return timing(schedule, [cost] * stages, messages).step_time
+
+
+def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
+    """The smallest value that goes from a block to the next, from each stage to the next.
+
+    None where blocks do not form a chain: stages may not wait for each other then.
+    """
+    loads, flows = data(problem, problem.levels[0])
+    largest = dict.fromkeys(range(len(loads) - 1), 0)
+    for flow in flows:
+        if flow.producer + 1 in flow.consumers:
+            largest[flow.producer] = max(largest[flow.producer], flow.saved)
+    least, placement = min(largest.values(), default=0), trunk(plan).placement
+    for j, k in pairwise(range(len(placement) if least else 0)):
+        seconds = collective.message(problem.mesh, [(placement[j], placement[k])], least)
+        yield Message(j, (k,), seconds, gradient=0.0, nbytes=least)
