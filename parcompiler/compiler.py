@@ -16,6 +16,7 @@ from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
 from parcompiler.cost import OPTIMIZERS
 from parcompiler.errors import InputError, LaunchError
+from parcompiler.garbage import rarely_collected
 from parcompiler.given_plan import check_plan, granularity_of
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
@@ -100,7 +101,7 @@ def compile(
         _check_order(mesh, options)
         _check_replicas(mesh, model, plan)
     offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
-    with Progress(progress) as steps:
+    with rarely_collected(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
         with steps("simplify"):

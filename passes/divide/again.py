@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parcompiler.passes.divide.data import Load
+from parcompiler.passes.divide.data import Load, memory_parts
 from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.twice import Kind, cheapest
 
@@ -120,17 +120,18 @@ class Repeatable:
             for (number, place), blocks in groups.items()
         ]
         moment = max(self.kinds[number].load.moment for number, _ in groups)
-        over = [
-            dataclasses.replace(task, held=[[vector]] * task.ranks).evaluate(stage_of).memory[rank]
-            - moment
-            - task.room[rank]
-            for vector in vectors
-        ]
+        over = [self._bytes(rank, stage_of, vector) - moment - task.room[rank] for vector in vectors]
         choice = cheapest(kinds, over)
         if choice is None:
             return None
         pairs = zip(choice.counts, groups.values(), strict=True)
         return {i for count, blocks in pairs for i in blocks[:count]}
+
+    def _bytes(self, rank: int, stage_of: Sequence[int], vector: tuple[int, ...]) -> int:
+        """Bytes on a rank with so many micro-batches in flight on its stages."""
+        task, held = self.task, [[vector]] * self.task.ranks
+        parts = memory_parts(task.loads, task.flows, stage_of, task.placement, held, rank)
+        return sum(part.size for part in parts)
 
     def kind(self, number: int, count: int, flying: Sequence[int]) -> Kind:
         """Blocks of a kind on a stage, with its micro-batches in flight in each vector."""

@@ -20,7 +20,7 @@ PICTURE = """\
 6  pool member cli meshes __main__ __init__
 5  lower verifier simulator codegen report changes prices ranks symbolic
 4  passes
-3  problem options progress calibrate times
+3  problem options progress calibrate times garbage
 2  capture cost spmd vocabulary schedules solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces
