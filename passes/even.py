@@ -34,11 +34,9 @@ def even_step(problem: Problem, plan: Plan) -> float:
     What all ranks do for the vocabulary is added to the work of each; they may do it while stages
     wait for each other.
     """
-    level, wanted = problem.levels[0], problem.options.recompute
-    names = () if wanted == "auto" else chosen(problem, level, wanted)
-    trial = dataclasses.replace(plan, recompute=names)
-    priced = problem.recomputing(level, names)
-    slowest = least_slowest_rank(*_task(problem, trial, level))
+    trial = as_asked(problem, plan)
+    priced = problem.recomputing(problem.levels[0], trial.recompute or ())
+    slowest = least_slowest_rank(*task_of(problem, trial))
     if slowest == math.inf:
         return math.inf
     even = sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
@@ -48,8 +46,16 @@ def even_step(problem: Problem, plan: Plan) -> float:
     return max(busy, waits)
 
 
-def _task(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load | None]]:
-    """The blocks as the stage pass divides them, and as they are when they run twice."""
+def as_asked(problem: Problem, plan: Plan) -> Plan:
+    """The plan with what is recomputed anyway, whatever memory forces."""
+    wanted = problem.options.recompute
+    names = () if wanted == "auto" else chosen(problem, problem.levels[0], wanted)
+    return dataclasses.replace(plan, recompute=names)
+
+
+def task_of(problem: Problem, plan: Plan) -> tuple[Task, list[Load | None]]:
+    """The coarsest blocks as the stage pass divides them, and as they are when they run twice."""
+    level = problem.levels[0]
     limit = problem.device.memory - reserved(problem, plan)
     if problem.options.recompute == "auto":
         return joint_task(problem, plan, level, limit)

@@ -31,7 +31,7 @@ def jointly(
     found = divide_twice(
         task.loads, again, task.flows, task.placement, task.microbatches, task.held, task.limits
     )
-    return found.division, _names(problem, level, found.twice)
+    return found.division, names_of(problem, level, found.twice)
 
 
 def spared(
@@ -40,10 +40,10 @@ def spared(
     """The blocks to recompute with these stages, at the least time; None when nothing fits."""
     task, again = joint_task(problem, plan, level, limit)
     found = Repeatable(task, tuple(again)).spared(stage_of)
-    return None if found is None else _names(problem, level, found)
+    return None if found is None else names_of(problem, level, found)
 
 
-def _names(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str, ...]:
+def names_of(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str, ...]:
     """The names of blocks, in their order."""
     names = [block.name for block in problem.priced(level).cut.blocks]
     return tuple(names[b] for b in sorted(blocks))

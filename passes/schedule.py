@@ -6,13 +6,15 @@ the step, for what a simulation does not see (smaller pieces of work, more messa
 
     even_step   zb-h2   zb-v | zb-h1  interleaved  1f1b  ...
     divided     2.67    2.59 |                              even then longer than 2.59: not divided
+
+Large models are divided quickly first, and well only where that is within `DOUBT` of the shortest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,6 +23,7 @@ from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import even_step
+from parcompiler.passes.quick import quick_step
 from parcompiler.passes.stage import StagePass
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
@@ -29,7 +32,8 @@ from parcompiler.schedules.planned import planned, trunk
 from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
-LARGE = 1500  # blocks times stages
+LARGE = 500  # blocks times stages: from here on the best stages take up to seconds to find
+DOUBT = 0.1  # by so much the best stages may be better than quick ones; 0.011 was seen at most
 TOO_LARGE = "does not fit the memory limit, however it is divided and recomputed"
 
 
@@ -55,6 +59,9 @@ class SchedulePass(Pass):
             least = even_step(problem, decided)
             if least >= self.below:
                 raise InfeasibleError(_too_long(least))
+            quick = quick_step(problem, decided) if _is_large(problem, decided) else None
+            if quick is not None and (1 - DOUBT) * quick >= self.below:
+                raise InfeasibleError(_too_slow(quick))
         return decided
 
     def _chosen(self, problem: Problem, plan: Plan) -> Plan:
@@ -73,57 +80,86 @@ class SchedulePass(Pass):
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate whose step is about as short as any, and all that were weighed."""
-        candidates = list(_candidates(problem, plan))
-        least = [even_step(problem, candidate) for candidate in candidates]
-        found: dict[int, float] = {}
-        refused: dict[int, Exception] = {}
-        for k in self._order(least):
-            if least[k] >= self.below or not self._may_win(k, least[k], found):
-                continue
-            try:
-                divided = self.stages.run(_briefly(problem, candidates[k]), candidates[k])
-            except (InfeasibleError, InputError, UndecidedError) as error:
-                refused[k] = error
-                continue
-            found[k] = estimate(problem, divided).step_time
-        if not found and self.below < math.inf:
-            raise InfeasibleError(_too_long(min(least)))
-        if not found:
-            self.stages.run(problem, candidates[0])  # which says why
-            raise refused[0]
+        weighing = Weighing(self, problem, tuple(_candidates(problem, plan)))
+        for k in weighing.order():
+            weighing.divide(k)
+        if not weighing.found and self.below < math.inf:
+            raise InfeasibleError(weighing.reason(weighing.nearest()))
+        if not weighing.found:
+            self.stages.run(problem, weighing.candidates[0])  # which says why
+            raise next(iter(weighing.refused.values()))
+        return weighing.chosen()
+
+
+@dataclass
+class Weighing:
+    """What is known of the schedules in question, the plainest first."""
+
+    asked: SchedulePass
+    problem: Problem
+    candidates: tuple[Plan, ...]
+    least: list[float] = field(init=False)  # seconds of even stages
+    quick: dict[int, float] = field(default_factory=dict)  # of stages that are quickly found
+    found: dict[int, float] = field(default_factory=dict)  # of the best stages
+    refused: dict[int, Exception] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Say of each candidate what even stages would take."""
+        self.least = [even_step(self.problem, candidate) for candidate in self.candidates]
+
+    def order(self) -> list[int]:
+        """The shortest steps first; of those about as short, the plainest."""
+        expected = list(self.least)
+        for k in sorted(range(len(expected)), key=expected.__getitem__):
+            if _is_large(self.problem, self.candidates[k]) and self._may_win(k, self.quick):
+                quick = quick_step(self.problem, self.candidates[k])
+                if quick is not None:
+                    self.quick[k] = expected[k] = quick
+        near = min(expected) / (1 - self.asked.gain)
+        return sorted(range(len(expected)), key=lambda k: (max(near, expected[k]), k))
+
+    def divide(self, k: int) -> None:
+        """Find the best stages under a candidate, if it may be the one to choose."""
+        known = min(self.asked.below, *self.quick.values(), *self.found.values(), math.inf)
+        if not self._may_win(k, self.found) or (1 - DOUBT) * self.quick.get(k, 0) >= known:
+            return
+        candidate = self.candidates[k]
+        try:
+            divided = self.asked.stages.run(_briefly(self.problem, candidate), candidate)
+        except (InfeasibleError, InputError, UndecidedError) as error:
+            self.refused[k] = error
+            return
+        self.found[k] = estimate(self.problem, divided).step_time
+
+    def chosen(self) -> Plan:
+        """The plainest that is about as short as any, with what was weighed."""
+        enough = min(self.found.values()) / (1 - self.asked.gain)
+        best = min(k for k, seconds in self.found.items() if seconds <= enough)
         weighed = (
-            Weighed(
-                c.schedule or "", c.virtual_stages, found.get(k), _lost(k, least, found, refused)
-            )
-            for k, c in enumerate(candidates)
+            Weighed(c.schedule or "", c.virtual_stages, self.found.get(k), self.reason(k))
+            for k, c in enumerate(self.candidates)
         )
-        enough = min(found.values()) / (1 - self.gain)
-        best = min(k for k, seconds in found.items() if seconds <= enough)
-        return dataclasses.replace(candidates[best], weighed=tuple(weighed))
+        return dataclasses.replace(self.candidates[best], weighed=tuple(weighed))
 
-    def _order(self, least: Sequence[float]) -> list[int]:
-        """The shortest even steps first; of those about as short, the plainest."""
-        near = min(least) / (1 - self.gain)
-        return sorted(range(len(least)), key=lambda k: (max(near, least[k]), k))
+    def reason(self, k: int) -> str | None:
+        """Why a candidate was not divided, or could not be."""
+        if k in self.found:
+            return None
+        if k in self.refused:
+            return str(self.refused[k])
+        return _too_slow(self.quick[k]) if k in self.quick else _too_long(self.least[k])
 
-    def _may_win(self, k: int, least: float, found: Mapping[int, float]) -> bool:
+    def nearest(self) -> int:
+        """The candidate that promises the shortest step."""
+        return min(range(len(self.least)), key=lambda k: self.quick.get(k, self.least[k]))
+
+    def _may_win(self, k: int, found: Mapping[int, float]) -> bool:
         """Whether a candidate may be about as short as any, and save enough on a plainer one."""
-        saved = 1 - self.gain
-        return all(
+        saved, least = 1 - self.asked.gain, self.least[k]
+        return least < self.asked.below and all(
             least < saved * seconds if other < k else saved * least <= seconds
             for other, seconds in found.items()
         )
-
-
-def _lost(
-    k: int, least: Sequence[float], found: Mapping[int, float], refused: Mapping[int, Exception]
-) -> str | None:
-    """Why a candidate was not divided, or could not be."""
-    if k in found:
-        return None
-    if k in refused:
-        return str(refused[k])
-    return _too_long(least[k])
 
 
 def _too_long(least: float) -> str:
@@ -131,10 +167,20 @@ def _too_long(least: float) -> str:
     return TOO_LARGE if least == math.inf else f"even stages would take {least:.3g} s"
 
 
+def _too_slow(quick: float) -> str:
+    """Why better stages than those that are quickly found are not looked for."""
+    return f"about {quick:.3g} s, with stages that are quickly found"
+
+
+def _is_large(problem: Problem, plan: Plan) -> bool:
+    """Whether the best stages take seconds to find."""
+    blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(planned(plan).placement)
+    return blocks * stages > LARGE
+
+
 def _briefly(problem: Problem, plan: Plan) -> Problem:
     """The problem, without a search for what would do where it takes seconds for each schedule."""
-    blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(planned(plan).placement)
-    if blocks * stages <= LARGE or not problem.explain:
+    if not problem.explain or not _is_large(problem, plan):
         return problem
     return dataclasses.replace(problem, explain=False)
 

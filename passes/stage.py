@@ -275,21 +275,22 @@ def _solution(division: Division) -> Solution:
 
 def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Plan:
     """The plan with the division in it."""
+    found = placed(problem, plan, level, division.stage_of)
+    return dataclasses.replace(found, solution=_solution(division))
+
+
+def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Plan:
+    """The plan with the blocks at a granularity on these stages."""
     priced = problem.priced(level)
     names: list[list[str]] = [[] for _ in planned(plan).placement]
-    for block, at in zip(priced.cut.blocks, division.stage_of, strict=True):
+    for block, at in zip(priced.cut.blocks, stage_of, strict=True):
         names[at].append(block.name)
     stages = tuple(
         StageChoice(tuple(held), rank)
         for held, rank in zip(names, planned(plan).placement, strict=True)
     )
-    return dataclasses.replace(
-        plan,
-        granularity=level,
-        sent=tuple(node.name for node in priced.sent),
-        stages=stages,
-        solution=_solution(division),
-    )
+    sent = tuple(node.name for node in priced.sent)
+    return dataclasses.replace(plan, granularity=level, sent=sent, stages=stages)
 
 
 def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:

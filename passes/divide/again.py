@@ -120,7 +120,9 @@ class Repeatable:
             for (number, place), blocks in groups.items()
         ]
         moment = max(self.kinds[number].load.moment for number, _ in groups)
-        over = [self._bytes(rank, stage_of, vector) - moment - task.room[rank] for vector in vectors]
+        over = [
+            self._bytes(rank, stage_of, vector) - moment - task.room[rank] for vector in vectors
+        ]
         choice = cheapest(kinds, over)
         if choice is None:
             return None

@@ -11,7 +11,8 @@ import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import even_step
-from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.passes.quick import quick_step
+from parcompiler.passes.schedule import CANDIDATES, DOUBT
 from parcompiler.schedules import build
 from parcompiler.schedules.planned import planned
 from tests import zoo
@@ -80,6 +81,30 @@ def test_no_schedule_is_faster_than_its_even_stages(name: str, recompute: str) -
         except pc.InfeasibleError:
             continue
         assert even_step(program.problem, program.plan) <= program.simulate().step_time
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "vocab-2"])
+def test_quick_stages_do_for_the_choice_among_schedules(
+    vocabulary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"microbatches": 6, "vocabulary": vocabulary}
+    well = compiled(4, **given)
+    monkeypatch.setattr("parcompiler.passes.schedule.LARGE", 0)
+    quickly = compiled(4, **given)
+    assert quickly.simulate().step_time == pytest.approx(well.simulate().step_time, rel=0.01)
+    reasons = [item.reason or "" for item in quickly.plan.weighed or ()]
+    assert any("quickly found" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_best_stages_are_little_better_than_quick_ones(name: str) -> None:
+    given: dict[str, Any] = {"schedule": name, "microbatches": 8, "vocabulary": "whole"}
+    most = max(compiled(recompute="none", **given).simulate().peak_memory)
+    least = max(compiled(recompute="full", **given).simulate().peak_memory)
+    for memory in (most, (most + least) // 2):
+        program = pc.compile(captured(), roomy(memory), **given)
+        quick = quick_step(program.problem, program.plan)
+        assert quick is None or (1 - DOUBT) * quick < program.simulate().step_time
 
 
 def test_even_stages_that_do_not_fit_take_for_ever() -> None:

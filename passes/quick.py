@@ -1,0 +1,37 @@
+"""What a schedule takes with stages that are quickly found: even ones, and what they recompute.
+
+The stage pass finds better ones, which takes it a second for a large model and schedule. Its
+choice among schedules hardly depends on that: where the quick stages are far slower than stages
+that were found under another schedule, the best ones are as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from parcompiler.passes.divide.again import Repeatable
+from parcompiler.passes.divide.improve import even_runs, lean_runs
+from parcompiler.passes.divide.runs import all_runs
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.even import as_asked, task_of
+from parcompiler.passes.forced import names_of
+from parcompiler.passes.stage import placed
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+
+
+def quick_step(problem: Problem, plan: Plan) -> float | None:
+    """Seconds of a step under the schedule of a plan; None where the quick stages do not fit."""
+    level, trial = problem.levels[0], as_asked(problem, plan)
+    task, again = task_of(problem, trial)
+    if task.stages > len(task.loads):
+        return None
+    runs = all_runs(task)
+    for start in (even_runs, lean_runs):
+        stage_of = start(task, runs)
+        twice = Repeatable(task, tuple(again)).spared(stage_of)
+        if twice is not None:
+            names = (*(trial.recompute or ()), *names_of(problem, level, twice))
+            found = dataclasses.replace(trial, recompute=names)
+            return estimate(problem, placed(problem, found, level, stage_of)).step_time
+    return None
