@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
@@ -72,9 +73,10 @@ def compile(
     memory forces), or {pattern of block names: bool}, of which the last that matches decides.
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
-    for about a second, and its times are kept in the plan. A
-    `Program` in the place of the model compiles its model again without capturing it; `plan`
-    reuses a plan, perhaps an edited one.
+    for about a second, and so are the passes of a spread vocabulary; their times are kept in the
+    plan. What the tensor ranks of a CPU exchange is measured among as many processes, if there is
+    a core for each of them. A `Program` in the place of the model compiles its model again without
+    capturing it; `plan` reuses a plan, perhaps an edited one.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
@@ -247,12 +249,12 @@ def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
         raise InputError(message)
 
 
-def _bench(mesh: Mesh | Cluster, options: Options) -> torch.device | None:
-    """The device of this machine to measure templates on, if that is asked for."""
+def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
+    """The device of this machine to measure on, if that is asked for."""
     if options.costs != "measured":
         return None
     try:
-        return rank_device(mesh.hardware.name)
+        return LocalBench(rank_device(mesh.hardware.name))
     except LaunchError as error:
         message = f"costs='measured' needs the device that the mesh names: {error}"
         raise InputError(message) from error
@@ -263,4 +265,6 @@ def _with_costs(problem: Problem, plan: Plan) -> Plan:
     if problem.bench is None:
         return plan
     times = [t for (level, _), t in sorted(problem.times.items()) if level == plan.granularity]
-    return replace(plan, costs=tuple(times))
+    method = plan.vocabulary.method if plan.vocabulary else ""
+    spread = problem.vocabulary_times.get(method)
+    return replace(plan, costs=tuple(times), vocabulary_costs=spread)

@@ -12,7 +12,7 @@ from parcompiler.passes.decide import start
 from parcompiler.passes.recompute import check_patterns, chosen
 from parcompiler.passes.shard.kept import check_pins
 from parcompiler.passes.shard.local import local
-from parcompiler.plan import Plan
+from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import Schedule
 from parcompiler.schedules.planned import planned, trunk
@@ -40,6 +40,9 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     own = local(problem, plan)
     check_pins(problem, plan)
     _check_costs(own, plan)
+    _check_vocabulary_costs(plan)
+    if plan.vocabulary_costs is not None:
+        own.vocabulary_times[plan.vocabulary_costs.method] = plan.vocabulary_costs
     own.times.update({(granularity_of(plan), item.template): item for item in plan.costs or ()})
     _check_blocks(own, plan)
     _check_recompute(own, plan)
@@ -114,14 +117,31 @@ def _check_costs(problem: Problem, plan: Plan) -> None:
         message = f"the plan's costs and its blocks differ in template {name!r}: measure again"
         raise PlanError(message)
     for item in plan.costs:
-        for field in ("forward", "backward", "weight"):
-            seconds = getattr(item, field)
-            if not 0 <= seconds < math.inf:
-                message = (
-                    f"the plan's costs of {item.template!r} must have seconds as {field!r} "
-                    f"({seconds} found)"
-                )
-                raise PlanError(message)
+        _check_seconds(item, ("forward", "backward", "weight"), f"costs of {item.template!r}")
+
+
+def _check_vocabulary_costs(plan: Plan) -> None:
+    """Refuse measured times of passes that are none, or not those of the plan's method."""
+    costs = plan.vocabulary_costs
+    if costs is None:
+        return
+    method = plan.vocabulary.method if plan.vocabulary else "whole"
+    if costs.method != method:
+        message = (
+            f"the plan's vocabulary costs are of method {costs.method!r}, and its vocabulary is "
+            f"{method!r}: measure again"
+        )
+        raise PlanError(message)
+    _check_seconds(costs, VOCABULARY_PASSES, "vocabulary costs")
+
+
+def _check_seconds(costs: object, fields: Sequence[str], what: str) -> None:
+    """Refuse what cannot be seconds."""
+    for field in fields:
+        seconds = getattr(costs, field)
+        if not 0 <= seconds < math.inf:
+            message = f"the plan's {what} must have seconds as {field!r} ({seconds} found)"
+            raise PlanError(message)
 
 
 def _check_recompute(problem: Problem, plan: Plan) -> None:

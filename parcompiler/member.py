@@ -1,4 +1,4 @@
-"""One process of the pool that proves programs: reads jobs as JSON lines, runs its rank.
+"""One process of the pool that proves and measures: reads jobs as JSON lines, runs its rank.
 
 python -m parcompiler.member        started by `pool.Pool`, ends when its input is closed
 """
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from parcompiler.bench.busy import measure
 from parcompiler.loaded import load
 from parcompiler.runtime.chance import Chance
 from parcompiler.runtime.worker import Worker
@@ -32,7 +33,10 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            _run(job)
+            if "exchange" in job:
+                measure(job["exchange"])
+            else:
+                _run(job)
             answer: dict[str, Any] = {"ok": True}
         except Exception as error:
             answer = {"ok": False, "kind": type(error).__name__, "text": str(error)}

@@ -102,6 +102,24 @@ class TemplateTime:
     weight: float
 
 
+VOCABULARY_PASSES = ("s", "normalize", "t", "embed", "embed_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyTime:
+    """Seconds of the passes of a spread vocabulary for one micro-batch on each rank.
+
+    They are of one `method`; `embed` and `embed_backward` of all embeddings together.
+    """
+
+    method: str
+    s: float
+    normalize: float
+    t: float
+    embed: float
+    embed_backward: float
+
+
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
     """A mesh of a cluster: what its best plan takes, or the reason why none was made.
@@ -188,6 +206,7 @@ class Plan:
     sharding: Sharding | None = None
     vocabulary: VocabularyChoice | None = None
     costs: tuple[TemplateTime, ...] | None = None
+    vocabulary_costs: VocabularyTime | None = None
     meshes: tuple[MeshChoice, ...] | None = None
     version: int = VERSION
 
@@ -200,6 +219,8 @@ class Plan:
             del data["vocabulary"]
         if self.costs is None:  # they follow from the device's figures
             del data["costs"]
+        if self.vocabulary_costs is None:
+            del data["vocabulary_costs"]
         if self.meshes is None:  # the mesh was given
             del data["meshes"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"

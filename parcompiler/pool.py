@@ -1,4 +1,4 @@
-"""Processes on this machine that run the ranks of programs, kept between proofs.
+"""Processes on this machine that run the ranks of programs, kept between proofs and measurements.
 
 Starting a process and importing torch takes seconds, a proof a fraction of one; so the first
 proof starts the processes and later ones use them. They end with this process.
@@ -86,23 +86,12 @@ class Pool:
 
     def run(self, job: Job, size: int) -> Outcome:
         """Run every rank of a program. Raises LaunchError with the first cause when one fails."""
-        if any(member.poll() is not None for member in self._members):
-            self.close()
-        while len(self._members) < size:
-            self._members.append(_start())
         with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
             for number, tensors in enumerate(job.batches):
                 batch = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
                 save_file(batch, Path(folder) / f"batch_{number}.safetensors")
-            try:
-                for rank in range(size):
-                    self._send(rank, _message(job, rank, size, folder))
-                failures = self._failures(size, job.patience)
-                if failures:
-                    raise LaunchError(_cause(failures))
-            except BaseException:  # an interruption too: what they would answer is of no use
-                self.close()
-                raise
+            messages = [_message(job, rank, size, folder) for rank in range(size)]
+            self.ask(messages, job.patience)
             numbers = load_file(Path(folder) / "losses.safetensors")
             return Outcome(
                 numbers["losses"],
@@ -111,6 +100,25 @@ class Pool:
                 scale=float(numbers["scale"]),
                 norms=numbers["norms"],
             )
+
+    def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:
+        """Give each of some processes its part of a job, and wait until all have done it.
+
+        Raises LaunchError with the first cause when one fails, or takes more than `patience` s.
+        """
+        if any(member.poll() is not None for member in self._members):
+            self.close()
+        while len(self._members) < len(messages):
+            self._members.append(_start())
+        try:
+            for rank, message in enumerate(messages):
+                self._send(rank, message)
+            failures = self._failures(len(messages), patience)
+            if failures:
+                raise LaunchError(_cause(failures))
+        except BaseException:  # an interruption too: what they would answer is of no use
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the processes; a fork of the process that started them leaves them alone."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from parcompiler.capture.blocks import Cut, cut, levels
@@ -24,8 +23,8 @@ from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
-from parcompiler.plan import Plan, TemplateTime
-from parcompiler.times import measured, modelled
+from parcompiler.plan import Plan, TemplateTime, VocabularyTime
+from parcompiler.times import Bench, measured, modelled
 
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
@@ -119,8 +118,9 @@ class Problem:
     """What is given. A pass reads it and never changes it.
 
     `local` keeps the problems of one tensor rank, by sharding (see passes/shard/local.py), `times`
-    what was measured, by granularity and template, on the device `bench`. `explain` says whether it
-    is worth time to say what would do when nothing fits.
+    what was measured on the `bench`, by granularity and template, and `vocabulary_times` the same
+    of a spread vocabulary, by method. `explain` says whether it is worth time to say what would do
+    when nothing fits.
     """
 
     graph: Graph
@@ -131,9 +131,12 @@ class Problem:
         default_factory=dict, repr=False, compare=False
     )
     local: dict[Any, Problem] = field(default_factory=dict, repr=False, compare=False)
-    bench: torch.device | None = None
+    bench: Bench | None = None
     explain: bool = field(default=True, repr=False, compare=False)
     times: dict[tuple[int, str], TemplateTime] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    vocabulary_times: dict[str, VocabularyTime] = field(
         default_factory=dict, repr=False, compare=False
     )
 

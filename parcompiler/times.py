@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
 import torch
 
 from parcompiler.cost import BlockCost, seconds
 from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import Operation
 from parcompiler.cost.timed import Timed, time_block
 from parcompiler.device import Device
 from parcompiler.errors import InputError
 from parcompiler.graph import Block, Graph
-from parcompiler.plan import TemplateTime
+from parcompiler.plan import TemplateTime, VocabularyTime
+
+
+class Bench(Protocol):
+    """What runs on this machine for `costs="measured"`; `bench.local` has it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks run."""
+
+    def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
+        """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
+
+        None where so many ranks cannot be busy at once here.
+        """
+
+    def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
+        """What the passes take on one of `ranks` ranks that share the graph's vocabulary."""
 
 
 def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:
@@ -29,13 +51,13 @@ def measured(
     block: Block,
     graph: Graph,
     device: Device,
-    bench: torch.device,
+    bench: Bench,
 ) -> TemplateTime:
     """The times of the template of `block`, measured on `bench`.
 
-    `like` are its modelled times: what ranks exchange is still taken from `device`, and the part of
-    the backward that can wait is as large as in the model. Raises InputError where the block cannot
-    run here.
+    `like` are its modelled times: the part of the backward that can wait is as large as in the
+    model, and what ranks exchange is taken from `device` where the bench has no room for them.
+    Raises InputError where the block cannot run here.
     """
     trainable = {item.node for item in graph.parameters if item.trainable}
     timed = Timed(
@@ -45,27 +67,53 @@ def measured(
         buffers={item.node for item in graph.parameters} - trainable,
         differentiable=graph.differentiable,
         high=_high(graph),
-        device=bench,
+        device=bench.device,
     )
-    try:
+    with _named(repr(block.name)):
         found = time_block(timed)
-    except Exception as error:  # whatever an operator has against such data
-        message = (
-            f"the times of {block.name!r} cannot be measured here ({type(error).__name__}: "
-            f"{error}): take costs='model'"
-        )
-        raise InputError(message) from error
-    talking = [
-        seconds((one for one in side if one.kind == EXCHANGE), device)
-        for side in (cost.forward, cost.backward)
-    ]
-    backward = found.backward + talking[1]
+        talking = [
+            _exchanged(*side, device, bench)
+            for side in ((cost.forward, found.forward), (cost.backward, found.backward))
+        ]
     return TemplateTime(
         template=like.template,
         forward=found.forward + talking[0],
-        backward=backward,
+        backward=found.backward + talking[1],
         weight=found.backward * like.weight / like.backward if like.backward else 0.0,
     )
+
+
+def measured_vocabulary(graph: Graph, ranks: int, method: str, bench: Bench) -> VocabularyTime:
+    """The times of the passes of the graph's vocabulary. Raises InputError as `measured` does."""
+    with _named("the vocabulary"):
+        return bench.vocabulary(graph, ranks, method)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Within it, whatever an operator has against such data says what it was that ran.
+
+    So do processes that cannot be started.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = (
+            f"the times of {what} cannot be measured here ({type(error).__name__}: {error}): "
+            "take costs='model'"
+        )
+        raise InputError(message) from error
+
+
+def _exchanged(
+    operations: Iterable[Operation], computed: float, device: Device, bench: Bench
+) -> float:
+    """Seconds of what tensor ranks exchange among `computed` s of work: measured, or modelled."""
+    exchanges = [one for one in operations if one.kind == EXCHANGE]
+    if not exchanges:
+        return 0.0
+    found = bench.exchanged(exchanges, computed / len(exchanges))
+    return seconds(exchanges, device) if found is None else found
 
 
 def _high(graph: Graph) -> dict[str, int]:

@@ -8,10 +8,11 @@ from torch import fx
 
 from parcompiler.cost.collective import Group, group
 from parcompiler.cost.vocabulary import vocabulary_parts
-from parcompiler.plan import Plan
+from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import trunk
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
+from parcompiler.times import measured_vocabulary
 
 
 def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
@@ -23,8 +24,8 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
     spread = problem.graph.vocabulary
     if plan.vocabulary is None or not plan.vocabulary.spread or spread is None:
         return None
-    method = plan.vocabulary.method
-    parts = _parts(problem, plan.mesh.pipeline * plan.mesh.tensor, method)
+    method, ranks = plan.vocabulary.method, plan.mesh.pipeline * plan.mesh.tensor
+    parts = _parts(problem, ranks, method) | _measured(problem, ranks, method)
     stages = _stages(problem, plan)
     last = len(trunk(plan).placement) - 1
     users = (min((stages[u] for u in item.node.users if u in stages), default=0)
@@ -48,6 +49,20 @@ def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
         )  # fmt: skip
     found: dict[str, Any] = known[key]
     return found
+
+
+def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
+    """Seconds of the passes as they were measured; nothing where they are the model's.
+
+    Raises InputError where they cannot run here.
+    """
+    known = problem.vocabulary_times.get(method)
+    if known is None:
+        if problem.bench is None:
+            return {}
+        known = measured_vocabulary(problem.graph, ranks, method, problem.bench)
+        problem.vocabulary_times[method] = known
+    return {name: getattr(known, name) for name in VOCABULARY_PASSES}
 
 
 def _group(problem: Problem) -> Group:

@@ -1,17 +1,23 @@
-"""Times of templates: measured by running them with data, and kept in the plan."""
+"""Times of templates and of the vocabulary's passes: measured, and kept in the plan."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import parcompiler as pc
 from parcompiler import times
+from parcompiler.bench import local
+from parcompiler.bench.local import LocalBench
 from parcompiler.cost import timed
+from parcompiler.cost.operation import Operation
 from parcompiler.cost.timed import BlockTime, Timed
-from parcompiler.plan import TemplateTime
+from parcompiler.graph import Graph
+from parcompiler.instruction import Kind
+from parcompiler.plan import TemplateTime, VocabularyTime
 from tests import zoo
 
 PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
@@ -19,17 +25,20 @@ PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured does not matter here."""
+    """What is measured does not matter here, and no process is started."""
     monkeypatch.setattr(timed, "FEWEST", 1)
     monkeypatch.setattr(timed, "MOST", 1)
     monkeypatch.setattr(timed, "WARM", 1)
+    monkeypatch.setattr(LocalBench, "exchanged", lambda self, exchanges, between: None)
 
 
-def compiled(name: str, mesh: pc.Mesh, plan: pc.Plan | None = None) -> pc.Program:
+def compiled(
+    name: str, mesh: pc.Mesh, plan: pc.Plan | None = None, vocabulary: str = "whole"
+) -> pc.Program:
     model, inputs = zoo.build(name)
     costs = "measured" if plan is None else "model"
     return pc.compile(
-        model, mesh, inputs, schedule="1f1b", vocabulary="whole", costs=costs, plan=plan
+        model, mesh, inputs, schedule="1f1b", vocabulary=vocabulary, costs=costs, plan=plan
     )
 
 
@@ -48,6 +57,86 @@ def test_the_templates_of_tensor_ranks_run_without_the_other_ranks() -> None:
     program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="measured")
     assert program.plan.costs
     assert all(item.forward > 0 for item in program.plan.costs)
+
+
+def test_what_tensor_ranks_exchange_is_asked_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[set[str], int, float]] = []
+
+    def exchanged(self: LocalBench, exchanges: Sequence[Operation], between: float) -> float:
+        asked.append(({one.name for one in exchanges}, len(exchanges), between))
+        return 100.0
+
+    seconds = BlockTime(forward=2.0, backward=3.0)
+    monkeypatch.setattr(times, "time_block", lambda block: seconds)
+    monkeypatch.setattr(LocalBench, "exchanged", exchanged)
+    model, inputs = zoo.build("gpt")
+    program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="measured")
+    assert program.plan.costs is not None
+    (layer,) = (item for item in program.plan.costs if item.template == "Layer")
+    assert (layer.forward, layer.backward) == (102.0, 103.0)
+    assert asked
+    for names, number, between in asked:
+        assert names <= {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+        assert between * number in (2.0, 3.0)
+
+
+def timed_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> VocabularyTime:
+    return VocabularyTime(method, s=7.0, normalize=0.0, t=5.0, embed=4.0, embed_backward=3.0)
+
+
+def test_the_passes_of_the_vocabulary_take_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "time_passes", timed_passes)
+    program = compiled("gpt", pc.Mesh(pipeline=2), vocabulary="vocab-1")
+    plan = program.plan
+    assert plan.vocabulary_costs == timed_passes(
+        program.captured, 2, "vocab-1", torch.device("cpu")
+    )
+    wanted = {Kind.S: 7.0, Kind.T: 5.0, Kind.EMBED: 4.0, Kind.EMBED_BACKWARD: 3.0}
+    events = program.simulate().events
+    for kind, seconds in wanted.items():
+        took = [e.end - e.begin for e in events if e.instruction and e.instruction.kind is kind]
+        assert took
+        assert took == pytest.approx([seconds] * len(took))
+    monkeypatch.setattr(local, "time_passes", None)  # it would fail
+    assert program.costs.at().step_time < program.simulate().step_time  # other sizes: modelled
+    read = pc.Plan.from_json(plan.to_json())
+    again = compiled("gpt", pc.Mesh(pipeline=2), read, vocabulary="vocab-1")
+    assert again.plan == plan
+    assert again.simulate().step_time == program.simulate().step_time
+
+
+def test_a_vocabulary_on_stages_has_no_times_of_passes() -> None:
+    plan = compiled("gpt", pc.Mesh(pipeline=2)).plan
+    assert plan.vocabulary_costs is None
+    assert "vocabulary_costs" not in plan.to_json()
+
+
+def test_passes_that_cannot_run_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "time_passes", None)
+    with pytest.raises(pc.InputError, match=r"the times of the vocabulary cannot be measured here"):
+        compiled("gpt", pc.Mesh(pipeline=2), vocabulary="vocab-2")
+
+
+@pytest.mark.parametrize(
+    ("edited", "message"),
+    [
+        ({"t": -1.0}, r"vocabulary costs must have seconds as 't' \(-1.0 found"),
+        ({"embed": math.inf}, r"vocabulary costs must have seconds as 'embed' \(inf found"),
+        ({"method": "vocab-2"}, "of method 'vocab-2', and its vocabulary is 'vocab-1': measure"),
+    ],
+)
+def test_times_of_passes_edited_into_nonsense_are_refused(
+    edited: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "time_passes", timed_passes)
+    plan = compiled("gpt", pc.Mesh(pipeline=2), vocabulary="vocab-1").plan
+    assert plan.vocabulary_costs is not None
+    costs = dataclasses.replace(plan.vocabulary_costs, **edited)
+    wrong = dataclasses.replace(plan, vocabulary_costs=costs)
+    with pytest.raises(pc.PlanError, match=message):
+        compiled("gpt", pc.Mesh(pipeline=2), wrong, vocabulary="vocab-1")
 
 
 def test_a_plan_brings_its_times_along(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,15 @@ def _costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str
     yield _alternatives("templates", one, other, "measured")
 
 
+def _vocabulary_costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
+    """Where the times of the passes of the vocabulary are from."""
+    words = [
+        f"measured times of {side.method}" if side else "times by the device's figures"
+        for side in (first, second)
+    ]
+    yield " -> ".join(words) if words[0] != words[1] else f"other {words[0]}"
+
+
 def _alternatives(
     kind: str, one: Mapping[str, object], other: Mapping[str, object], verb: str = "considered"
 ) -> str:
@@ -190,6 +199,7 @@ _WORDS: dict[str, Callable[[Plan, Plan, Any, Any], Iterator[str]]] = {
     "search": _solution,
     "weighed": _weighed,
     "costs": _costs,
+    "vocabulary_costs": _vocabulary_costs,
     "meshes": _meshes,
     "sharding": pieces.sharding,
     "vocabulary": _vocabulary,

@@ -136,7 +136,8 @@ def planning(command: Command) -> Command:
             click.option(
                 "--costs", type=words.Listed("WORD", words.COSTS),
                 help="Where the times of blocks come from: model (the device's figures), or "
-                "measured (each distinct block is run on this machine). Default: model.",
+                "measured (each distinct block, the passes of a spread vocabulary and what tensor "
+                "ranks exchange are run on this machine). Default: model.",
             ),
             click.option(
                 "--optimizer", type=words.Listed("NAME", words.OPTIMIZERS),

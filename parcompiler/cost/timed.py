@@ -25,6 +25,8 @@ from parcompiler.cost.execution import entered
 from parcompiler.cost.stand_in import is_differentiable, tensors
 from parcompiler.spmd.exchange import is_conversion
 
+Clock = Callable[[], float]  # seconds
+
 SECONDS = 0.5  # of measuring a block, if its forward and backward are short
 FEWEST, MOST = 3, 30  # samples
 WARM = 2  # runs before: they allocate memory and choose kernels
@@ -110,27 +112,34 @@ def time_block(block: Timed, seconds: float = SECONDS) -> BlockTime:
 
     Raises whatever an operator raises that cannot run with such data.
     """
-    with _alone(block.device) as clock:
+
+    def sample(clock: Clock) -> tuple[float, float]:
+        start = clock()
+        found = block.forward()
+        middle = clock()
+        block.backward(found)
+        return middle - start, clock() - middle
+
+    forward, backward = medians(sample, block.device, seconds)
+    return BlockTime(forward, backward)
+
+
+def medians(
+    sample: Callable[[Clock], Sequence[float]], device: torch.device, seconds: float = SECONDS
+) -> tuple[float, ...]:
+    """The medians of what `sample` measures by the clock it is given, again for about so long."""
+    with _alone(device) as clock:
         for _ in range(WARM):
-            block.backward(block.forward())
-        samples: list[tuple[float, float]] = []
+            sample(clock)
+        samples: list[Sequence[float]] = []
         end = time.perf_counter() + seconds
         while len(samples) < FEWEST or (len(samples) < MOST and time.perf_counter() < end):
-            samples.append(_sample(block, clock))
-    forward, backward = zip(*samples, strict=True)
-    return BlockTime(statistics.median(forward), statistics.median(backward))
-
-
-def _sample(block: Timed, clock: Callable[[], float]) -> tuple[float, float]:
-    start = clock()
-    found = block.forward()
-    middle = clock()
-    block.backward(found)
-    return middle - start, clock() - middle
+            samples.append(sample(clock))
+    return tuple(map(statistics.median, zip(*samples, strict=True)))
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[Callable[[], float]]:
+def _alone(device: torch.device) -> Iterator[Clock]:
     """Without garbage collection, and on a CPU with the one thread that torchrun gives a rank.
 
     Yields a clock: the CPU time of that thread, which others on the machine do not add to, or the

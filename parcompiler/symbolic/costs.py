@@ -172,7 +172,14 @@ class Costs:
                 plan = dataclasses.replace(plan, sharding=None)
             mesh = dataclasses.replace(self.whole.mesh, tensor=tensor)
             whole = dataclasses.replace(
-                self.whole, mesh=mesh, _priced={}, _recomputing={}, local={}, times={}
+                self.whole,
+                mesh=mesh,
+                bench=None,
+                _priced={},
+                _recomputing={},
+                local={},
+                times={},
+                vocabulary_times={},
             )
             self._by_tensor[tensor] = Costs(local(whole, plan), plan, self.again, whole)
         return self._by_tensor[tensor]

@@ -73,7 +73,13 @@ class Shadow:
             sent=tuple(self.copies[node] for node in self.priced.sent),
         )
         return dataclasses.replace(
-            problem, graph=self.graph, _priced={self.level: priced}, _recomputing={}, local={}
+            problem,
+            graph=self.graph,
+            bench=None,  # what was measured is of the sizes of the capture
+            _priced={self.level: priced},
+            _recomputing={},
+            local={},
+            vocabulary_times={},
         )
 
     def _graph(self, graph: Graph, made: fx.Graph) -> Graph:

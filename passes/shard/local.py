@@ -40,7 +40,13 @@ def _known(problem: Problem, key: object, graph: Callable[[], Graph]) -> Problem
     """The problem with another graph, made once for each key."""
     if key not in problem.local:
         problem.local[key] = dataclasses.replace(
-            problem, graph=graph(), _priced={}, _recomputing={}, local={}, times={}
+            problem,
+            graph=graph(),
+            _priced={},
+            _recomputing={},
+            local={},
+            times={},
+            vocabulary_times={},
         )
     found: Problem = problem.local[key]
     return found

@@ -18,6 +18,7 @@ from parcompiler.plan import (
     StageChoice,
     TemplateTime,
     VocabularyChoice,
+    VocabularyTime,
     Weighed,
 )
 
@@ -38,6 +39,7 @@ def template(**tensors: str) -> Shards:
 
 
 TIME = TemplateTime("Layer", 1.0, 2.0, 0.5)
+PASSES = VocabularyTime("vocab-2", s=2.0, normalize=0.0, t=1.0, embed=0.5, embed_backward=0.5)
 METHOD = Method("whole", "1f1b", 0.5)
 PLAN = Plan(
     model="GPT",
@@ -132,6 +134,10 @@ PLAN = Plan(
             ["costs: times by the device's figures -> measured times of blocks"],
         ),
         (
+            {"vocabulary_costs": PASSES},
+            ["vocabulary_costs: times by the device's figures -> measured times of vocab-2"],
+        ),
+        (
             {"meshes": (MeshChoice(2, 2, 1, 8, seconds=0.5), MeshChoice(4, 1, 1, 8))},
             ["meshes: now also considered: 2 x 2 x 1, 4 x 1 x 1"],
         ),
@@ -150,10 +156,18 @@ def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
     assert changes(PLAN, PLAN) == ()
     other = Plan("Llama", "1f", Shape(), 1, precision="fp64", optimizer="sgd", virtual_stages=2)
     decided: dict[str, Any] = {"costs": (TIME,), "meshes": (MeshChoice(2, 2, 1, 8),)}
-    found = dataclasses.replace(other, orders=("0F0",), search=PLAN.solution, version=2, **decided)
+    decided |= {"vocabulary_costs": PASSES, "orders": ("0F0",), "search": PLAN.solution}
+    found = dataclasses.replace(other, version=2, **decided)
     names = {field.name for field in dataclasses.fields(Plan)}
     for one, two in ((PLAN, found), (found, PLAN)):
         assert {change.field for change in changes(one, two)} == names
+
+
+def test_passes_of_the_vocabulary_that_were_measured_anew_are_named() -> None:
+    one = dataclasses.replace(PLAN, vocabulary_costs=PASSES)
+    other = dataclasses.replace(PLAN, vocabulary_costs=dataclasses.replace(PASSES, s=3.0))
+    (change,) = changes(one, other)
+    assert change.text == "other measured times of vocab-2"
 
 
 def test_blocks_and_meshes_that_came_out_otherwise_are_named() -> None:

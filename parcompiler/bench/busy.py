@@ -1,0 +1,83 @@
+"""A process of the pool as a tensor rank that computes between collectives, for `waits`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parcompiler.pieces import Shard
+from parcompiler.runtime.axis import Axis
+
+Verb = Callable[[torch.Tensor], object]
+
+TIMEOUT = timedelta(minutes=5)
+WARM = 3  # rounds that are not counted: they allocate memory
+FEWEST, MOST = 12, 400
+SIDE = 128  # of the matrices whose products are the work: each takes less than 0.1 ms
+MATRICES = 128  # of them in turn: 8 MiB, so that the work goes through the caches
+COLUMNS = 128  # of the piece of a value, where it has as many
+
+
+def measure(job: dict[str, Any]) -> None:
+    """Take part in the rounds of a job (see `waits.Asked`), and write what this rank found."""
+    rank, size = job["rank"], job["size"]
+    store = dist.FileStore(f"{job['out']}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    axis = Axis(rank, size, dist.group.WORLD, torch.device("cpu"))
+    value, verb = _called(job, axis)
+    with torch.no_grad():
+        work = _work(axis, job["between"])
+        number = min(MOST, max(FEWEST, int(job["seconds"] / job["between"])))
+        found = [_round(work, value, verb) for _ in range(WARM + number)]
+    (Path(job["out"]) / f"{rank}.json").write_text(json.dumps(found[WARM:]), encoding="utf-8")
+
+
+def _round(work: Callable[[], None], value: torch.Tensor, verb: Verb) -> tuple[float, float]:
+    """Seconds in the collective, and the share of the processor in the work before."""
+    start, processor = time.perf_counter(), time.thread_time()
+    work()
+    value.fill_(1)  # the last operator has just left it in the cache
+    processor, middle = time.thread_time() - processor, time.perf_counter()
+    verb(value)
+    return time.perf_counter() - middle, processor / (middle - start)
+
+
+def _work(axis: Axis, seconds: float) -> Callable[[], None]:
+    """As many products as take rank 0 so long alone; the same number on every rank."""
+    matrices = [torch.randn(SIDE, SIDE) for _ in range(MATRICES)]
+    rows = torch.randn(SIDE, SIDE)
+
+    def compute(number: int) -> None:
+        for k in range(number):
+            torch.mm(rows, matrices[k % MATRICES])
+
+    compute(MATRICES)
+    start = time.thread_time()
+    compute(4 * MATRICES)
+    one = (time.thread_time() - start) / (4 * MATRICES)
+    count = axis.agreed(max(1, round(seconds / one)))
+    return lambda: compute(count)
+
+
+def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
+    """What this rank holds, and the collective of the runtime that takes it."""
+    dtype, n = getattr(torch, job["dtype"]), axis.size
+    elements = job["nbytes"] / dtype.itemsize
+    columns = n * max(1, min(COLUMNS, int(elements / n**2)))  # a rank may have a piece of each dim
+    rows = max(1, round(elements / columns / n))
+    first, second = Shard(0, (n * rows,)), Shard(1, (columns,))
+    summed = job["action"] in ("all-reduce", "reduce-scatter")
+    verbs: dict[str, Verb] = {
+        "all-reduce": axis.total,
+        "all-gather": lambda own: axis.whole(own, first),
+        "reduce-scatter": lambda summand: axis.own_total(summand, first),
+        "all-to-all": lambda own: axis.exchanged(own, first, second),
+    }
+    return torch.ones(n * rows if summed else rows, columns, dtype=dtype), verbs[job["action"]]

@@ -1,0 +1,105 @@
+"""What a tensor rank spends in a collective, measured among processes of this machine.
+
+    rank 0   work ──────── exchange ┄┄┄ work ────────── exchange ┄
+    rank 1   work ────────── exchange ┄ work ──────── exchange ┄┄┄
+
+Ranks that come to it in the middle of a step have been computing: the values are wherever the last
+operator left them, the threads of the backend are asleep, and nobody comes at the same moment as
+the others. So a collective takes longer than between ranks that do nothing else, and what it takes
+is the mean over the ranks of how long each is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from parcompiler.cost import collective
+from parcompiler.cost.operation import Operation
+from parcompiler.pool import PATIENCE, pool
+
+SECONDS = 1.5  # of measuring one exchange, if nobody else needs the cores
+LEAST = 0.95  # of the time of its work a rank had the processor, or others disturbed the round
+LONGEST = 0.1  # of the rounds: the longest are left out
+BETWEEN = 1e-4, 0.25  # s of work between two collectives: as short and as long as is measured
+
+
+class Asked(NamedTuple):
+    """A collective of `action` about `nbytes` in `dtype`, after `between` s of work on each rank.
+
+    `nbytes` are those of the whole value.
+    """
+
+    action: str
+    nbytes: int
+    dtype: str
+    ranks: int
+    between: float
+
+
+class Round(NamedTuple):
+    """Seconds that a rank was in the collective, and its share of the processor before."""
+
+    wait: float
+    share: float
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def question(exchange: Operation, between: float) -> Asked:
+    """What is measured for an exchange; the work before it in powers of two, to ask less often.
+
+    >>> import torch
+    >>> sent = Operation("all-reduce", "exchange", 0.0, 1024.0, torch.float32, 2)
+    >>> question(sent, 0.0015)
+    Asked(action='all-reduce', nbytes=1024, dtype='float32', ranks=2, between=0.001953125)
+    """
+    whole = collective.whole(exchange.name, exchange.nbytes, exchange.ranks)
+    shortest, longest = BETWEEN
+    return Asked(
+        action=exchange.name,
+        nbytes=round(whole),
+        dtype=str(exchange.dtype).removeprefix("torch."),
+        ranks=exchange.ranks,
+        between=2.0 ** round(math.log2(min(max(between, shortest), longest))),
+    )
+
+
+def wait_of(asked: Asked, seconds: float = SECONDS) -> float:
+    """Seconds of one collective: the mean over ranks and rounds. Raises LaunchError."""
+    with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
+        message = {**asked._asdict(), "size": asked.ranks, "seconds": seconds, "out": folder}
+        messages = [message | {"rank": rank} for rank in range(asked.ranks)]
+        pool().ask([{"exchange": one} for one in messages], PATIENCE + 10 * seconds)
+        found = [
+            [Round(*one) for one in json.loads((Path(folder) / f"{rank}.json").read_text("utf-8"))]
+            for rank in range(asked.ranks)
+        ]
+    return typical(found)
+
+
+def typical(ranks: Sequence[Sequence[Round]]) -> float:
+    """The mean of the undisturbed rounds, of all where there are none; without the longest.
+
+    >>> one = [Round(1.0, 1.0), Round(3.0, 0.99), Round(90.0, 0.5)]
+    >>> typical([one, one])
+    2.0
+    """
+    rounds = [
+        Round(statistics.fmean(part.wait for part in parts), min(part.share for part in parts))
+        for parts in zip(*ranks, strict=True)
+    ]
+    quiet = sorted(one.wait for one in rounds if one.share >= LEAST)
+    waits = quiet or sorted(one.wait for one in rounds)
+    return statistics.fmean(waits[: max(1, math.ceil(len(waits) * (1 - LONGEST)))])
