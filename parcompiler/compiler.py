@@ -75,8 +75,8 @@ def compile(
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
     plan. What the tensor ranks of a CPU exchange is measured among as many processes, if there is
-    a core for each of them. A `Program` in the place of the model compiles its model again without
-    capturing it; `plan` reuses a plan, perhaps an edited one.
+    a core for each of them that others leave alone. A `Program` in the place of the model compiles
+    its model again without capturing it; `plan` reuses a plan, perhaps an edited one.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.

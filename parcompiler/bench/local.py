@@ -19,22 +19,26 @@ class LocalBench:
     """Measures on `device`, for one model."""
 
     device: torch.device
-    _waits: dict[Asked, float] = field(default_factory=dict, repr=False, compare=False)
+    _waits: dict[Asked, float | None] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[object, VocabularyTime] = field(default_factory=dict, repr=False, compare=False)
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
         """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
 
-        None where so many ranks cannot be busy at once here: on a GPU, and with fewer cores. Raises
-        LaunchError where the processes cannot be started.
+        None where so many ranks cannot be busy at once here: on a GPU, with fewer cores, and where
+        others use them. Raises LaunchError where the processes cannot be started.
         """
         if self.device.type != "cpu" or any(one.ranks > cores() for one in exchanges):
             return None
-        asked = [question(one, between) for one in exchanges]
-        for one in dict.fromkeys(asked):
-            if one not in self._waits:
-                self._waits[one] = wait_of(one)
-        return sum(self._waits[one] for one in asked)
+        waits = [self._wait(question(one, between)) for one in exchanges]
+        found = [wait for wait in waits if wait is not None]
+        return sum(found) if len(found) == len(waits) else None
+
+    def _wait(self, asked: Asked) -> float | None:
+        """Seconds of a collective, measured once."""
+        if asked not in self._waits:
+            self._waits[asked] = wait_of(asked)
+        return self._waits[asked]
 
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
         """What the passes take on one of `ranks` ranks that share the graph's vocabulary.

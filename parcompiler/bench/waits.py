@@ -12,6 +12,7 @@ is the mean over the ranks of how long each is in it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import statistics
@@ -26,8 +27,12 @@ from parcompiler.pool import PATIENCE, pool
 
 SECONDS = 1.5  # of measuring one exchange, if nobody else needs the cores
 LEAST = 0.95  # of the time of its work a rank had the processor, or others disturbed the round
+ENOUGH = 6  # rounds that nobody disturbed
+TRIES = 3  # to have as many
 LONGEST = 0.1  # of the rounds: the longest are left out
 BETWEEN = 1e-4, 0.25  # s of work between two collectives: as short and as long as is measured
+
+_log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
@@ -76,30 +81,41 @@ def question(exchange: Operation, between: float) -> Asked:
     )
 
 
-def wait_of(asked: Asked, seconds: float = SECONDS) -> float:
-    """Seconds of one collective: the mean over ranks and rounds. Raises LaunchError."""
+def wait_of(asked: Asked) -> float | None:
+    """Seconds of one collective; None, and a warning, where others leave no cores for it.
+
+    Raises LaunchError where the processes cannot be started.
+    """
+    for _ in range(TRIES):
+        found = typical(rounds_of(asked))
+        if found is not None:
+            return found
+    _log.warning("others use the cores: the time of an %s is the cost model's", asked.action)
+    return None
+
+
+def rounds_of(asked: Asked, seconds: float = SECONDS) -> list[list[Round]]:
+    """The rounds of each rank, for about `seconds` s. Raises LaunchError."""
     with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
         message = {**asked._asdict(), "size": asked.ranks, "seconds": seconds, "out": folder}
         messages = [message | {"rank": rank} for rank in range(asked.ranks)]
         pool().ask([{"exchange": one} for one in messages], PATIENCE + 10 * seconds)
-        found = [
-            [Round(*one) for one in json.loads((Path(folder) / f"{rank}.json").read_text("utf-8"))]
-            for rank in range(asked.ranks)
-        ]
-    return typical(found)
+        texts = [(Path(folder) / f"{rank}.json").read_text("utf-8") for rank in range(asked.ranks)]
+    return [[Round(*one) for one in json.loads(text)] for text in texts]
 
 
-def typical(ranks: Sequence[Sequence[Round]]) -> float:
-    """The mean of the undisturbed rounds, of all where there are none; without the longest.
+def typical(ranks: Sequence[Sequence[Round]]) -> float | None:
+    """The mean over ranks and undisturbed rounds, without the longest; None of a few rounds.
 
-    >>> one = [Round(1.0, 1.0), Round(3.0, 0.99), Round(90.0, 0.5)]
-    >>> typical([one, one])
-    2.0
+    >>> quiet, disturbed = [Round(1.0, 1.0), Round(3.0, 0.99)], [Round(90.0, 0.5)]
+    >>> typical([3 * quiet + disturbed] * 2), typical([quiet + 9 * disturbed] * 2)
+    (2.0, None)
     """
-    rounds = [
-        Round(statistics.fmean(part.wait for part in parts), min(part.share for part in parts))
+    waits = sorted(
+        statistics.fmean(part.wait for part in parts)
         for parts in zip(*ranks, strict=True)
-    ]
-    quiet = sorted(one.wait for one in rounds if one.share >= LEAST)
-    waits = quiet or sorted(one.wait for one in rounds)
-    return statistics.fmean(waits[: max(1, math.ceil(len(waits) * (1 - LONGEST)))])
+        if min(part.share for part in parts) >= LEAST
+    )
+    if len(waits) < ENOUGH:
+        return None
+    return statistics.fmean(waits[: math.ceil(len(waits) * (1 - LONGEST))])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompiler.bench import local, waits
+from parcompiler.bench import busy, local, waits
 from parcompiler.bench.local import LocalBench
-from parcompiler.bench.waits import Asked, Round, question, typical, wait_of
+from parcompiler.bench.waits import Asked, Round, question, rounds_of, typical, wait_of
 from parcompiler.cost.operation import Operation
 from parcompiler.errors import LaunchError
 
@@ -20,18 +20,20 @@ def sent(action: str, nbytes: float = 1024.0, ranks: int = 2) -> Operation:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_collective_is_measured_among_processes(action: str) -> None:
-    asked = question(sent(action), 0.0)
-    assert wait_of(asked, seconds=0.001) > 0
+    first, other = rounds_of(question(sent(action), 0.0), seconds=0.001)
+    assert len(first) == len(other) == busy.FEWEST
+    assert all(one.wait > 0 and one.share > 0 for one in first + other)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bfloat16", "bool"])
 def test_values_of_any_kind_are_gathered(dtype: str) -> None:
-    assert wait_of(Asked("all-gather", 100, dtype, 2, 1e-4), seconds=0.001) > 0
+    rounds = rounds_of(Asked("all-gather", 100, dtype, 2, 1e-4), seconds=0.001)
+    assert all(one.wait > 0 for rank in rounds for one in rank)
 
 
 def test_a_failure_of_a_process_is_told() -> None:
     with pytest.raises(LaunchError, match="KeyError: 'hop'"):
-        wait_of(Asked("hop", 1024, "float32", 2, 1e-4))
+        rounds_of(Asked("hop", 1024, "float32", 2, 1e-4))
 
 
 def test_what_was_asked_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +70,33 @@ def test_the_whole_value_is_what_is_asked_about() -> None:
     assert question(sent("all-reduce", ranks=4), 0.1).nbytes == 683
 
 
-def test_rounds_that_others_disturbed_count_only_where_there_are_no_others() -> None:
-    quiet, disturbed = Round(1.0, 1.0), Round(5.0, 0.5)
-    assert typical([[quiet, disturbed], [quiet, quiet]]) == 1.0
-    assert typical([[disturbed], [quiet]]) == 3.0
-    assert waits.LEAST > disturbed.share
+QUIET, DISTURBED = Round(1.0, 1.0), Round(5.0, 0.5)
+
+
+def test_rounds_that_others_disturbed_do_not_count() -> None:
+    six = [QUIET] * waits.ENOUGH
+    assert typical([[*six, DISTURBED], [*six, QUIET]]) == 1.0
+    assert typical([[*six, *six, QUIET], [*six, *six, Round(9.0, 1.0)]]) == 1.0  # the longest
+    assert typical([six, [DISTURBED, *six[1:]]]) is None
+
+
+def test_where_others_use_the_cores_the_model_says_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[Asked] = []
+
+    def rounds(asked: Asked) -> list[list[Round]]:
+        tries.append(asked)
+        return [[DISTURBED] * 12] * 2
+
+    monkeypatch.setattr(local, "cores", lambda: 2)
+    monkeypatch.setattr(waits, "rounds_of", rounds)
+    bench = LocalBench(torch.device("cpu"))
+    for _ in "ab":
+        assert bench.exchanged([sent("all-reduce")], 0.1) is None
+    assert len(tries) == waits.TRIES
+    assert [record.message for record in caplog.records] == [
+        "others use the cores: the time of an all-reduce is the cost model's"
+    ]
+    monkeypatch.setattr(waits, "rounds_of", lambda asked: [[QUIET] * 12] * 2)
+    assert wait_of(question(sent("all-reduce"), 0.1)) == 1.0
