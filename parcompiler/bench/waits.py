@@ -29,7 +29,7 @@ SECONDS = 1.5  # of measuring one exchange, if nobody else needs the cores
 LEAST = 0.95  # of the time of its work a rank had the processor, or others disturbed the round
 ENOUGH = 6  # rounds that nobody disturbed
 TRIES = 3  # to have as many
-LONGEST = 0.1  # of the rounds: the longest are left out
+LONGEST = 0.05  # of the rounds: the longest are left out
 BETWEEN = 1e-4, 0.25  # s of work between two collectives: as short and as long as is measured
 
 _log = logging.getLogger(__name__)
