@@ -1,7 +1,7 @@
 """What a block takes on a real device: its nodes run on tensors with data, as a stage runs them.
 
 Only distinct templates are timed, each for a fraction of a second, and only one is in memory at a
-time. What ranks exchange is left out: there are no other ranks. Its time is the cost model's.
+time. What ranks exchange is left out: there are no other ranks. `times` adds it.
 """
 
 from __future__ import annotations
