@@ -36,6 +36,7 @@ from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.replay import Replay, replaying
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.trace import shared, traced
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
@@ -104,40 +105,45 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.export.ExportedProgram:
-    """Export the model with its loss; when that fails, in two other ways (see `_attempts`).
+    """Export the model with its loss; when that fails, in other ways (see `_attempts`).
 
     What depends on the values of the batch is refused at once: `fx.symbolic_trace` would take the
     branch that values of its own decide.
     """
-    own = shared(model)
+    own = tried = failed = shared(model)
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
-        computing_all_rows(), Known(),
+        computing_all_rows(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
-        for attempt in _attempts(model, own, kwargs):
+        replay = Replay(own, known.follows)
+        for attempt in _attempts(model, own, kwargs, replay):
             try:
-                with attempt as module:
-                    whole = WithLoss(module, loss)
-                    with compiled_late():
-                        return torch.export.export(whole, args, kwargs, strict=False)
+                with attempt as tried, compiled_late():
+                    return torch.export.export(WithLoss(tried, loss), args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
-                first = first or error
+                if replay.used:  # perhaps because of that
+                    continue
+                if first is None:
+                    first, failed = error, tried
                 if is_data_dependent(error) or isinstance(error, ParcompilerError):
                     break
     assert first is not None
     if isinstance(first, CaptureError):
-        raise placed(first, own) from first
-    raise first if isinstance(first, ParcompilerError) else explain(first, own) from first
+        raise placed(first, failed) from first
+    raise first if isinstance(first, ParcompilerError) else explain(first, failed) from first
 
 
 def _attempts(
-    model: nn.Module, own: nn.Module, kwargs: dict[str, Any]
+    model: nn.Module, own: nn.Module, kwargs: dict[str, Any], replay: Replay
 ) -> Iterator[AbstractContextManager[nn.Module]]:
-    """The model as it is; where it leaves out steps when it is compiled, as in eager mode; and
-    with its Python resolved by `fx.symbolic_trace`."""
-    yield nullcontext(own)
+    """The model as it is, layers that are equal traced once, else each; where it leaves out steps
+    when it is compiled, as in eager mode; and with its Python resolved by `fx.symbolic_trace`."""
+    yield replaying(replay, own)
+    if replay.used:
+        replay.used = False
+        yield nullcontext(shared(model))
     yield _eager(model)
     yield _resolved(model, kwargs)
 

@@ -89,6 +89,10 @@ class Known(TorchFunctionMode):
             self._values[id(result)] = result, torch.tensor(value).expand(tuple(result.shape))
         return True
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether anything is known of the values of a tensor."""
+        return id(tensor) in self._draws or self._value(tensor) is not None
+
     def _value(self, tensor: object) -> torch.Tensor | None:
         """The values of a tensor if they are known."""
         _, value = self._values.get(id(tensor), (None, None))

@@ -1,0 +1,117 @@
+"""What a forward reads and changes beside its arguments and tensors, seen while it runs."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import random
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.capture.replay.alike import Attribute
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@contextmanager
+def reads(layer: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attribute]]:
+    """Within it, the attributes among `watched` that anybody reads are added to what it yields.
+
+    Who takes hold of the `__dict__` of a module, other than torch itself, reads all of them.
+    """
+    found: set[Attribute] = set()
+    paths = {path for path, _ in watched}
+    places = {id(vars(m)): p for p, m in layer.named_modules() if p in paths}
+    kinds = {type(m) for p, m in layer.named_modules() if p in paths}
+    names = {name for _, name in watched}
+    before = {kind: vars(kind).get("__getattribute__") for kind in kinds}
+
+    def note(module: nn.Module, name: str) -> None:
+        path = places.get(id(object.__getattribute__(module, "__dict__")))
+        if path is None:
+            return
+        if name != "__dict__":
+            found.add((path, name))
+        elif not sys._getframe(2).f_code.co_filename.startswith(_TORCH):
+            found.update(item for item in watched if item[0] == path)
+
+    def noting(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def get(self: nn.Module, name: str) -> Any:
+            if name == "__dict__" or name in names:
+                note(self, name)
+            return original(self, name)
+
+        return get
+
+    for kind in kinds:
+        original: Any = kind.__getattribute__
+        setattr(kind, "__getattribute__", noting(original))  # noqa: B010  (of a class, not of one)
+    try:
+        yield found
+    finally:
+        for kind, own in before.items():
+            if own is None:
+                delattr(kind, "__getattribute__")
+            else:
+                setattr(kind, "__getattribute__", own)  # noqa: B010
+
+
+class Surroundings:
+    """What a forward may have changed: attributes, its file's variables, chances drawn.
+
+    >>> layer = nn.Identity()
+    >>> layer.seen = []
+    >>> before = Surroundings(layer)
+    >>> before.unchanged()
+    True
+    >>> layer.seen.append(1)
+    >>> before.unchanged()
+    False
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._chances = _chances()
+        self._values = self._look()
+
+    def unchanged(self) -> bool:
+        """Whether all is as it was when this was made."""
+        now = self._look()
+        same = len(now) == len(self._values) and all(map(operator.is_, now, self._values))
+        return same and _chances() == self._chances
+
+    def _look(self) -> list[Any]:
+        """The objects that stand everywhere now; these hold them, so that none is taken for another
+        of the same place in memory."""
+        owners = [vars(module) for module in self._layer.modules()]
+        files = {type(module).__module__ for module in self._layer.modules()}
+        owners += [vars(sys.modules[name]) for name in sorted(files) if name in sys.modules]
+        values = [value for owner in owners for value in (*owner, *owner.values())]
+        values += [item for value in list(values) for item in _inside(value)]
+        return values
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container or an object holds."""
+    if type(value) in (list, tuple, set, frozenset):
+        yield from value
+    elif isinstance(value, dict):
+        yield from itertools.chain(value, value.values())
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | ModuleType):
+        yield from vars(value).values()
+
+
+def _chances() -> Hashable:
+    """The states of the random numbers of Python and of numpy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
