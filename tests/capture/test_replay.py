@@ -60,6 +60,10 @@ class Layer(nn.Module):
         return (x, mask) if self.kind == "returns its argument" else x
 
 
+def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
 class Stack(nn.Module):
     """Layers under an embedding, with the loss of a tied head."""
 
@@ -72,7 +76,7 @@ class Stack(nn.Module):
         self.kind = kind
         if kind == "has a hook":
             for layer in layers:
-                layer.up.register_forward_hook(lambda module, inputs, output: output * 2)
+                layer.up.register_forward_hook(doubled)
         if kind == "is tied to the head":
             for layer in layers:
                 layer.up.weight = layers[0].up.weight
