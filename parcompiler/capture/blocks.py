@@ -57,12 +57,13 @@ def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
     runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
     if level > depth(nodes):
         runs = [piece for run in runs for piece in _pieces(run, graph)]
-    runs = _keep_together(runs, effects)
+    unsendable = graph.once("unsendable", lambda: [n for n in nodes if not is_sendable(n)])
+    runs = _keep_together(runs, effects, unsendable)
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
     prologue = prologue_of(graph, nodes, home, effects, set(sent))
     parts = [[node for node in run.nodes if node not in prologue] for run in runs]
     kept = [run._replace(nodes=part) for run, part in zip(runs, parts, strict=True) if part]
-    blocks = group(graph, _keep_together(kept, effects))
+    blocks = group(graph, _keep_together(kept, effects, unsendable))
     return Cut(blocks, tuple(node for node in nodes if node in prologue))
 
 
@@ -88,12 +89,17 @@ def depth(nodes: Iterable[fx.Node]) -> int:
 
 def steps(node: fx.Node) -> list[Step]:
     """The modules around a node, outermost first, without the model itself."""
-    stack = node.meta.get("nn_module_stack", {})
-    found = (_step(key, path) for key, (path, _kind) in stack.items())
-    return [step for step in found if step.path]
+    return list(_steps(tuple(node.meta.get("nn_module_stack", {}).items())))
 
 
 @lru_cache(maxsize=2**14)  # the nodes of a module have the same
+def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[Step, ...]:
+    """The modules of a stack, without the model itself."""
+    found = (_step(key, path) for key, (path, _kind) in stack)
+    return tuple(step for step in found if step.path)
+
+
+@lru_cache(maxsize=2**14)
 def _step(key: str, path: str) -> Step:
     """A module path of the export as the user's model has it, and which call it is."""
     path = "" if path == "model" else path.removeprefix("model.")
@@ -179,22 +185,22 @@ def _pieces(run: Run, graph: Graph) -> list[Run]:
     return pieces
 
 
-def _keep_together(runs: list[Run], effects: Effects) -> list[Run]:
+def _keep_together(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) -> list[Run]:
     """Join the runs that no cut may part: what updates memory in place, what makes and reads a
     value that cannot be sent, and what nothing reads with what stands before it."""
     while True:
-        joined = _joined(runs, effects)
+        joined = _joined(runs, effects, unsendable)
         if len(joined) == len(runs):
             return joined
         runs = joined
 
 
-def _joined(runs: list[Run], effects: Effects) -> list[Run]:
+def _joined(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) -> list[Run]:
     """One round: joining runs may leave others to join."""
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
     last = list(range(len(runs)))
     for first, end in itertools.chain(
-        _updates(home, effects), _unsendable(home), _without_results(runs)
+        _updates(home, effects), _crossings(home, unsendable), _without_results(runs)
     ):
         last[first] = max(last[first], end)
     joined: list[Run] = []
@@ -211,7 +217,7 @@ def _joined(runs: list[Run], effects: Effects) -> list[Run]:
 def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int]]:
     """The first and last run that touch memory which is updated in more than one of them."""
     sharing: dict[fx.Node, list[fx.Node]] = {}
-    for node in home:
+    for node in home if effects.writers else ():
         sharing.setdefault(effects.root(node), []).append(node)
     for root, writers in effects.writers.items():
         readers = [user for node in (root, *sharing.get(root, ())) for user in node.users]
@@ -224,10 +230,13 @@ def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, 
             yield min(everywhere), max(everywhere)
 
 
-def _unsendable(home: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
+def _crossings(
+    home: dict[fx.Node, int], unsendable: Collection[fx.Node]
+) -> Iterator[tuple[int, int]]:
     """The run that makes, and the last that reads, a number or a tensor of unknown size."""
-    for node, index in home.items():
-        if not is_sendable(node):
+    for node in unsendable:
+        index = home.get(node)
+        if index is not None:
             yield index, max([index, *(home[user] for user in node.users if user in home)])
 
 

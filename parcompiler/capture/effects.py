@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import fx
@@ -50,7 +50,7 @@ def _number(value: object) -> float:
 def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that a node updates in place."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or not _may_write(target):
         return
     arguments = {a.name: v for a, v in zip(target._schema.arguments, node.args, strict=False)}
     arguments |= node.kwargs
@@ -64,6 +64,21 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     ):
         for name in ("running_mean", "running_var"):
             yield from _nodes(arguments.get(name))
+
+
+@lru_cache(maxsize=1024)
+def _may_write(target: torch._ops.OpOverload) -> bool:
+    """Whether there are nodes of an operator that update one of their operands."""
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    written = any(info is not None and info.is_write for info in infos)
+    return written or target._opname in _TRAINING_NORMS
+
+
+@lru_cache(maxsize=1024)
+def _may_share(target: torch._ops.OpOverload) -> bool:
+    """Whether the result of an operator may lie in the memory of its operand."""
+    aliased = any(item.alias_info is not None for item in target._schema.returns)
+    return aliased or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -82,11 +97,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if isinstance(target, Applied) or getattr(target, "shares", False):  # may return what it got
         return next(_nodes(list(node.args)), None)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    aliased = any(item.alias_info is not None for item in target._schema.returns)
-    maybe = torch.Tag.maybe_aliasing_or_mutating in target.tags
-    if not (aliased or maybe):
+    if not isinstance(target, torch._ops.OpOverload) or not _may_share(target):
         return None
     return next(_nodes(list(node.args)), None)
 

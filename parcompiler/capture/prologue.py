@@ -22,8 +22,11 @@ def prologue_of(
     effects: Effects,
     sent: set[fx.Node],
 ) -> set[fx.Node]:
-    """The nodes of the prologue; `home` is the run of each node, `sent` are better not in it."""
-    free = _free(graph, nodes, effects)
+    """The nodes of the prologue.
+
+    `nodes` are all that blocks are made of, `home` is the run of each, `sent` are better not in it.
+    """
+    free = graph.once("free", lambda: _free(graph, nodes, effects))
     wanted = [
         node
         for node in nodes
