@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
 from parcompiler.capture.adaptive import computing_all_rows
+from parcompiler.capture.beneath import set_aside
 from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
@@ -120,8 +121,9 @@ def _export(
         replay = Replay(own, known.follows)
         for attempt in _attempts(model, own, kwargs, replay):
             try:
-                with attempt as tried, compiled_late():
-                    return torch.export.export(WithLoss(tried, loss), args, kwargs, strict=False)
+                with attempt as tried, compiled_late(), set_aside() as beneath:
+                    whole = WithLoss(tried, loss, beneath)
+                    return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 if replay.used:  # perhaps because of that
                     continue

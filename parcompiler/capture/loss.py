@@ -8,6 +8,7 @@ tensor(2.)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,17 +20,27 @@ PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's m
 
 
 class WithLoss(nn.Module):
-    """Calls the user's model and returns the scalar that training minimises."""
+    """Calls the user's model and returns the scalar that training minimises.
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor] | None) -> None:
+    `around` makes the context that it is called in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], torch.Tensor] | None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.around = around
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         """The loss of one micro-batch, a scalar."""
-        outputs = self.model(*args, **kwargs)
-        loss = loss_of(outputs) if self.loss is None else self.loss(outputs)
+        with self.around():
+            outputs = self.model(*args, **kwargs)
+            loss = loss_of(outputs) if self.loss is None else self.loss(outputs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             message = f"the loss must be a scalar tensor ({shape} returned by the loss callable)"

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from parcompiler.capture.beneath import OfTheModel
 from parcompiler.capture.capture import capture
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import loss_of
@@ -127,7 +127,7 @@ def mixed(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class _Mixed(TorchFunctionMode):
+class _Mixed(OfTheModel):
     """Casts the operands of some functions."""
 
     def __init__(self, dtype: torch.dtype) -> None:
