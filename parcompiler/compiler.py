@@ -22,7 +22,15 @@ from parcompiler.given_plan import check_plan, granularity_of
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
-from parcompiler.meshes import Check, global_microbatches, search
+from parcompiler.meshes import (
+    GIVEN,
+    Check,
+    Sizes,
+    Wanted,
+    global_microbatches,
+    search,
+    wanted_rows,
+)
 from parcompiler.options import Options, offered
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
@@ -57,6 +65,7 @@ def compile(
     passes: Sequence[Pass] | None = None,
     plan: Plan | None = None,
     progress: bool = True,
+    microbatch: str | Sequence[int] = GIVEN,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -76,7 +85,11 @@ def compile(
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
     plan. What the tensor ranks of a CPU exchange is measured among as many processes, if there is
     a core for each of them that others leave alone. A `Program` in the place of the model compiles
-    its model again without capturing it; `plan` reuses a plan, perhaps an edited one.
+    its model again without capturing it; `plan` reuses a plan, perhaps an edited one. With a
+    `Cluster`, `microbatch` "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside that of
+    `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step stay the
+    same (the loss must be a mean over rows; where it may not be, the micro-batch stays as it is
+    given); the program takes the best, for which the model is captured once more.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
@@ -86,6 +99,8 @@ def compile(
         microbatches = global_microbatches(mesh, microbatches)
     elif microbatches is None:
         microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
+    source, criterion = _source(model, loss)
+    wanted = wanted_rows(microbatch, mesh, costs, again=source is not None)
     options = Options(
         microbatches=microbatches,
         schedule=schedule,
@@ -107,16 +122,16 @@ def compile(
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
         with steps("simplify"):
-            asis = options.dtype in (None, captured.narrow)
-            graph = captured if asis else lift(captured, options.dtype or torch.float32)
+            graph = _prepared(captured, options)
             alone = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            problem = Problem(simplify(graph), alone, options, bench=bench)
+            problem = Problem(graph, alone, options, bench=bench)
         if plan is None:
-            wanted = DEFAULT if passes is None else tuple(passes)
+            chosen = DEFAULT if passes is None else tuple(passes)
             if isinstance(mesh, Cluster):
-                problem, plan = search(problem, mesh, wanted, _checked(model), steps)
+                sizes = _sizes(problem, captured, wanted, source, criterion)
+                captured, problem, plan = search(sizes, mesh, chosen, _checked(model), steps)
             else:
-                plan = decide(problem, wanted, steps)
+                plan = decide(problem, chosen, steps)
             plan = _with_costs(local(problem, plan), plan)
         else:
             with steps("check plan"):
@@ -129,11 +144,7 @@ def compile(
             limits = [problem.device.memory] * lowered.size
             own_costs = stage_costs(own, plan, lowered)
             verify(lowered, Memory(own_costs, limits, vocabulary_cost(own, plan)))
-    if isinstance(model, Program):
-        source, loss = model.model, model.loss
-    else:
-        source = model if isinstance(model, nn.Module) else None
-    return Program(captured, problem, plan, lowered, source, loss)
+    return Program(captured, problem, plan, lowered, source, criterion)
 
 
 def _captured(
@@ -167,6 +178,38 @@ def _captured(
     return (
         capture(model, inputs, loss) if narrow is None else capture_in(narrow, model, inputs, loss)
     )
+
+
+def _prepared(captured: Graph, options: Options) -> Graph:
+    """A captured graph in the precision that the program computes in."""
+    asis = options.dtype in (None, captured.narrow)
+    return simplify(captured if asis else lift(captured, options.dtype or torch.float32))
+
+
+def _source(
+    model: object, loss: Callable[[Any], torch.Tensor] | None
+) -> tuple[nn.Module | None, Callable[[Any], torch.Tensor] | None]:
+    """The model that was captured, if it is known, and its loss."""
+    if isinstance(model, Program):
+        return model.model, model.loss
+    return (model if isinstance(model, nn.Module) else None), loss
+
+
+def _sizes(
+    problem: Problem,
+    captured: Graph,
+    wanted: Wanted,
+    source: nn.Module | None,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> Sizes:
+    """The problem for micro-batches of other rows too, of which one may be captured later."""
+    options = problem.options
+
+    def capture_again(inputs: Batch) -> Graph:
+        assert source is not None, "it was asked for before"
+        return _captured(source, inputs, loss, options.narrow)
+
+    return Sizes(problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options))
 
 
 def _kind(narrow: torch.dtype | None) -> str:

@@ -120,20 +120,24 @@ class VocabularyTime:
     embed_backward: float
 
 
+STAYS = "the micro-batch stays as it is given"  # how the reason for that begins
+
+
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
     """A mesh of a cluster: what its best plan takes, or the reason why none was made.
 
-    `microbatches` are those of each data rank. `seconds` of the step are, in the mean of the ranks,
-    those of `compute`, of `exchange` (between tensor ranks, and of gradients after the last
-    backward) and of `idle`; `memory` the most bytes on a rank. Where there is a `reason`, they are
-    what no plan can be below, or None.
+    `microbatches` are those of each data rank, of `rows` each (None: their tensors share none).
+    `seconds` of the step are, in the mean of the ranks, those of `compute`, of `exchange` (between
+    tensor ranks, and of gradients after the last backward) and of `idle`; `memory` the most bytes
+    on a rank. Where there is a `reason`, they are what no plan can be below, or None.
     """
 
     pipeline: int
     tensor: int
     data: int
     microbatches: int
+    rows: int | None = None
     seconds: float | None = None
     memory: int | None = None
     schedule: str | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompiler.changes import moved, pieces
-from parcompiler.plan import Plan, Solution, VocabularyChoice
+from parcompiler.plan import MeshChoice, Plan, Solution, VocabularyChoice
 from parcompiler.report.names import ranges
 from parcompiler.report.units import SECONDS, percent, quantity
 
@@ -123,12 +123,19 @@ def _weighed(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[s
 
 
 def _meshes(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """The meshes of a cluster (pipeline x tensor x data) that the plan's was chosen from."""
+    """The meshes of a cluster (pipeline x tensor x data) that the plan's was chosen from, and the
+    rows of their micro-batches where there are several."""
+    several = len({item.rows for side in (first, second) for item in side or ()}) > 1
     sides = [
-        {f"{item.pipeline} x {item.tensor} x {item.data}": item for item in side or ()}
+        {_degrees(item) + (f" of {item.rows} rows" if several else ""): item for item in side or ()}
         for side in (first, second)
     ]
     yield _alternatives("meshes", sides[0], sides[1])
+
+
+def _degrees(item: MeshChoice) -> str:
+    """The degrees of a mesh."""
+    return f"{item.pipeline} x {item.tensor} x {item.data}"
 
 
 def _costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:

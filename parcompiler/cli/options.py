@@ -100,6 +100,12 @@ def planning(command: Command) -> Command:
                 "together, shared by the data ranks. Default then: 4 for each device.",
             ),
             click.option(
+                "--microbatch", type=words.Rows(), metavar="given|auto|N,N,...",
+                help="With --mesh auto: also weigh micro-batches of these many rows, in so many of "
+                "them that a step has the same rows; auto are 1, 2, 4, 8 and so on. Default: "
+                "given, the rows of the model's inputs.",
+            ),
+            click.option(
                 "--schedule", type=words.Listed("NAME|FILE", words.SCHEDULES),
                 help=f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
                 "auto is the fastest that fits, search finds an order for this model.",

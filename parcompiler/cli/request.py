@@ -30,6 +30,7 @@ class Request:
     devices_per_node: int | None
     device: str | None
     microbatches: int | None
+    microbatch: str | tuple[int, ...] | None
     schedule: str | None
     virtual_stages: int | None
     vocabulary: str | None
@@ -64,7 +65,8 @@ class Request:
         plan = read(self.given).plan if self.given is not None else None
         mesh = self._place(plan)
         options = self._options(plan)
-        chosen = Options(**{"microbatches": 1, **options})
+        own = {name: value for name, value in options.items() if name != "microbatch"}
+        chosen = Options(**{"microbatches": 1, **own})
         offered("optimizer", chosen.optimizer, tuple(sorted(OPTIMIZERS)))
         progress = not settings.quiet
         with result_only(), remarks_left_out(self.model):
@@ -74,8 +76,12 @@ class Request:
                 return compile(model, mesh, inputs, plan=plan, progress=progress, **options)
 
     def _check_cluster(self) -> None:
-        """Refuse a size of a cluster beside a mesh, and an open mesh beside a plan."""
-        sizes = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
+        """Refuse what is for a cluster beside a mesh, and an open mesh beside a plan."""
+        sizes = {
+            "--nodes": self.nodes,
+            "--devices-per-node": self.devices_per_node,
+            "--microbatch": self.microbatch,
+        }
         for option, value in sizes.items():
             if value is not None and self.mesh != AUTO:
                 message = f"{option} is for --mesh auto, which weighs all meshes of a cluster"
@@ -98,6 +104,7 @@ class Request:
         """The arguments of `compile` that were typed, or that the plan that is given demands."""
         typed = {
             "microbatches": self.microbatches,
+            "microbatch": self.microbatch,
             "schedule": _schedule(self.schedule),
             "virtual_stages": self.virtual_stages,
             "vocabulary": self.vocabulary,

@@ -4,6 +4,8 @@
 {'pipeline': 4, 'tensor': 2}
 >>> Stages().convert("3,4,4,3", None, None), Stages().convert("even", None, None)
 ((3, 4, 4, 3), 'even')
+>>> Rows().convert("2,4", None, None)
+(2, 4)
 >>> Recompute().convert("layers.*=yes,head=no", None, None)
 {'layers.*': True, 'head': False}
 """
@@ -93,6 +95,30 @@ class Stages(_Word):
     ) -> list[CompletionItem]:
         """The words."""
         return _starting(("auto", "even"), incomplete)
+
+
+class Rows(_Word):
+    """given, auto, or the rows of micro-batches."""
+
+    name = "given|auto|N,N,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | tuple[int, ...]:
+        """The word, or the numbers."""
+        if value in ("given", AUTO):
+            return str(value)
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(re.fullmatch(r"[0-9]+", part) and int(part) for part in parts):
+            wanted = "given, auto, or numbers of rows, as in 2,4,8"
+            self.fail(f"{value!r} is none of {wanted}", param, ctx)
+        return tuple(map(int, parts))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The words."""
+        return _starting(("given", AUTO), incomplete)
 
 
 class Recompute(_Word):

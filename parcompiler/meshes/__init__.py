@@ -1,29 +1,38 @@
 """Which mesh of a cluster: all degrees are weighed, and that with the shortest step is taken.
 
     Cluster ── space ──► pipeline x tensor x data, always the same global batch
+    inputs ─── sizes ──► x rows of a micro-batch, if asked for: its graph without a capture
                              │  bounds    bytes and seconds that no plan of a mesh is below
                              ▼
                          in the order of these seconds: what `compile` would plan      weigh
                              │  until the next bound is above the best step
                              ▼
                          the best plan, and what was weighed                Plan.meshes
+                             │  the model captured for its micro-batch, and planned again
+                             ▼
+                         the same plan; where a model asks how many rows there are, perhaps
+                         another: then all are weighed once more, with what is known now
 
 What is left out by a bound cannot be better, so the best is that of weighing all. Of equal steps
-the plainest mesh is taken: that with least tensor, then least pipeline ranks. Deep pipelines with
-few layers on each rank (`space`) are weighed where nothing else fits.
+the plainest mesh is taken: that with least tensor, then least pipeline ranks, and the micro-batch
+that is given. Deep pipelines with few layers on each rank (`space`) are weighed where nothing else
+fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from parcompiler.errors import InputError, ParcompilerError, PlanError
+from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.refusal import nothing_fits
-from parcompiler.meshes.sharper import least_seconds
+from parcompiler.meshes.sharper import filled_seconds, least_seconds
+from parcompiler.meshes.sizes import GIVEN, Sizes, Wanted, wanted_rows
 from parcompiler.meshes.space import Candidate, global_microbatches, space
 from parcompiler.meshes.weigh import Check, given, named, planned
 from parcompiler.passes import DEFAULT, Pass
@@ -31,24 +40,32 @@ from parcompiler.passes.decide import Observer
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 
-__all__ = ["Check", "global_microbatches", "search"]
+__all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
 
 
 def search(
-    problem: Problem, cluster: Cluster, passes: Sequence[Pass], check: Check, observer: Observer
-) -> tuple[Problem, Plan]:
-    """The problem of the best mesh and its plan, in which all that were weighed are told.
+    sizes: Sizes, cluster: Cluster, passes: Sequence[Pass], check: Check, observer: Observer
+) -> tuple[Graph, Problem, Plan]:
+    """The best mesh: the captured graph, its problem and plan, in which all that was weighed is
+    told.
 
-    `problem` has one device for its mesh, and as its micro-batches those of all data ranks
-    together. `check` raises InputError for options that a mesh cannot have. Raises InfeasibleError
-    when nothing fits, with the least memory that was found to do, and what the options raise when
-    no mesh can have them.
+    `check` raises InputError for options that a mesh cannot have. Raises InfeasibleError when
+    nothing fits, with the least memory that was found to do, and what the options raise when no
+    mesh can have them.
     """
+    while True:
+        found = _weighed(sizes, cluster, passes, check, observer)
+        if found.confirmed():
+            return found.answer()
+
+
+def _weighed(
+    sizes: Sizes, cluster: Cluster, passes: Sequence[Pass], check: Check, observer: Observer
+) -> _Search:
+    """All meshes weighed, of which one is the best."""
     with observer("bounds of meshes"):
-        bounds = Bounds(problem)
-        found = _Search(problem, bounds, passes, check, observer)
-        counts = bounds.blocks
-        candidates = list(space(cluster, problem.options.microbatches, min(counts), max(counts)))
+        found = _Search(sizes, passes, check, observer)
+        candidates = list(found.candidates(cluster))
     found.run([candidate for candidate in candidates if not candidate.deep])
     deep = [candidate for candidate in candidates if candidate.deep]
     if found.best is None:
@@ -59,25 +76,36 @@ def search(
         possible = [c for c in candidates if c.reason is None and c.place not in found.refused]
         if not possible:
             raise found.refusal or _impossible(candidates)
-        raise found.refusal or nothing_fits(cluster, problem, possible, passes)
-    _, _, chosen, plan = found.best
-    return dataclasses.replace(chosen, explain=True), dataclasses.replace(plan, meshes=found.told())
+        raise found.refusal or nothing_fits(cluster, sizes, possible, passes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best so far."""
+
+    seconds: float
+    candidate: Candidate
+    problem: Problem
+    plan: Plan
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """What it is compared by."""
+        return self.seconds, self.candidate.place
 
 
 class _Search:
     """The state of a search: the best so far, and what is known of every mesh."""
 
     def __init__(
-        self,
-        problem: Problem,
-        bounds: Bounds,
-        passes: Sequence[Pass],
-        check: Check,
-        observer: Observer,
+        self, sizes: Sizes, passes: Sequence[Pass], check: Check, observer: Observer
     ) -> None:
-        self.problem, self.bounds, self.passes = problem, bounds, passes
+        self.sizes, self.passes = sizes, passes
         self.check, self.observer = check, observer
-        self.best: tuple[float, int, Problem, Plan] | None = None
+        self.faults = {rows: sizes.fault(rows) for rows in sizes.rows}
+        self.bounds = {rows: Bounds(sizes.at(rows)) for rows in sizes.rows if not self.faults[rows]}
+        self.best: _Best | None = None
         self.known: dict[int, MeshChoice] = {}
         self.problems: dict[int, Problem] = {}  # they keep what was found for a bound
         self.refused: set[int] = set()  # meshes that the options exclude
@@ -89,30 +117,90 @@ class _Search:
         """What is wrong with the options, when that alone excludes all meshes."""
         return None if self.full else self.wrong
 
+    def candidates(self, cluster: Cluster) -> Iterator[Candidate]:
+        """All meshes with micro-batches of all rows; what cannot be had on any mesh, on one."""
+        counts = self.bounds[self.sizes.given].blocks
+        shared = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
+        told = set()
+        for candidate in space(cluster, shared, min(counts), max(counts)):
+            fault = self.faults[candidate.rows]
+            if fault is None:
+                yield candidate
+            elif candidate.rows not in told:
+                told.add(candidate.rows)
+                yield dataclasses.replace(candidate, reason=fault)
+
+    def confirmed(self) -> bool:
+        """Whether the best plan is that of a captured graph: the one that it was made for, or one
+        that is captured now, for these rows, and has the same plan. If not, what is known now has
+        changed what is to be weighed."""
+        assert self.best is not None, "something fits"
+        candidate = self.best.candidate
+        if candidate.rows in self.sizes.graphs:
+            return True
+        with self.observer(f"capture of {candidate.rows} rows"):
+            if not self.sizes.try_capture(candidate.rows):
+                return False
+        before, known = self.best, self.known[candidate.place]
+        self.problems.pop(candidate.place, None)
+        self.best = None
+        self._weigh(candidate)
+        if self.best is None or self.known[candidate.place] != known:
+            return False
+        plan = dataclasses.replace(self.best.plan, fingerprint=before.plan.fingerprint)
+        return plan == before.plan
+
+    def answer(self) -> tuple[Graph, Problem, Plan]:
+        """The captured graph, the problem and the plan of the best."""
+        assert self.best is not None, "something fits"
+        graph = self.sizes.graphs[self.best.candidate.rows]
+        problem = dataclasses.replace(self.best.problem, explain=True)
+        return graph, problem, dataclasses.replace(self.best.plan, meshes=self.told())
+
     def run(self, candidates: Sequence[Candidate]) -> None:
-        """Weigh meshes in the order of their bounds, as long as one can be better."""
-        heap: list[tuple[float, int, bool, Candidate]] = []
+        """Weigh meshes in the order of their bounds, as long as one can be better.
+
+        Each bound takes longer than the one before, and is found for what stands first by that.
+        """
+        sharper = (self._filled, self._sharp) if self._by_default else ()
+        heap: list[tuple[float, int, int, Candidate]] = []
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
-                heap.append((self.bounds.seconds(candidate), candidate.place, False, candidate))
+                bound = self.bounds[candidate.rows].seconds(candidate)
+                heap.append((bound, candidate.place, 0, candidate))
         heapq.heapify(heap)
         while heap:
-            bound, place, sharp, candidate = heapq.heappop(heap)
-            if self.best is not None and (bound, place) > self.best[:2]:
+            bound, place, known, candidate = heapq.heappop(heap)
+            if self.best is not None and (bound, place) > self.best.rank:
                 self._beaten(bound, candidate)
-            elif not sharp:
-                heapq.heappush(heap, (self._sharper(bound, candidate), place, True, candidate))
+            elif known < len(sharper):
+                better = max(bound, sharper[known](candidate))
+                heapq.heappush(heap, (better, place, known + 1, candidate))
             else:
                 self._weigh(candidate)
 
-    def _sharper(self, bound: float, candidate: Candidate) -> float:
-        """A better bound, as far as the passes are known."""
-        if tuple(self.passes) != DEFAULT or self.problem.bench is not None:
-            return bound
-        with self.observer(_title("bound of", candidate)):
-            problem = self.problems[candidate.place] = given(self.problem, candidate)
-            return max(bound, least_seconds(problem))
+    @property
+    def _by_default(self) -> bool:
+        """Whether it is known what the passes do and how long blocks take."""
+        return tuple(self.passes) == DEFAULT and self.sizes.problem.bench is None
+
+    def _filled(self, candidate: Candidate) -> float:
+        """Seconds at least, with the time until the ranks of a pipeline can begin."""
+        works = self.bounds[candidate.rows].works(candidate.mesh.tensor)
+        return filled_seconds(self._given(candidate), works)
+
+    def _sharp(self, candidate: Candidate) -> float:
+        """Seconds at least, with what tensor ranks really do."""
+        with self.observer(self._title("bound of", candidate)):
+            return least_seconds(self._given(candidate))
+
+    def _given(self, candidate: Candidate) -> Problem:
+        """The problem of a candidate; it keeps what was found for a bound."""
+        if candidate.place not in self.problems:
+            own = given(self.sizes.at(candidate.rows), candidate)
+            self.problems[candidate.place] = own
+        return self.problems[candidate.place]
 
     def leave(self, candidates: Sequence[Candidate]) -> None:
         """Note meshes that are not weighed, as others fit."""
@@ -128,12 +216,15 @@ class _Search:
 
     def _has_room(self, candidate: Candidate) -> bool:
         """Whether what must be held fits; noted where it does not."""
-        nbytes, memory = self.bounds.nbytes(candidate), self.problem.device.memory
+        bounds, memory = self.bounds[candidate.rows], self.sizes.problem.device.memory
+        nbytes = bounds.nbytes(candidate)
         if nbytes <= memory:
             return True
         self.full = True
-        over = f"{nbytes / memory:.1f} times the memory"
-        reason = f"parameters, gradients and optimizer states alone are {over}"
+        alone = "parameters, gradients and optimizer states"
+        if nbytes > bounds.states_of(candidate):
+            alone = f"micro-batches of {candidate.rows} rows in one block"
+        reason = f"{alone} alone are {nbytes / memory:.1f} times the memory"
         self._note(candidate, memory=nbytes, reason=reason)
         return False
 
@@ -143,11 +234,11 @@ class _Search:
 
     def _weigh(self, candidate: Candidate) -> None:
         """Plan a mesh in full."""
-        problem = self.problems.get(candidate.place) or given(self.problem, candidate)
+        problem = self._given(candidate)
         try:
-            with self.observer(_title("plan of", candidate)):
+            with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
-                plan, choice = planned(problem, self.passes)
+                plan, choice = planned(problem, self.passes, candidate.rows)
         except InputError as error:
             self.wrong = self.wrong or error
             self.refused.add(candidate.place)
@@ -159,8 +250,14 @@ class _Search:
             return
         assert choice.seconds is not None, "it was simulated"
         self.known[candidate.place] = choice
-        if self.best is None or (choice.seconds, candidate.place) < self.best[:2]:
-            self.best = choice.seconds, candidate.place, problem, plan
+        if self.best is None or (choice.seconds, candidate.place) < self.best.rank:
+            self.best = _Best(choice.seconds, candidate, problem, plan)
+
+    def _title(self, what: str, candidate: Candidate) -> str:
+        """A step of the search, for who watches it."""
+        mesh = candidate.mesh
+        degrees = f"{what} {mesh.pipeline} x {mesh.tensor} x {mesh.data}"
+        return f"{degrees}, {candidate.rows} rows" if len(self.bounds) > 1 else degrees
 
     def _note(
         self,
@@ -189,12 +286,6 @@ def _impossible(candidates: Sequence[Candidate]) -> InputError:
     reasons = list(dict.fromkeys(c.reason for c in candidates if c.reason))
     message = f"no mesh of the cluster can be: {'; '.join(reasons[:4])}"
     return InputError(message)
-
-
-def _title(what: str, candidate: Candidate) -> str:
-    """A step of the search, for who watches it."""
-    mesh = candidate.mesh
-    return f"{what} {mesh.pipeline} x {mesh.tensor} x {mesh.data}"
 
 
 def _first_line(error: ParcompilerError) -> str:

@@ -3,7 +3,7 @@
 Given       c[i]        seconds of block i on one device, forward and backward of a micro-batch
             p, t, d     ranks of the pipeline, tensor and data axes
             m           micro-batches on each data rank
-Bytes       states of all parameters / (p t)
+Bytes       states of all parameters / (p t), and what a block keeps for its backward / t
 Seconds     work        m times what the slowest of p ranks has of the blocks, each on t devices at
                         best (its arithmetic and traffic over t, as many kernels)
             sums        the gradients of a rank, twice (d - 1) / d of them over the fastest link
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -78,14 +78,31 @@ class Bounds:
 
     def nbytes(self, candidate: Candidate) -> int:
         """Bytes that the fullest rank holds at least."""
+        return max(self.states_of(candidate), math.ceil(self.moment / candidate.mesh.tensor))
+
+    def states_of(self, candidate: Candidate) -> int:
+        """Bytes of parameters, gradients and optimizer states on the fullest rank at least."""
         return math.ceil(self.states / (candidate.mesh.pipeline * candidate.mesh.tensor))
+
+    @cached_property
+    def moment(self) -> int:
+        """Bytes of activations alive at once, on one device, of whichever block needs most."""
+        return min(max(self._kept(level), default=0) for level in self.problem.levels)
+
+    def _kept(self, level: int) -> Iterator[int]:
+        """Bytes that each block keeps inside for its backward: a recomputed one has them too, when
+        that begins."""
+        priced = self.problem.priced(level)
+        for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
+            if self._shared.isdisjoint(block.nodes):
+                yield cost.saved - cost.saved_outputs
 
     def seconds(self, candidate: Candidate) -> float:
         """Seconds of a step at least: work and sums. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
         mesh = candidate.mesh
-        works = self._at(mesh.tensor)
+        works = self.works(mesh.tensor)
         least = min(work.slowest(mesh.pipeline) for work in works) * candidate.microbatches
         return max(least, self._sums(candidate)) * ROUNDING
 
@@ -98,8 +115,8 @@ class Bounds:
         sent = 2 * (mesh.data - 1) / mesh.data * own / (mesh.pipeline * mesh.tensor)
         return sent / max(device.link.bandwidth, device.network.bandwidth)
 
-    def _at(self, tensor: int) -> tuple[Work, ...]:
-        """The work at every granularity."""
+    def works(self, tensor: int) -> tuple[Work, ...]:
+        """The work at every granularity, on so many devices at best."""
         if tensor not in self._works:
             self._works[tensor] = tuple(self._work(level, tensor) for level in self.problem.levels)
         return self._works[tensor]
@@ -136,7 +153,8 @@ def _piece(count: int, cost: BlockCost, tensor: int, device: Device) -> Piece:
     """Blocks of a template on tensor ranks at best."""
     forward = _at_best(cost.forward, tensor, device)
     backward = _at_best(cost.backward, tensor, device)
-    return Piece(count, forward, backward, 0.0)
+    weight = min(backward, _at_best(cost.weight, tensor, device))
+    return Piece(count, forward, backward - weight, weight)
 
 
 def _at_best(

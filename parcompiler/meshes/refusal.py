@@ -11,6 +11,7 @@ from parcompiler import device as catalogue
 from parcompiler.errors import InfeasibleError, ParcompilerError
 from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds
+from parcompiler.meshes.sizes import Sizes
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import given, planned
 from parcompiler.passes import Pass
@@ -30,10 +31,10 @@ class Least:
 
 
 def nothing_fits(
-    cluster: Cluster, problem: Problem, candidates: Sequence[Candidate], passes: Sequence[Pass]
+    cluster: Cluster, sizes: Sizes, candidates: Sequence[Candidate], passes: Sequence[Pass]
 ) -> InfeasibleError:
     """The error for a model of which no mesh has room."""
-    least = _least(problem, candidates, passes)
+    least = _least(sizes, candidates, passes)
     device = cluster.hardware
     has = f"{cluster.size} x {device.name} of {device.memory:,} bytes"
     if least is None:
@@ -41,7 +42,7 @@ def nothing_fits(
         return InfeasibleError(message)
     mesh = least.candidate.mesh
     degrees = f"pipeline={mesh.pipeline}, tensor={mesh.tensor}, data={mesh.data}"
-    cures = ", or ".join(_cures(cluster, problem, least))
+    cures = ", or ".join(_cures(cluster, sizes, least))
     error = InfeasibleError(
         f"the model fits no mesh of the cluster ({has}; the least found to do is "
         f"{least.nbytes:,} bytes a device, with {degrees}): {cures}"
@@ -50,23 +51,22 @@ def nothing_fits(
     return error
 
 
-def _least(
-    problem: Problem, candidates: Sequence[Candidate], passes: Sequence[Pass]
-) -> Least | None:
+def _least(sizes: Sizes, candidates: Sequence[Candidate], passes: Sequence[Pass]) -> Least | None:
     """What the meshes with the least states on a rank need, if memory were no matter."""
-    bounds = Bounds(problem)
-    hardware = dataclasses.replace(problem.device, memory=ENDLESS)
+    bounds = Bounds(sizes.problem)
+    hardware = dataclasses.replace(sizes.problem.device, memory=ENDLESS)
     found = []
-    for candidate in sorted(candidates, key=lambda c: (bounds.nbytes(c), c.place))[:TRIED]:
+    leanest = sorted(candidates, key=lambda c: (bounds.states_of(c), c.rows or 0, c.place))
+    for candidate in leanest[:TRIED]:
         roomy = dataclasses.replace(
             candidate, mesh=dataclasses.replace(candidate.mesh, device=hardware)
         )
         try:
-            _, choice = planned(_leanest(given(problem, roomy)), passes)
+            _, choice = planned(_leanest(given(sizes.at(candidate.rows), roomy)), passes)
         except ParcompilerError:
             continue
         assert choice.memory is not None, "it was planned"
-        found.append(Least(choice.memory, candidate, bounds.nbytes(candidate)))
+        found.append(Least(choice.memory, candidate, bounds.states_of(candidate)))
     return min(found, key=lambda least: least.nbytes, default=None)
 
 
@@ -78,9 +78,9 @@ def _leanest(problem: Problem) -> Problem:
     return dataclasses.replace(problem, options=options)
 
 
-def _cures(cluster: Cluster, problem: Problem, least: Least) -> Iterator[str]:
+def _cures(cluster: Cluster, sizes: Sizes, least: Least) -> Iterator[str]:
     """What would make it fit."""
-    device = cluster.hardware
+    device, problem = cluster.hardware, sizes.problem
     if least.states > device.memory:
         times = math.ceil(least.states / device.memory)
         yield f"take at least {times * cluster.nodes} nodes"
@@ -89,7 +89,8 @@ def _cures(cluster: Cluster, problem: Problem, least: Least) -> Iterator[str]:
     if problem.options.recompute not in ("auto", "full"):
         yield 'recompute activations (recompute="auto")'
     if least.nbytes - least.states > least.states // 2:
-        yield "make the micro-batch smaller"
+        if least.candidate.rows == sizes.given:
+            yield "make the micro-batch smaller"
     larger = [name for name in catalogue.names() if catalogue.device(name).memory >= least.nbytes]
     larger = [name for name in larger if name != "cpu" and name != device.name]
     yield f"take a larger device ({', '.join(larger)})" if larger else "take a larger device"

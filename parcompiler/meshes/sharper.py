@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from parcompiler.errors import InputError, PlanError
@@ -33,19 +33,25 @@ def least_seconds(problem: Problem) -> float:
 
     0, which is a bound as well, where nothing fits or an option is wrong: the passes will say so.
     """
+    try:
+        return filled_seconds(problem, _works(problem))
+    except (PlanError, InputError):
+        return 0.0
+
+
+def filled_seconds(problem: Problem, works: Iterable[Work]) -> float:
+    """The same when all there is to do is one of these works: on the ranks of a pipeline, which
+    begin one after the other."""
     ranks, microbatches = problem.mesh.pipeline, problem.options.microbatches
     placements = _placements(problem)
     steps = []
-    try:
-        for work in _works(problem):
-            least = work.slowest(ranks) * microbatches
-            filled = [
-                least_step(work.pieces, work.floating, placement, microbatches)
-                for placement in placements
-            ]
-            steps.append(max(least, min(filled, default=0.0)))
-    except (PlanError, InputError):
-        return 0.0
+    for work in works:
+        least = work.slowest(ranks) * microbatches
+        filled = [
+            least_step(work.pieces, work.floating, placement, microbatches)
+            for placement in placements
+        ]
+        steps.append(max(least, min(filled, default=0.0)))
     return min(steps, default=0.0) * ROUNDING
 
 

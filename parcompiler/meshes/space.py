@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parcompiler.mesh import Cluster, Mesh
@@ -13,7 +14,8 @@ DEEP, FEW = 16, 4  # a pipeline of more ranks is weighed first where each can ha
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh, the micro-batches of each data rank, and its place: the plainest mesh is first.
+    """A mesh, the micro-batches of each data rank, and its place: the plainest mesh is first, and
+    for each the micro-batch that is given. `rows` are those of a micro-batch, if it has any.
 
     `reason` says why it cannot be, before anything about it is planned. A `deep` one has few layers
     on each of many ranks.
@@ -24,6 +26,7 @@ class Candidate:
     place: int
     reason: str | None = None
     deep: bool = False
+    rows: int | None = None
 
 
 def global_microbatches(cluster: Cluster, wanted: int | None) -> int:
@@ -31,24 +34,29 @@ def global_microbatches(cluster: Cluster, wanted: int | None) -> int:
     return EACH * cluster.size if wanted is None else wanted
 
 
-def space(cluster: Cluster, microbatches: int, layers: int, blocks: int) -> Iterator[Candidate]:
-    """All degrees; the data ranks share `microbatches` equally, so the batch is always the same.
+def space(
+    cluster: Cluster, microbatches: Mapping[int | None, int], layers: int, blocks: int
+) -> Iterator[Candidate]:
+    """All degrees; the data ranks share the micro-batches equally, so the batch is always the same.
+
+    `microbatches` are those of a step, by the rows of one.
 
     `layers` and `blocks` are the parts of the model at the coarsest and the finest granularity.
     Deep pipelines take longest to plan and leave little to balance: they are told apart.
 
-    >>> found = list(space(Cluster(devices_per_node=4), microbatches=6, layers=3, blocks=3))
+    >>> found = list(space(Cluster(devices_per_node=4), {1: 6}, layers=3, blocks=3))
     >>> [(c.mesh.data, c.microbatches) for c in found if c.reason is None]
     [(2, 3), (2, 3), (1, 6), (1, 6)]
     >>> found[0].reason, found[2].reason
     ('4 data ranks cannot share 6 micro-batches equally', '4 stages need as many blocks (3)')
     """
-    for place, mesh in enumerate(cluster.meshes()):
-        each, left = divmod(microbatches, mesh.data)
+    pairs = itertools.product(cluster.meshes(), microbatches.items())
+    for place, (mesh, (rows, count)) in enumerate(pairs):
+        each, left = divmod(count, mesh.data)
         reason = None
         if left:
-            reason = f"{mesh.data} data ranks cannot share {microbatches} micro-batches equally"
+            reason = f"{mesh.data} data ranks cannot share {count} micro-batches equally"
         elif mesh.pipeline > blocks:
             reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"
         deep = mesh.pipeline > max(DEEP, layers // FEW)
-        yield Candidate(mesh, each, place, reason, deep)
+        yield Candidate(mesh, each, place, reason, deep, rows)

@@ -22,8 +22,10 @@ from parcompiler.program import Program
 Check = Callable[[Mesh, Options], None]
 
 
-def planned(problem: Problem, passes: Sequence[Pass]) -> tuple[Plan, MeshChoice]:
-    """The plan of a problem, and its figures.
+def planned(
+    problem: Problem, passes: Sequence[Pass], rows: int | None = None
+) -> tuple[Plan, MeshChoice]:
+    """The plan of a problem, whose micro-batches have so many rows, and its figures.
 
     Raises what the passes raise: InfeasibleError when nothing fits, InputError for options that
     this mesh cannot have.
@@ -32,14 +34,15 @@ def planned(problem: Problem, passes: Sequence[Pass]) -> tuple[Plan, MeshChoice]
     assert plan.granularity is not None, "the passes decide it"
     own = local(problem, plan)
     lowered = lower(own.graph, plan, own.priced(plan.granularity).cut)
-    return plan, _figures(Program(problem.graph, problem, plan, lowered))
+    return plan, _figures(Program(problem.graph, problem, plan, lowered), rows)
 
 
 def named(candidate: Candidate) -> MeshChoice:
     """The mesh of a candidate, of which nothing is known yet."""
     mesh = candidate.mesh
     reason = candidate.reason
-    return MeshChoice(mesh.pipeline, mesh.tensor, mesh.data, candidate.microbatches, reason=reason)
+    degrees = mesh.pipeline, mesh.tensor, mesh.data
+    return MeshChoice(*degrees, candidate.microbatches, candidate.rows, reason=reason)
 
 
 def given(problem: Problem, candidate: Candidate) -> Problem:
@@ -48,7 +51,7 @@ def given(problem: Problem, candidate: Candidate) -> Problem:
     return Problem(problem.graph, candidate.mesh, options, bench=problem.bench, explain=False)
 
 
-def _figures(program: Program) -> MeshChoice:
+def _figures(program: Program, rows: int | None) -> MeshChoice:
     """What a program takes, by simulation."""
     plan, timeline, mesh = program.plan, program.timeline, program.problem.mesh
     step = timeline.step_time
@@ -61,6 +64,7 @@ def _figures(program: Program) -> MeshChoice:
         tensor=mesh.tensor,
         data=mesh.data,
         microbatches=plan.microbatches,
+        rows=rows,
         seconds=step,
         memory=max(timeline.peak_memory),
         schedule=plan.schedule,

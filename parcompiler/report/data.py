@@ -90,6 +90,7 @@ class MeshChoice:
     tensor: int
     data: int
     microbatches: int
+    rows: int | None
     seconds: float | None
     memory: int | None
     schedule: str | None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from parcompiler.plan import Plan
+from parcompiler.plan import STAYS, Plan
 from parcompiler.report import data
 from parcompiler.report.table import Cell, Column, Table, table, words
 from parcompiler.report.units import BYTES, NOTHING, SECONDS, column, percent, quantity, ratio
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parcompiler.report.report import Report
 
 SHOWN = 10
+Belongs = Callable[[data.MeshChoice], object]  # to a group of those that are left out
 
 
 def considered(plan: Plan) -> tuple[data.MeshChoice, ...]:
@@ -34,7 +35,7 @@ def meshes(report: Report) -> Table:
     ]
     rows += [(f"{n} more", *[""] * 8, why) for why, n in _others(report.meshes[SHOWN:])]
     headings = [
-        Column("pipeline ×\ntensor × data"), Column("micro-\nbatches"), words("plan"),
+        Column("pipeline ×\ntensor × data"), Column("micro-\nbatches\n× rows"), words("plan"),
         Column("step"), Column("of\nleast"), Column("com-\npute"), Column("ex-\nchange"),
         Column("idle"), Column("fullest\nrank"), words("why not"),
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def _row(
     step = item.seconds
     return (
         f"{item.pipeline} × {item.tensor} × {item.data}",
-        str(item.microbatches),
+        str(item.microbatches) if item.rows is None else f"{item.microbatches} × {item.rows}",
         ", ".join(_plan(item)) or NOTHING,
         NOTHING if step is None else least + time,
         ratio(step / fastest) if step and fastest else NOTHING,
@@ -87,12 +88,24 @@ def _why(item: data.MeshChoice, best: data.MeshChoice, memory: int) -> str:
     return f"{quantity(more, SECONDS)} more {name}" if more > 0 else "plainer meshes come first"
 
 
+def _kept(rest: Sequence[data.MeshChoice]) -> list[str]:
+    """Why the micro-batch stays as it is given."""
+    reasons = dict.fromkeys(item.reason for item in rest if item.reason)
+    return [reason for reason in reasons if reason.startswith(STAYS)]
+
+
+def _says(reason: str) -> Belongs:
+    """Whether a mesh is left out for this reason."""
+    return lambda item: item.reason == reason
+
+
 def _others(rest: Sequence[data.MeshChoice]) -> Iterator[tuple[str, int]]:
     """What is left out of the table: by the reason how many."""
-    groups = (
+    groups: tuple[tuple[str, Belongs], ...] = (
         ("slower", lambda item: item.reason is None),
         ("no plan can be as fast", lambda item: item.reason and item.seconds),
         ("too little memory", lambda item: item.reason and item.memory),
+        *((why, _says(why)) for why in _kept(rest)),
         ("nothing fits, or the batch or the blocks cannot be shared", lambda item: True),
     )
     left = list(rest)

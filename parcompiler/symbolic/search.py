@@ -93,6 +93,15 @@ def closed_forms(problem: Problem, priced: Priced, again: Again | None = None) -
     raise AssertionError(message)
 
 
+def settled(
+    problem: Problem, priced: Priced, sizes: tuple[Size, ...], again: Again | None = None
+) -> Resizer:
+    """The graph of a problem at any of some sizes, without forms. Raises Unfit."""
+    search = _Search(problem, priced, sizes, sizes_of(problem.graph), again and _once(again))
+    search.settled()
+    return search.resizer
+
+
 def _choices(known: tuple[Size, ...]) -> Iterator[tuple[Size, ...]]:
     """All sizes, the batch alone, the lengths alone, none."""
     batch = tuple(size for size in known if size.letter == "b")
@@ -129,8 +138,11 @@ class _Search:
     known: tuple[Size, ...]
     again: Again | None
 
-    def found(self) -> ClosedForms:
-        """The forms. Raises Unfit."""
+    def settled(self) -> dict[str, BlockCost]:
+        """Find how the numbers of the graph are to be read; the costs at generic sizes.
+
+        Raises Unfit.
+        """
         graph = self.problem.graph
         dims = {dim for item in graph.parameters for dim in item.shape}
         self.probes = probes(self.sizes, self.problem.mesh.tensor, dims)
@@ -141,6 +153,11 @@ class _Search:
         differs = lambda other: self._costs(other) != settled  # noqa: E731
         if self.sizes:
             questions.settle(self.resizer, all_known, self.again, ask, differs)
+        return settled
+
+    def found(self) -> ClosedForms:
+        """The forms. Raises Unfit."""
+        settled, graph = self.settled(), self.problem.graph
         blocks = self.resizer.first
         self.tables = {name: caps(blocks[name], settled[name], graph) for name in blocks}
         self.like = {False: settled}

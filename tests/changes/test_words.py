@@ -141,6 +141,10 @@ PLAN = Plan(
             {"meshes": (MeshChoice(2, 2, 1, 8, seconds=0.5), MeshChoice(4, 1, 1, 8))},
             ["meshes: now also considered: 2 x 2 x 1, 4 x 1 x 1"],
         ),
+        (
+            {"meshes": (MeshChoice(2, 1, 2, 8, rows=1), MeshChoice(2, 1, 2, 4, rows=2))},
+            ["meshes: now also considered: 2 x 1 x 2 of 1 rows, 2 x 1 x 2 of 2 rows"],
+        ),
         ({"version": 2}, ["version: 1 -> 2"]),
     ],
 )

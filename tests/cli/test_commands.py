@@ -72,6 +72,15 @@ def test_an_open_mesh_is_chosen_from_those_of_a_cluster(capsys: pytest.CaptureFi
     }  # fmt: skip
 
 
+def test_the_micro_batch_may_be_open_too(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["--mesh", "auto", "--devices-per-node", "1", "--device", "h100"]
+    assert run(["plan", MODEL, *cluster, *QUICK, "--microbatch", "1,2", "--format", "json"]) == 0
+    plan = pc.Plan.from_json(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
+    assert {item.rows for item in plan.meshes or ()} >= {1, 2}
+    assert run(["plan", MODEL, "--mesh", "pipeline=2", "--microbatch", "auto"]) != 0
+    assert "--microbatch is for --mesh auto" in capsys.readouterr().err
+
+
 def test_a_plan_is_reused_with_its_mesh_precision_and_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

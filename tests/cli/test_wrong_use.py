@@ -65,6 +65,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, *MESH, "--precision", "fp8"), "precision must be one of None, 'fp32'"),
         (("plan", MODEL, *MESH, "--optimizer", "lion"), "optimizer must be one of 'adamw'"),
         (("plan", MODEL, *MESH, "--microbatches", "0"), "0 is not in the range x>=1"),
+        (("plan", MODEL, *MESH, "--microbatch", "few"), "'few' is none of given, auto, or numbers"),
         (("plan", MODEL, *MESH, "--rows", "4"), "--rows is for hf: models"),
         (("plan", MODEL, *MESH, "--html", "no/r.html"), "cannot write no/r.html: there is no fol"),
         (("plan", MODEL, *MESH, "--trace", "tests"), "cannot write tests: it is a folder"),

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler.meshes.bounds import Bounds
-from parcompiler.meshes.sharper import least_seconds
+from parcompiler.meshes.sharper import filled_seconds, least_seconds
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import planned
 from parcompiler.models import gpt
@@ -36,19 +37,41 @@ def captured(config: gpt.Config, rows: int = 1) -> pc.Program:
     return pc.compile(model, pc.Mesh(device="h100"), (tokens, tokens), schedule="1f1b")
 
 
+class Found(NamedTuple):
+    """A mesh and a micro-batch that fit."""
+
+    seconds: float
+    mesh: pc.Mesh
+    rows: int
+    plan: pc.Plan
+
+
 def exhaustive(
     model: pc.Program, cluster: pc.Cluster, microbatches: int, **options: Any
-) -> list[tuple[float, pc.Mesh, pc.Plan]]:
-    """Every mesh planned in full, nothing left out: seconds, mesh and plan of those that fit."""
-    found = []
+) -> list[Found]:
+    """Every mesh planned in full, nothing left out: those that fit."""
+    found, rows = [], model.captured.inputs[0].shape[0]
     for mesh in cluster.meshes():
         each, left = divmod(microbatches, mesh.data)
-        problem = Problem(model.problem.graph, mesh, Options(each, **options), explain=False)
         if left == 0:
+            problem = Problem(model.problem.graph, mesh, Options(each, **options), explain=False)
             with contextlib.suppress(pc.PlanError, pc.InputError):
                 plan, choice = planned(problem, DEFAULT)
-                found.append((choice.seconds or 0.0, mesh, plan))
+                found.append(Found(choice.seconds or 0.0, mesh, rows, plan))
     return found
+
+
+def every_size(
+    config: gpt.Config, cluster: pc.Cluster, sizes: Sequence[int], total: int, **options: Any
+) -> list[Found]:
+    """The same at several rows of a micro-batch, captured for each; the plainest mesh first."""
+    found = [
+        item
+        for rows in sizes
+        for item in exhaustive(captured(config, rows), cluster, total // rows, **options)
+    ]
+    meshes = list(cluster.meshes())
+    return sorted(found, key=lambda item: meshes.index(item.mesh))
 
 
 def fits(memory: int) -> pc.Device:
@@ -70,21 +93,19 @@ def test_the_best_mesh_is_that_of_compiling_for_every_mesh(
     model = captured(config)
     found = pc.compile(model, cluster, microbatches=microbatches, **options)
     every = exhaustive(model, cluster, microbatches, **options)
-    seconds, mesh, plan = min(every, key=lambda item: item[0])
-    assert found.problem.mesh == mesh
-    assert found.simulate().step_time == seconds
-    assert dataclasses.replace(found.plan, meshes=None) == plan
+    best = min(every, key=lambda item: item.seconds)
+    assert found.problem.mesh == best.mesh
+    assert found.simulate().step_time == best.seconds
+    assert dataclasses.replace(found.plan, meshes=None) == best.plan
     check_told(found.plan.meshes, every)
 
 
-def check_told(
-    told: tuple[MeshChoice, ...] | None, every: list[tuple[float, pc.Mesh, pc.Plan]]
-) -> None:
+def check_told(told: tuple[MeshChoice, ...] | None, every: list[Found]) -> None:
     """What is told of every mesh is true: its step, or a bound that its step is not below."""
     assert told is not None
-    steps = {(mesh.pipeline, mesh.tensor, mesh.data): seconds for seconds, mesh, _ in every}
+    steps = {(m.pipeline, m.tensor, m.data, rows): seconds for seconds, m, rows, _ in every}
     for item in told:
-        step = steps.get((item.pipeline, item.tensor, item.data))
+        step = steps.get((item.pipeline, item.tensor, item.data, item.rows or 0))
         if item.reason is None:
             assert item.seconds == step
             assert item.compute is not None
@@ -112,20 +133,27 @@ def test_many_clusters_are_searched_as_well_as_exhaustively(seed: int) -> None:
     memory = (80 * 10**9, 300 * 2**20, 120 * 2**20)[seed % 3]
     cluster = pc.Cluster(nodes, each, fits(memory))
     model, microbatches = captured(config, rows), 2 * cluster.size
-    every = exhaustive(model, cluster, microbatches, schedule=schedule)
+    sizes = (rows, 2 * rows) if seed % 4 < 2 else (rows,)
+    every = every_size(config, cluster, sizes, microbatches * rows, schedule=schedule)
+    option: Any = sizes[1:] or "given"
+    compiled = functools.partial(
+        pc.compile, model, cluster, microbatches=microbatches, schedule=schedule, microbatch=option
+    )
     if not every:
         with pytest.raises(pc.InfeasibleError, match="fits no mesh of the cluster"):
-            pc.compile(model, cluster, microbatches=microbatches, schedule=schedule)
+            compiled()
         return
-    found = pc.compile(model, cluster, microbatches=microbatches, schedule=schedule)
-    seconds, mesh, _ = min(every, key=lambda item: item[0])
-    assert (found.simulate().step_time, found.problem.mesh) == (seconds, mesh)
+    found = compiled()
+    best = min(every, key=lambda item: item.seconds)
+    chosen = found.captured.inputs[0].shape[0]
+    wanted = best.seconds, best.mesh, best.rows
+    assert (found.simulate().step_time, found.problem.mesh, chosen) == wanted
     check_told(found.plan.meshes, every)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_no_step_is_below_its_bounds(schedule: str) -> None:
-    model = captured(dataclasses.replace(LARGE, layers=7))
+@pytest.mark.parametrize(("schedule", "rows"), [("1f1b", 1), ("interleaved", 1), ("zb-v", 4)])
+def test_no_step_is_below_its_bounds(schedule: str, rows: int) -> None:
+    model = captured(dataclasses.replace(LARGE, layers=7), rows)
     filled = []
     for ranks, microbatches in ((2, 2), (4, 4)):
         program = pc.compile(
@@ -133,9 +161,11 @@ def test_no_step_is_below_its_bounds(schedule: str) -> None:
         )
         alone = dataclasses.replace(program.problem, mesh=pc.Mesh(device="h100"))
         candidate = Candidate(program.problem.mesh, microbatches, 0)
-        quick, sharp = Bounds(alone).seconds(candidate), least_seconds(program.problem)
-        assert 0 < quick <= sharp <= program.simulate().step_time
-        assert Bounds(alone).nbytes(candidate) <= max(program.simulate().peak_memory)
+        bounds = Bounds(alone)
+        quick, sharp = bounds.seconds(candidate), least_seconds(program.problem)
+        middle = filled_seconds(program.problem, bounds.works(1))
+        assert 0 < quick <= middle <= sharp <= program.simulate().step_time
+        assert bounds.nbytes(candidate) <= max(program.simulate().peak_memory)
         own = program.report().step
         filled.append(sharp > own.ideal * 1.001)
     assert any(filled)

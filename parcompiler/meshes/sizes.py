@@ -1,0 +1,201 @@
+"""Micro-batches of other rows: the same step in fewer larger ones, or in more smaller ones.
+
+rows of a step = micro-batches · rows of each          always the same
+    │  Batched           the graph for other rows, without a capture: what they would cost
+    ▼
+the problem for each number of rows     ── of the one that is chosen ──►     captured once more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from parcompiler.capture.inputs import Batch
+from parcompiler.errors import CaptureError, InputError
+from parcompiler.graph import Graph
+from parcompiler.mesh import Cluster, Mesh, whole
+from parcompiler.meshes.mean import differs
+from parcompiler.plan import STAYS
+from parcompiler.problem import Problem
+from parcompiler.symbolic import Batched, Unfit, batch_of, sample_at
+
+GIVEN, AUTO = "given", "auto"
+Wanted = str | tuple[int, ...]
+Capture = Callable[[Batch], Graph]  # of the same model, on other inputs
+
+
+def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool) -> Wanted:
+    """The option `microbatch`: a word, or the rows to be weighed beside those given.
+
+    `again` says that the model can be captured again. Raises InputError for what is not offered,
+    and where nothing can be weighed.
+    """
+    found: Wanted = given if isinstance(given, str) else _counts(given)
+    if found not in (GIVEN, AUTO) and (isinstance(found, str) or not found):
+        message = (
+            "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed, "
+            f"positive integers ({given!r} given)"
+        )
+        raise InputError(message)
+    if found == GIVEN:
+        return found
+    if isinstance(mesh, Mesh):
+        message = (
+            "microbatch is for a Cluster, whose meshes are weighed: with a Mesh a micro-batch is "
+            "what inputs are"
+        )
+        raise InputError(message)
+    if not again:
+        message = "microbatch needs the model, which is captured again: compile that, not a Graph"
+        raise InputError(message)
+    if costs == "measured":
+        message = "microbatch needs costs='model': what is measured is of the rows that are given"
+        raise InputError(message)
+    return found
+
+
+def _counts(given: object) -> tuple[int, ...]:
+    """The rows that are listed, each once; none where one is no positive integer."""
+    counts = [whole(item) for item in given] if isinstance(given, Sequence) else []
+    positive = [count for count in counts if count is not None and count > 0]
+    return tuple(dict.fromkeys(positive)) if len(positive) == len(counts) else ()
+
+
+@dataclass
+class Sizes:
+    """The problem for micro-batches of each number of rows that is weighed.
+
+    `problem` is that of the rows that are given, with one device for its mesh and the micro-batches
+    of all data ranks together; `captured` is its graph before `prepare`. `graphs` are those that
+    were captured, by their rows.
+    """
+
+    problem: Problem
+    captured: Graph
+    wanted: Wanted = GIVEN
+    capture: Capture | None = None
+    prepare: Callable[[Graph], Graph] = lambda graph: graph
+    graphs: dict[int | None, Graph] = field(default_factory=dict, init=False)
+    _problems: dict[int | None, Problem] = field(default_factory=dict, init=False)
+    _faults: dict[int | None, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """What is given needs no copy."""
+        self.graphs[self.given] = self.captured
+        self._problems[self.given] = self.problem
+
+    @cached_property
+    def given(self) -> int | None:
+        """The rows of the micro-batch that is given; None where its tensors share none."""
+        try:
+            return batch_of(self.problem.graph).now
+        except Unfit:
+            return None
+
+    @cached_property
+    def rows(self) -> tuple[int | None, ...]:
+        """All numbers of rows that are weighed, those given first. Raises InputError where the
+        micro-batch that is given has none."""
+        if self.wanted == GIVEN:
+            return (self.given,)
+        if self.given is None:
+            message = (
+                f"microbatch={self.wanted!r} needs inputs of as many rows each, their first "
+                "dimension: those given share none"
+            )
+            raise InputError(message)
+        if self.wanted == AUTO:
+            powers = (2**n for n in range(self.total.bit_length()))
+            return tuple(dict.fromkeys((self.given, *(n for n in powers if self.total % n == 0))))
+        assert isinstance(self.wanted, tuple), "the words are told apart above"
+        return tuple(dict.fromkeys((self.given, *sorted(self.wanted))))
+
+    @property
+    def total(self) -> int:
+        """The rows of a step."""
+        return self.problem.options.microbatches * (self.given or 1)
+
+    def microbatches(self, rows: int | None) -> int:
+        """The micro-batches of a step, of all data ranks together. 0: the step has a rest."""
+        if rows == self.given:
+            return self.problem.options.microbatches
+        each, left = divmod(self.total, rows or 1)
+        return 0 if left else each
+
+    def fault(self, rows: int | None) -> str | None:
+        """Why there is no micro-batch of so many rows; None: there is one."""
+        if rows == self.given:
+            return None
+        if not self.microbatches(rows):
+            return f"{self.total} rows are no micro-batches of {rows}"
+        if self._stays:
+            return f"{STAYS}: {self._stays}"
+        try:
+            self.at(rows)
+        except Unfit as unfit:
+            self._faults[rows] = str(unfit)
+        return (
+            f"no micro-batch of {rows} rows: {self._faults[rows]}" if rows in self._faults else None
+        )
+
+    def at(self, rows: int | None) -> Problem:
+        """The problem for micro-batches of so many rows. Raises Unfit where there is none."""
+        if rows not in self._problems:
+            assert rows is not None, "these are given"
+            self._problems[rows] = self._like(self._batched.at(rows))
+        return self._problems[rows]
+
+    def try_capture(self, rows: int | None) -> bool:
+        """Capture the graph for so many rows, of which their problem is from now on. Where that
+        fails there is no micro-batch of so many, and the answer is False."""
+        assert rows is not None, "these are given"
+        try:
+            self._capture(rows)
+        except CaptureError as error:
+            self._faults[rows] = _first_line(error)
+        return rows in self.graphs
+
+    def _capture(self, rows: int) -> None:
+        """Capture the graph for so many rows."""
+        self.graphs[rows] = self._again({batch_of(self.problem.graph).letter: rows})
+        self._problems[rows] = self._like(self.prepare(self.graphs[rows]))
+
+    def _again(self, numbers: Mapping[str, int]) -> Graph:
+        """The model captured at other rows."""
+        assert self.capture is not None, "other rows are weighed"
+        return self.capture(sample_at(self.captured, (batch_of(self.problem.graph),), numbers))
+
+    def _like(self, graph: Graph) -> Problem:
+        """The problem with another graph, of which nothing is known yet."""
+        given = self.problem
+        return Problem(graph, given.mesh, given.options, bench=given.bench, explain=given.explain)
+
+    @cached_property
+    def _batched(self) -> Batched:
+        """The graph for any rows: from the one that is given, or where one row alone leaves it open
+        what follows from rows, from that of two. Raises Unfit or CaptureError."""
+        found = Batched(self.problem, self._again)
+        if self.given != 1:
+            return found
+        try:
+            found.at(2)
+        except Unfit:
+            self._capture(2)
+            return Batched(self.at(2), self._again)
+        return found
+
+    @cached_property
+    def _stays(self) -> str | None:
+        """Why there are no micro-batches of other rows, or steps of them may have another loss."""
+        try:
+            first = self._batched.problem.graph
+            return differs(first, self._batched.at(2 * self._batched.size.now))
+        except (Unfit, CaptureError) as error:
+            return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    return str(error).splitlines()[0]
