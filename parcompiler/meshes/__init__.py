@@ -16,7 +16,7 @@
 What is left out by a bound cannot be better, so the best is that of weighing all. Of equal steps
 the plainest mesh is taken: that with least tensor, then least pipeline ranks, and the micro-batch
 that is given. Deep pipelines with few layers on each rank (`space`) are weighed where nothing else
-fits.
+fits; else they are told by their bounds, or as not weighed where these leave it open.
 """
 
 from __future__ import annotations
@@ -203,10 +203,18 @@ class _Search:
         return self.problems[candidate.place]
 
     def leave(self, candidates: Sequence[Candidate]) -> None:
-        """Note meshes that are not weighed, as others fit."""
+        """Note meshes that are not weighed, as others fit: those that cannot be better, and those
+        that may be."""
+        assert self.best is not None, "others fit"
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
+                bound = self.bounds[candidate.rows].seconds(candidate)
+                if self._by_default and bound <= self.best.seconds:
+                    bound = max(bound, self._filled(candidate))
+                if bound > self.best.seconds:
+                    self._beaten(bound, candidate)
+                    continue
                 stages = candidate.mesh.pipeline
                 self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")
 

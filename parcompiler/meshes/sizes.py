@@ -136,9 +136,8 @@ class Sizes:
             self.at(rows)
         except Unfit as unfit:
             self._faults[rows] = str(unfit)
-        return (
-            f"no micro-batch of {rows} rows: {self._faults[rows]}" if rows in self._faults else None
-        )
+        fault = self._faults.get(rows)
+        return None if fault is None else f"no micro-batch of {rows} rows: {fault}"
 
     def at(self, rows: int | None) -> Problem:
         """The problem for micro-batches of so many rows. Raises Unfit where there is none."""

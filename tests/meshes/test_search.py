@@ -229,10 +229,24 @@ def test_a_deep_pipeline_is_weighed_where_nothing_else_can_be() -> None:
     model = captured(dataclasses.replace(SMALL, layers=30))
     only = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=1, schedule="1f1b")
     assert only.plan.mesh.pipeline == 32
-    other = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=32, schedule="1f1b")
-    told = {item.pipeline: item.reason for item in other.plan.meshes or ()}
-    assert told[32] == "not weighed: few layers on each of 32 ranks"
-    assert other.plan.mesh.pipeline < 32
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "reason"),
+    [(16, "not weighed: few layers on each of 32 ranks"), (32, BEATEN)],
+)
+def test_where_others_fit_a_deep_pipeline_is_told_by_its_bound(
+    microbatches: int, reason: str
+) -> None:
+    model = captured(dataclasses.replace(SMALL, layers=30))
+    found = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=microbatches, schedule="1f1b")
+    (deep,) = (item for item in found.plan.meshes or () if item.pipeline == 32)
+    assert deep.reason == reason
+    assert found.plan.mesh.pipeline < 32
+    if deep.seconds is not None:
+        mesh = pc.Mesh(32, device="h100")
+        own = pc.compile(model, mesh, microbatches=microbatches, schedule="1f1b")
+        assert found.simulate().step_time < deep.seconds <= own.simulate().step_time
 
 
 def test_options_that_no_mesh_can_have_are_refused_by_name() -> None:
