@@ -14,8 +14,9 @@ from parcompiler.meshes.mean import differs
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import Batched
+from parcompiler.symbolic import Batched, Unfit
 from tests.meshes.test_search import LARGE, SMALL, captured, check_told, every_size, fits
+from tests.symbolic.models import made
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 TINY = dataclasses.replace(SMALL, layers=2)
@@ -108,6 +109,28 @@ def test_a_model_that_asks_how_many_rows_there_are_is_weighed_as_it_is_captured(
     }  # fmt: skip
     chosen = found.captured.inputs[0].shape[0]
     assert found.simulate().step_time == seconds[chosen] == min(seconds.values())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_where_one_row_leaves_it_open_what_follows_from_rows_two_are_captured(
+    precision: str | None,
+) -> None:
+    model, inputs = made("hf", 1)
+    options: dict[str, Any] = {"schedule": "1f1b", "precision": precision}
+    with pytest.raises(Unfit):
+        Batched(Problem(capture(model, inputs), pc.Mesh(device="h100"), Options(1))).at(4)
+    found = pc.compile(
+        model, pc.Cluster(1, 1, "h100"), inputs, microbatches=4, microbatch="auto", **options
+    )
+    rows = found.captured.inputs[0].shape[0]
+    assert rows > 1
+    again = pc.compile(
+        model, found.problem.mesh, made("hf", rows)[1], microbatches=4 // rows, **options
+    )
+    assert found.plan.meshes is not None
+    assert found.plan.meshes[0].seconds == again.simulate().step_time
+    assert dataclasses.replace(found.plan, meshes=None) == again.plan
 
 
 class Refuses(nn.Module):
