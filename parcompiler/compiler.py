@@ -141,7 +141,7 @@ def compile(
             own = local(problem, plan)
             lowered = lower(own.graph, plan, own.priced(granularity_of(plan)).cut)
         with steps("verify"):
-            limits = [problem.device.memory] * lowered.size
+            limits = list(problem.memories)
             own_costs = stage_costs(own, plan, lowered)
             verify(lowered, Memory(own_costs, limits, vocabulary_cost(own, plan)))
     return Program(captured, problem, plan, lowered, source, criterion)
@@ -296,6 +296,13 @@ def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
     """The device of this machine to measure on, if that is asked for."""
     if options.costs != "measured":
         return None
+    if isinstance(mesh, Mesh) and not mesh.is_uniform:
+        names = ", ".join(device.name for device in mesh.devices)
+        message = (
+            f"costs='measured' measures the device of this machine, and the mesh has several "
+            f"({names}): give each by the file that `parcompiler calibrate` wrote there"
+        )
+        raise InputError(message)
     try:
         return LocalBench(rank_device(mesh.hardware.name))
     except LaunchError as error:

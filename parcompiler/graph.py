@@ -196,6 +196,15 @@ class Graph:
         """Parameters and buffers by their name in the model (not by their aliases)."""
         return {parameter.name: parameter for parameter in self.parameters}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating dtype that most elements of the parameters have."""
+        sizes = {torch.float32: 0}
+        for item in self.parameters:
+            if item.dtype.is_floating_point and not item.buffer:
+                sizes[item.dtype] = sizes.get(item.dtype, 0) + item.numel
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
     @cached_property
     def input_nodes(self) -> frozenset[str]:
         """The placeholders that stand for tensors of the batch."""

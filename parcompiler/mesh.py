@@ -6,6 +6,11 @@
 >>> mesh.size, mesh.coordinate(5), mesh.rank(pipeline=1, tensor=1)
 (8, Coordinate(pipeline=1, data=0, tensor=1), 5)
 
+The ranks at each pipeline coordinate may have a device of their own:
+
+>>> [device.name for device in Mesh(pipeline=3, device=("h100", "h100", "l40s")).devices]
+['h100', 'h100', 'l40s']
+
 A cluster leaves the degrees open:
 
 >>> [(m.pipeline, m.tensor, m.data) for m in Cluster(devices_per_node=4).meshes()]
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import SupportsIndex, TypeGuard
@@ -27,20 +32,24 @@ from parcompiler.grid import Coordinate, Grid
 
 __all__ = ["Cluster", "Coordinate", "Mesh", "whole"]
 
+Named = str | PathLike[str] | Device  # a device: by its name in the catalogue, its file, itself
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks along the pipeline, tensor and data axes, all on the same kind of device.
+    """Ranks along the pipeline, tensor and data axes, and the devices that they compute on.
 
     `device` is a name of the catalogue, a `Device`, or the path of a JSON file of one, which is
-    read at once. Raises InputError when a degree is no positive integer, the device is unknown, or
-    its file describes none.
+    read at once; or a sequence of these, one for each pipeline coordinate. Equal devices in a
+    sequence are the same mesh as one device. Raises InputError when a degree is no positive
+    integer, a device is unknown, its file describes none, or a sequence has another length than
+    the pipeline or mixes CPUs with other devices.
     """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
-    device: str | PathLike[str] | Device = "cpu"
+    device: Named | Sequence[Named] = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse degrees that are no positive integers, and unknown devices."""
@@ -51,13 +60,8 @@ class Mesh:
                 message = f"mesh axis {axis!r} needs a positive integer ({given!r} given)"
                 raise InputError(message)
             object.__setattr__(self, axis, degree)
-        if _is_file(self.device):
-            object.__setattr__(self, "device", Device.load(self.device))
-        if not isinstance(self.device, str | Device):
-            kind = type(self.device).__name__
-            message = f"the mesh's device must be a name or a Device ({kind} given)"
-            raise InputError(message)
-        _ = self.hardware
+        several = _each(self.device, self.pipeline) if _is_listed(self.device) else None
+        object.__setattr__(self, "device", several or _read(self.device))
 
     @property
     def grid(self) -> Grid:
@@ -70,13 +74,30 @@ class Mesh:
         return self.grid.size
 
     @property
-    def hardware(self) -> Device:
-        """The device's figures."""
-        return self.device if isinstance(self.device, Device) else device(str(self.device))
+    def is_uniform(self) -> bool:
+        """Whether all ranks have the same device."""
+        return not isinstance(self.device, tuple)
 
     @property
-    def name(self) -> str:
-        """The device's name, as plans have it."""
+    def hardware(self) -> Device:
+        """The figures of the device of all ranks. Raises InputError where there are several."""
+        if isinstance(self.device, tuple):
+            message = f"the mesh has several devices ({', '.join(self.name)}): see mesh.devices"
+            raise InputError(message)
+        return _figures(self.device)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The figures of the device at each pipeline coordinate."""
+        if isinstance(self.device, tuple):
+            return tuple(map(_figures, self.device))
+        return (self.hardware,) * self.pipeline
+
+    @property
+    def name(self) -> str | tuple[str, ...]:
+        """The device's name, as plans have it; of several the name at each coordinate."""
+        if isinstance(self.device, tuple):
+            return tuple(one.name for one in self.devices)
         return self.hardware.name
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -101,14 +122,14 @@ class Mesh:
 class Cluster:
     """Equal devices whose mesh is open: `nodes` of `devices_per_node` each.
 
-    `device` is what a `Mesh` takes; its nodes have as many devices as the cluster's. Raises
-    InputError when a count is no positive integer, the device is unknown, or its file describes
-    none.
+    `device` is what a `Mesh` takes, but one: its nodes have as many devices as the cluster's.
+    Raises InputError when a count is no positive integer, the device is unknown, or its file
+    describes none.
     """
 
     nodes: int = 1
     devices_per_node: int = 8
-    device: str | PathLike[str] | Device = "cpu"
+    device: Named = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse counts that are no positive integers, and unknown devices."""
@@ -119,6 +140,9 @@ class Cluster:
                 message = f"the cluster's {name!r} must be a positive integer ({given!r} given)"
                 raise InputError(message)
             object.__setattr__(self, name, count)
+        if _is_listed(self.device):
+            message = "a cluster has one kind of device (several given): give a Mesh its devices"
+            raise InputError(message)
         hardware = Mesh(device=self.device).hardware
         if hardware.devices_per_node != self.devices_per_node:
             own = dataclasses.replace(hardware, devices_per_node=self.devices_per_node)
@@ -151,6 +175,51 @@ def divisors(count: int) -> list[int]:
     [1, 2, 3, 4, 6, 12]
     """
     return [number for number in range(1, count + 1) if count % number == 0]
+
+
+def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device | str, ...]:
+    """The devices of a sequence, or the one that all of them are."""
+    if len(given) != pipeline:
+        message = (
+            f"the mesh needs a device for each pipeline coordinate ({len(given)} given, "
+            f"pipeline={pipeline})"
+        )
+        raise InputError(message)
+    found = tuple(map(_read, given))
+    known = list(map(_figures, found))
+    if all(one == known[0] for one in known):
+        return found[0]
+    if len({_is_cpu(one.name) for one in known}) > 1:
+        names = ", ".join(one.name for one in known)
+        message = f"ranks on CPUs and on other devices cannot exchange messages ({names} given)"
+        raise InputError(message)
+    return found
+
+
+def _read(value: object) -> Device | str:
+    """A device or its name, which is known; one in a file is read."""
+    found = Device.load(value) if _is_file(value) else value
+    if not isinstance(found, str | Device):
+        kind = type(found).__name__
+        message = f"the mesh's device must be a name or a Device ({kind} given)"
+        raise InputError(message)
+    _figures(found)
+    return found
+
+
+def _figures(value: object) -> Device:
+    """The figures of a device that may be named."""
+    return value if isinstance(value, Device) else device(str(value))
+
+
+def _is_cpu(name: str) -> bool:
+    """Whether ranks of a plan for this device compute on the CPU, as `runtime.device` has it."""
+    return name == "cpu" or name.startswith("cpu-")
+
+
+def _is_listed(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether several devices are meant: a sequence, but not the string of a name."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:

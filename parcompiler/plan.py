@@ -24,12 +24,17 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The degrees of the mesh and the name of its device."""
+    """The degrees of the mesh and the name of its device, or those of each pipeline coordinate."""
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
-    device: str = "cpu"
+    device: str | tuple[str, ...] = "cpu"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The name of the device at each pipeline coordinate."""
+        return (self.device,) * self.pipeline if isinstance(self.device, str) else self.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +251,10 @@ class Plan:
         if plan.version != VERSION:
             message = f"the plan has version {plan.version}; this release reads version {VERSION}"
             raise InputError(message)
+        if len(plan.mesh.devices) != plan.mesh.pipeline:
+            count, wanted = len(plan.mesh.devices), plan.mesh.pipeline
+            message = f"plan.mesh.device must name {wanted} devices, or one ({count} found)"
+            raise InputError(message)
         assert isinstance(plan, Plan)
         return plan
 
@@ -256,9 +265,11 @@ def _read(kind: Any, data: object, place: str) -> Any:
         return _read_fields(kind, data, place)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        if data is None:
+        if data is None and types.NoneType in arguments:
             return None
-        return _read(next(a for a in arguments if a is not types.NoneType), data, place)
+        kinds = [a for a in arguments if a is not types.NoneType]
+        listed = (a for a in kinds if isinstance(data, list) and typing.get_origin(a) is tuple)
+        return _read(next(listed, kinds[0]), data, place)
     if origin is tuple:
         if not isinstance(data, list):
             raise InputError(_expected(place, "a list", data))

@@ -67,15 +67,15 @@ def stashed_bytes(lowered: Lowered, stage: int) -> int:
 def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruction], float]:
     """Seconds of a sum over data ranks by its instruction; everything else counts as free."""
     sums = {item.label: item for item in lowered.sums}
-    by_name, device = lowered.graph.by_name, problem.device
+    by_name = lowered.graph.by_name
 
     def seconds(line: Instruction) -> float:
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0
-        ranks = collective.group(lowered.grid.replicas(item.ranks), device)
         nbytes = sum(by_name[name].nbytes for name in item.names)
-        return collective.seconds("all-reduce", nbytes, ranks, device)
+        ranks = lowered.grid.replicas(item.ranks)
+        return collective.joined(problem.mesh, "all-reduce", nbytes, ranks)
 
     return seconds
 

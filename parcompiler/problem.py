@@ -6,7 +6,8 @@ Blocks are costed per template and per granularity, when a pass asks for them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,7 @@ from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
-from parcompiler.times import Bench, measured, modelled
+from parcompiler.times import Bench, measured, modelled, modelled_on
 
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
@@ -35,7 +36,8 @@ class Priced:
 
     `forward` and `backward` are seconds, `weight` those of `backward` that can be left for later.
     The blocks in `recomputed` keep no activations but what they read: their backward begins with
-    their forward.
+    their forward. Where ranks have different devices, `ranks` are the same blocks on each of them,
+    and the seconds here the least of theirs.
     """
 
     cut: Cut
@@ -45,6 +47,41 @@ class Priced:
     weight: tuple[float, ...]
     sent: tuple[fx.Node, ...]
     recomputed: frozenset[str] = frozenset()
+    ranks: tuple[Priced, ...] = ()
+
+    @staticmethod
+    def timed(
+        parts: Cut,
+        costs: Iterable[BlockCost],
+        sent: tuple[fx.Node, ...],
+        times: Sequence[Mapping[str, TemplateTime]],
+    ) -> Priced:
+        """Blocks with what their templates take, on the one device or on that of each rank."""
+        names, given = [block.template for block in parts.blocks], tuple(costs)
+
+        def made(took: Mapping[str, TemplateTime]) -> Priced:
+            backward = tuple(took[name].backward for name in names)
+            weight = map(min, (took[name].weight for name in names), backward)
+            forward = tuple(took[name].forward for name in names)
+            return Priced(parts, given, forward, backward, tuple(weight), sent)
+
+        if len(times) == 1:
+            return made(times[0])
+        return dataclasses.replace(made(_least(times)), ranks=tuple(map(made, times)))
+
+    def on(self, rank: int) -> Priced:
+        """The same blocks on the device of a rank of the pipeline."""
+        return self.ranks[rank] if self.ranks else self
+
+    @cached_property
+    def pace(self) -> float:
+        """As many ranks on which every block took the least time would do what all ranks do, at
+        most; 0 where ranks are alike."""
+        found = []
+        for one in self.ranks:
+            rows = zip(self.forward, self.backward, one.forward, one.backward, strict=True)
+            found.append(max(((a + b) / (c + d) for a, b, c, d in rows if a + b), default=1.0))
+        return math.fsum(found)
 
     def recomputing(self, names: Collection[str]) -> Priced:
         """The same blocks when those of these names are recomputed."""
@@ -55,6 +92,7 @@ class Priced:
             self,
             backward=tuple(back + once if twice else back for once, back, twice in rows),
             recomputed=frozenset(names),
+            ranks=tuple(one.recomputing(names) for one in self.ranks),
         )
 
     @cached_property
@@ -108,6 +146,16 @@ class Priced:
         )
 
 
+def _least(times: Sequence[Mapping[str, TemplateTime]]) -> dict[str, TemplateTime]:
+    """The least that each template takes on any device."""
+    found = {}
+    for name in times[0]:
+        own = [took[name] for took in times]
+        forward, backward = min(one.forward for one in own), min(one.backward for one in own)
+        found[name] = TemplateTime(name, forward, backward, min(one.weight for one in own))
+    return found
+
+
 def _peaks(cost: BlockCost) -> tuple[int, int, int]:
     """Bytes of a block at the fullest moments of its forward, its backward, and that for inputs."""
     return cost.forward_peak, cost.backward_peak, cost.input_peak
@@ -142,8 +190,24 @@ class Problem:
 
     @property
     def device(self) -> Device:
-        """The figures of the mesh's device."""
+        """The figures of the mesh's device. Raises InputError where there are several."""
         return self.mesh.hardware
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The figures of the device of each rank of the pipeline."""
+        return self.mesh.devices
+
+    @property
+    def slowest_device(self) -> Device:
+        """The device with the fewest FLOP/s in the model's dtype, the first of equals."""
+        dtype = self.graph.dtype
+        return min(self.devices, key=lambda device: device.peak(dtype))
+
+    @property
+    def memories(self) -> tuple[int, ...]:
+        """The bytes of each rank of the pipeline."""
+        return tuple(device.memory for device in self.devices)
 
     @cached_property
     def levels(self) -> range:
@@ -159,18 +223,9 @@ class Problem:
             for block in parts.blocks:
                 if block.template not in by_template:
                     by_template[block.template] = self._trace(block)
-            costs = tuple(by_template[block.template] for block in parts.blocks)
-            took = self._seconds(level, parts, by_template)
-            backward = tuple(took[block.template].backward for block in parts.blocks)
-            weight = (took[block.template].weight for block in parts.blocks)
-            self._priced[level] = Priced(
-                cut=parts,
-                costs=costs,
-                forward=tuple(took[block.template].forward for block in parts.blocks),
-                backward=backward,
-                weight=tuple(map(min, weight, backward)),
-                sent=sent,
-            )
+            costs = (by_template[block.template] for block in parts.blocks)
+            times = self._times(level, parts, by_template)
+            self._priced[level] = Priced.timed(parts, costs, sent, times)
         return self._priced[level]
 
     def recomputing(self, level: int, names: Collection[str]) -> Priced:
@@ -231,6 +286,14 @@ class Problem:
         once = self.carried(node)
         return 2 * once if node.name in self.graph.differentiable else once
 
+    def _times(
+        self, level: int, parts: Cut, costs: Mapping[str, BlockCost]
+    ) -> list[dict[str, TemplateTime]]:
+        """What each template takes; by rank where they have different devices."""
+        if self.mesh.is_uniform:
+            return [self._seconds(level, parts, costs)]
+        return modelled_on(self.mesh, costs)
+
     def _seconds(
         self, level: int, parts: Cut, costs: Mapping[str, BlockCost]
     ) -> dict[str, TemplateTime]:
@@ -279,8 +342,8 @@ class Problem:
         return trace_block(*given, split=split)
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:
-        """Prologue values that take longer to recompute than to receive."""
-        effects = effects_of(self.graph)
+        """Prologue values that take longer to recompute than to receive; on some device."""
+        effects, devices = effects_of(self.graph), set(self.devices)
         used = {node for block in parts.blocks for node in block.inputs}
         found = []
         for node in parts.prologue:
@@ -290,6 +353,6 @@ class Problem:
                 outside = {o: None for n in nodes for o in n.all_input_nodes if o not in members}
                 inputs = tuple(o for o in outside if o.name in self.graph.input_nodes)
                 cost = self._cost(nodes, inputs, (node,))
-                if seconds(cost.forward, self.device) > self.carried(node):
+                if any(seconds(cost.forward, one) > self.carried(node) for one in devices):
                     found.append(node)
         return tuple(found)

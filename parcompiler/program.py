@@ -107,7 +107,8 @@ class Program:
         that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
         "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
         places there. Raises InputError when the path is taken by something that is no export, the
-        weights are on the meta device, or the launcher is unknown.
+        weights are on the meta device, the launcher is unknown, or it is another than torchrun
+        and the mesh has several devices: such jobs have equal nodes.
         """
         offered("launcher", launcher, LAUNCHERS)
         return self.write(
@@ -123,9 +124,16 @@ class Program:
         standalone: bool = False,
         launcher: str = "torchrun",
     ) -> Path:
-        """`export` with a report that is made already."""
+        """`export` with a report that is made already. Raises InputError as that does."""
+        if launcher != "torchrun" and not self.problem.mesh.is_uniform:
+            message = (
+                f"launcher {launcher!r} writes a job of equal nodes, and the mesh has several "
+                f"devices ({', '.join(self.plan.mesh.devices)}): take launcher='torchrun'"
+            )
+            raise InputError(message)
         programs = [self.rank_program(rank) for rank in range(self.lowered.grid.size)]
-        launch = Launch(launcher, int(self.problem.mesh.hardware.devices_per_node))
+        each = min(device.devices_per_node for device in self.problem.devices)
+        launch = Launch(launcher, int(each))
         return export(
             path, self.plan, self.lowered, programs, report,
             weights=weights, standalone=standalone, launch=launch,
@@ -141,7 +149,8 @@ class Program:
         if not 0 <= rank < size:
             message = f"there is no rank {rank} (ranks: 0 to {size - 1})"
             raise InputError(message)
-        return rank_program(self.lowered, rank, self.plan.mesh.device)
+        position = self.lowered.grid.coordinate(rank).pipeline
+        return rank_program(self.lowered, rank, self.plan.mesh.devices[position])
 
     def worker(self) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun
@@ -149,7 +158,7 @@ class Program:
         grid = self.lowered.grid
         rank = current_rank(grid.size)
         position = grid.coordinate(rank).pipeline
-        device = self.plan.mesh.device
+        device = self.plan.mesh.devices[position]
         return Worker(
             self.rank_program(rank),
             stage_classes(self.lowered, position, device),

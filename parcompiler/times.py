@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from parcompiler.cost.timed import Timed, time_block
 from parcompiler.device import Device
 from parcompiler.errors import InputError
 from parcompiler.graph import Block, Graph
+from parcompiler.mesh import Mesh
 from parcompiler.plan import TemplateTime, VocabularyTime
 
 
@@ -43,6 +44,15 @@ def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:
         backward=seconds(cost.backward, device),
         weight=seconds(cost.weight, device),
     )
+
+
+def modelled_on(mesh: Mesh, costs: Mapping[str, BlockCost]) -> list[dict[str, TemplateTime]]:
+    """The times of templates, by name, on the device of the mesh; of several on each rank's."""
+    known = {
+        device: {name: modelled(name, cost, device) for name, cost in costs.items()}
+        for device in set(mesh.devices)
+    }
+    return [known[device] for device in ([mesh.hardware] if mesh.is_uniform else mesh.devices)]
 
 
 def measured(

@@ -69,8 +69,9 @@ def _cost(
     problem: Problem, plan: Plan, j: int, blocks: Sequence[int], tensors: Sequence[Parameter]
 ) -> StageCost:
     """The cost of some blocks as stage `j`, which holds some tensors."""
-    priced, schedule = problem.under(plan), planned(plan)
-    order = schedule.orders[schedule.placement[j]]
+    schedule = planned(plan)
+    rank = schedule.placement[j]
+    priced, order = problem.under(plan).on(rank), schedule.orders[rank]
     stashed = versions(order, j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
     bytes_of = Footprint(priced, tuple(sorted(blocks)), problem.graph.differentiable, weights)

@@ -23,11 +23,11 @@ from parcompiler.schedules.planned import planned
 
 
 def jointly(
-    problem: Problem, plan: Plan, level: int, limit: float
+    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
 ) -> tuple[Division, tuple[str, ...]]:
-    """The best division at a granularity where each rank has `limit` bytes for its blocks, and the
+    """The best division at a granularity where ranks have so many bytes for their blocks, and the
     blocks that it recomputes. Raises as `divide_twice`."""
-    task, again = joint_task(problem, plan, level, limit)
+    task, again = joint_task(problem, plan, level, limits)
     found = divide_twice(
         task.loads, again, task.flows, task.placement, task.microbatches, task.held, task.limits
     )
@@ -35,10 +35,10 @@ def jointly(
 
 
 def spared(
-    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], limit: float
+    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], limits: Sequence[float]
 ) -> tuple[str, ...] | None:
     """The blocks to recompute with these stages, at the least time; None when nothing fits."""
-    task, again = joint_task(problem, plan, level, limit)
+    task, again = joint_task(problem, plan, level, limits)
     found = Repeatable(task, tuple(again)).spared(stage_of)
     return None if found is None else names_of(problem, level, found)
 
@@ -50,7 +50,7 @@ def names_of(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str,
 
 
 def joint_task(
-    problem: Problem, plan: Plan, level: int, limit: float
+    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
 ) -> tuple[Task, list[Load | None]]:
     """The blocks as they are, and as they are when recomputed; None where that does not help."""
     schedule = planned(plan)
@@ -65,8 +65,8 @@ def joint_task(
         else None
         for name, load, other in zip(names, kept, full, strict=True)
     ]
-    limits = [float(max(1, limit))] * schedule.ranks
-    given = kept, flows, schedule.placement, plan.microbatches, held(schedule), limits
+    rooms = [float(max(1, limit)) for limit in limits]
+    given = kept, flows, schedule.placement, plan.microbatches, held(schedule), rooms
     return Task(*given), again
 
 

@@ -63,14 +63,16 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
         items = [problem.graph.by_name[name] for name in held]
         own = [item for item in items if users[item.name] == 1]
         weights = sum(item.nbytes for item in own if item.trainable) if versions else 0
+        times = tuple(one.forward[b] + one.backward[b] for one in priced.ranks)
         yield Load(
-            seconds=priced.forward[b] + priced.backward[b],
+            seconds=min(times, default=priced.forward[b] + priced.backward[b]),
             resident=sum(map(problem.state_bytes, own)) - weights + left * priced.later[b],
             saved=priced.saved[b] + weights,
             moment=priced.moments[b],
             shared=tuple(
                 (item.name, problem.state_bytes(item)) for item in items if users[item.name] > 1
             ),
+            by_rank=times,
         )
 
 

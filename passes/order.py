@@ -23,6 +23,7 @@ from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build
 from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.timing import Timing
 from parcompiler.schedules.vocabulary import intervals
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.solver import relative_gap
@@ -42,7 +43,7 @@ class OrderPass(Pass):
         spread = vocabulary_cost(problem, plan)
         if spread is not None:
             return self._beside(problem, plan, spread)
-        found = self._found(problem, plan, [float(problem.device.memory)] * plan.mesh.pipeline)
+        found = self._found(problem, plan, list(map(float, problem.memories)))
         return dataclasses.replace(
             plan,
             orders=found.schedule.cells(),
@@ -61,12 +62,16 @@ class OrderPass(Pass):
             found = self._found(problem, plan, list(_left(problem, plan, spread)))
             tried.append(dataclasses.replace(plan, orders=found.schedule.cells()))
         steps = [estimate(problem, item) for item in tried]
-        memory = problem.device.memory
-        fitting = [k for k, step in enumerate(steps) if max(step.peak_memory) <= memory]
+        fitting = [k for k, step in enumerate(steps) if _fits(problem, step)]
         best = min(fitting, key=lambda k: steps[k].step_time, default=0)
         seconds, bound = steps[best].step_time, ideal(problem, plan)
         gap = relative_gap(seconds, bound)
         return dataclasses.replace(tried[best], search=Solution("feasible", seconds, bound, gap))
+
+
+def _fits(problem: Problem, step: Timing) -> bool:
+    """Whether a step fits into the memory of all ranks."""
+    return all(peak <= size for peak, size in zip(step.peak_memory, problem.memories, strict=True))
 
 
 def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
@@ -75,7 +80,7 @@ def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[floa
     more = intervals(spread.method, schedule.ranks)
     for rank in range(schedule.ranks):
         saved = sum(found[j].saved for j, at in enumerate(schedule.placement) if at == rank)
-        free = problem.device.memory - spread.resident - spread.saved - more * saved
+        free = problem.memories[rank] - spread.resident - spread.saved - more * saved
         yield float(max(1, free))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from parcompiler.cost.collective import Group, group
+from parcompiler.cost.collective import among
 from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
@@ -43,10 +43,7 @@ def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     key = "vocabulary", ranks, method
     known: dict[Any, Any] = problem.local
     if key not in known:
-        known[key] = vocabulary_parts(
-            problem.graph, ranks, method, problem.device, problem.state_bytes,
-            everywhere=problem.mesh.tensor > 1, group=_group(problem),
-        )  # fmt: skip
+        known[key] = _slowest(problem, ranks, method)
     found: dict[str, Any] = known[key]
     return found
 
@@ -65,9 +62,17 @@ def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     return {name: getattr(known, name) for name in VOCABULARY_PASSES}
 
 
-def _group(problem: Problem) -> Group:
-    """The ranks that share the layers of the vocabulary: all of one data coordinate."""
-    return group(problem.mesh.grid.plane(0), problem.device)
+def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
+    """The most that each part takes on any device: all ranks have as many rows, and meet."""
+    together = among(problem.mesh, problem.mesh.grid.plane(0))  # all of one data coordinate
+    found = [
+        vocabulary_parts(
+            problem.graph, ranks, method, device, problem.state_bytes,
+            everywhere=problem.mesh.tensor > 1, group=together,
+        )
+        for device in dict.fromkeys(problem.devices)
+    ]  # fmt: skip
+    return {name: max(parts[name] for parts in found) for name in found[0]}
 
 
 def _stages(problem: Problem, plan: Plan) -> dict[fx.Node, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -121,10 +121,11 @@ class StagePass(Pass):
 def _crowded(problem: Problem, plan: Plan) -> InfeasibleError:
     """What to say of a plan that fits but for the messages on their way."""
     sizes = estimate(problem, plan).peak_memory
-    rank = max(range(len(sizes)), key=sizes.__getitem__)
+    devices = problem.devices
+    rank = max(range(len(sizes)), key=lambda r: sizes[r] / devices[r].memory)
     message = (
         f"rank {rank} needs {sizes[rank]:,} bytes with the messages on their way, "
-        f"{problem.device.name} has {problem.device.memory:,}: use more ranks or smaller "
+        f"{devices[rank].name} has {devices[rank].memory:,}: use more ranks or smaller "
         "micro-batches"
     )
     return InfeasibleError(message)
@@ -144,33 +145,45 @@ def _fitting(
     The programme does not know how many messages are on their way at once. A rank that it fills to
     NEARLY is simulated, and what is too much then is kept free from the beginning.
     """
-    memory, free = problem.device.memory, 0
+    free = [0] * len(problem.memories)
     while True:
         division, trial = _divide(problem, plan, level, wanted, free, explain=explain)
         over = _over(problem, trial, level, division)
-        if over <= 0:
+        if max(over) <= 0:
             return division, trial
-        free += max(over, math.ceil(memory * STEP))
+        free = list(_freer(problem, free, over))
 
 
-def _over(problem: Problem, plan: Plan, level: int, division: Division) -> int:
-    """Bytes by which the simulated step of a division exceeds the memory, where it may."""
-    memory = problem.device.memory
-    if max(needed(problem, plan, level, division.stage_of)) <= NEARLY * memory:
-        return 0
-    decided = _decided(problem, plan, level, division)
-    return max(estimate(problem, decided).peak_memory) - memory
+def _over(problem: Problem, plan: Plan, level: int, division: Division) -> list[int]:
+    """Bytes by which the simulated step of a division exceeds the memory of each rank, where it
+    may."""
+    memories = problem.memories
+    sizes = needed(problem, plan, level, division.stage_of)
+    if all(size <= NEARLY * memory for size, memory in zip(sizes, memories, strict=True)):
+        return [0] * len(memories)
+    peaks = estimate(problem, _decided(problem, plan, level, division)).peak_memory
+    return [peak - memory for peak, memory in zip(peaks, memories, strict=True)]
+
+
+def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterator[int]:
+    """The bytes to keep free on each rank after a try that was over its memory by so many; as many
+    on all ranks with the same device."""
+    devices = problem.devices
+    for kept, device in zip(free, devices, strict=True):
+        most = max(size for size, other in zip(over, devices, strict=True) if other == device)
+        yield kept + max(most, math.ceil(device.memory * STEP)) if most > 0 else kept
 
 
 def _divide(
-    problem: Problem, plan: Plan, level: int, wanted: Wanted, free: int, *, explain: bool
+    problem: Problem, plan: Plan, level: int, wanted: Wanted, free: Sequence[int], *, explain: bool
 ) -> tuple[Division, Plan]:
-    """The best division at a granularity that leaves some bytes of every rank free, and a plan with
+    """The best division at a granularity that leaves some bytes of each rank free, and a plan with
     what is recomputed in it."""
-    schedule = planned(plan)
-    limit = problem.device.memory - reserved(problem, plan) - free
+    schedule, memories = planned(plan), problem.memories
+    besides = [reserved(problem, plan) + kept for kept in free]
+    limits = [memory - kept for memory, kept in zip(memories, besides, strict=True)]
     if wanted == "auto":
-        division, names = jointly(problem, plan, level, limit)
+        division, names = jointly(problem, plan, level, limits)
         return division, dataclasses.replace(plan, recompute=names)
     plan = _recomputing(problem, plan, level, wanted)
     try:
@@ -179,16 +192,17 @@ def _divide(
             schedule.placement,
             plan.microbatches,
             held(schedule),
-            [float(max(1, limit))] * schedule.ranks,
+            [float(max(1, limit)) for limit in limits],
             names=[block.name for block in problem.priced(level).cut.blocks],
             explain=explain,
-            besides=problem.device.memory - limit,
-            memory=problem.device.memory,
+            besides=besides,
+            memory=memories,
         )
     except InfeasibleError as error:
-        if limit < problem.device.memory:
-            kept = problem.device.memory - limit
-            error.add_note(f"{kept:,} bytes of it are kept free for messages, batch and vocabulary")
+        most = max(besides)
+        if most:
+            kept = f"{most:,} bytes" if most == min(besides) else f"up to {most:,} bytes"
+            error.add_note(f"{kept} of it are kept free for messages, batch and vocabulary")
         raise
     return division, plan
 
@@ -210,20 +224,22 @@ def _forced(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
 ) -> tuple[Division, Plan]:
     """A division that the user gave and that fits only if something is recomputed."""
-    memory, free = problem.device.memory, reserved(problem, plan)
+    memories = problem.memories
+    free = [reserved(problem, plan)] * len(memories)
     while True:
-        names = spared(problem, plan, level, stage_of, memory - free)
+        limits = [memory - kept for memory, kept in zip(memories, free, strict=True)]
+        names = spared(problem, plan, level, stage_of, limits)
         if names is None:
             message = "these stages do not fit, whatever is recomputed"
             raise InfeasibleError(message)
         trial = dataclasses.replace(plan, recompute=names)
         found = _evaluated(problem, trial, level, stage_of)
         over = _over(problem, trial, level, found)
-        if over <= 0:
+        if max(over) <= 0:
             bound = _fill_and_drain(problem, plan, level)
             gap = relative_gap(found.objective, bound)
             return dataclasses.replace(found, status="feasible", bound=bound, gap=gap), trial
-        free += max(over, math.ceil(memory * STEP))
+        free = list(_freer(problem, free, over))
 
 
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
@@ -232,15 +248,15 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     loads, flows = data_under(problem, plan, level)
     kept, placement = held(schedule), schedule.placement
     found = evaluate(loads, flows, stage_of, placement, plan.microbatches, kept)
-    memory = [size + reserved(problem, plan) for size in found.memory]
-    worst = max(range(len(memory)), key=memory.__getitem__)
-    if memory[worst] > problem.device.memory:
+    memory, devices = [size + reserved(problem, plan) for size in found.memory], problem.devices
+    worst = max(range(len(memory)), key=lambda r: memory[r] / devices[r].memory)
+    if memory[worst] > devices[worst].memory:
         names = [block.name for block in problem.priced(level).cut.blocks]
         parts = memory_parts(loads, flows, stage_of, placement, kept, worst, names)
         largest = max(parts, key=lambda part: part.size)
         message = (
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
-            f"{problem.device.name} has {problem.device.memory:,}; the largest part is "
+            f"{devices[worst].name} has {devices[worst].memory:,}; the largest part is "
             f'{largest.what} ({largest.size:,} bytes). stages="auto" may find one that fits'
         )
         raise InfeasibleError(message)
@@ -296,8 +312,10 @@ def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) ->
 def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:
     """The step time of a perfectly even division without messages."""
     stages, ranks = len(planned(plan).placement), plan.mesh.pipeline
-    total = sum(load.seconds for load in data(problem, level, recompute=plan.recompute or ())[0])
-    return total * ranks / stages + (plan.microbatches - 1) * total / ranks
+    recompute = plan.recompute or ()
+    total = sum(load.seconds for load in data(problem, level, recompute=recompute)[0])
+    pace = problem.recomputing(level, recompute).pace or ranks
+    return total * ranks / stages + (plan.microbatches - 1) * total / pace
 
 
 def ideal(problem: Problem, plan: Plan) -> float:
@@ -310,5 +328,5 @@ def ideal(problem: Problem, plan: Plan) -> float:
     priced = problem.priced(plan.granularity) if forced else problem.under(plan)
     spread = vocabulary_cost(problem, plan)
     everywhere = spread.compute if spread else 0.0
-    blocks = sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
+    blocks = sum((*priced.forward, *priced.backward)) / (priced.pace or plan.mesh.pipeline)
     return plan.microbatches * (blocks + everywhere)

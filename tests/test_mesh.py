@@ -1,9 +1,14 @@
 """The mesh: ranks and coordinates, and what is no mesh."""
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 import parcompiler as pc
+from parcompiler.device import device
 
 
 def test_tensor_is_the_fastest_axis_then_data_then_pipeline() -> None:
@@ -54,3 +59,41 @@ def test_an_unknown_device_is_refused() -> None:
         pc.Mesh(device="abacus")
     with pytest.raises(pc.InputError, match=r"a name or a Device \(int given\)"):
         pc.Mesh(device=3)  # type: ignore[arg-type]
+
+
+def test_each_pipeline_coordinate_may_have_its_device(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(dataclasses.replace(device("h100"), name="mine").to_json())
+    mesh = pc.Mesh(pipeline=3, data=2, device=["h100", file, device("l40s")])
+    assert [one.name for one in mesh.devices] == ["h100", "mine", "l40s"]
+    assert mesh.name == ("h100", "mine", "l40s")
+    assert hash(mesh) == hash(pc.Mesh(3, 1, 2, ("h100", str(file), device("l40s"))))
+    with pytest.raises(pc.InputError, match=r"several devices \(h100, mine, l40s\)"):
+        mesh.hardware  # noqa: B018
+
+
+def test_equal_devices_in_a_sequence_are_one() -> None:
+    assert pc.Mesh(pipeline=2, device=("h100", device("h100"))) == pc.Mesh(2, device="h100")
+    assert pc.Mesh(pipeline=2, device=("h100", "h100")).is_uniform
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (("h100", "l40s"), r"a device for each pipeline coordinate \(2 given, pipeline=3\)"),
+        ((), r"a device for each pipeline coordinate \(0 given, pipeline=3\)"),
+        (("h100", "abacus", "l40s"), "no device 'abacus'"),
+        (("h100", "l40s", 3), r"a name or a Device \(int given\)"),
+        (("h100", "cpu", "h100"), r"cannot exchange messages \(h100, cpu, h100 given\)"),
+    ],
+)
+def test_a_sequence_that_is_none_of_devices_is_refused(
+    devices: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(pc.InputError, match=message):
+        pc.Mesh(pipeline=3, device=devices)
+
+
+def test_a_cluster_has_one_kind_of_device() -> None:
+    with pytest.raises(pc.InputError, match=r"one kind of device \(several given\)"):
+        pc.Cluster(device=("h100", "l40s"))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Plans: JSON that reads back, the same bytes for the same plan, and errors that name the field."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -39,6 +40,13 @@ def test_an_undecided_plan_reads_back_too() -> None:
     assert pc.Plan.from_json(plan.to_json()) == plan
 
 
+def test_the_devices_of_the_pipeline_read_back() -> None:
+    plan = dataclasses.replace(PLAN, mesh=Shape(pipeline=2, device=("h100", "l40s")))
+    assert pc.Plan.from_json(plan.to_json()) == plan
+    assert plan.mesh.devices == ("h100", "l40s")
+    assert PLAN.mesh.devices == ("cpu", "cpu")
+
+
 def test_fields_with_defaults_may_be_left_out() -> None:
     text = '{"model": "m", "fingerprint": "f", "mesh": {"pipeline": 2}, "microbatches": 4}'
     assert pc.Plan.from_json(text) == pc.Plan("m", "f", Shape(pipeline=2), 4)
@@ -68,6 +76,12 @@ def test_a_whole_number_is_a_number() -> None:
         ),
         ({"solution": {"status": "optimal"}}, r"plan\.solution lacks the field 'objective'"),
         ({"colour": "red"}, r"plan has an unknown field 'colour' \(known: costs, fingerprint, "),
+        (
+            {"mesh": {"pipeline": 2, "device": ["h100"]}},
+            r"plan\.mesh\.device must name 2 devices, or one \(1 found\)",
+        ),
+        ({"mesh": {"device": None}}, r"plan\.mesh\.device must be "),
+        ({"mesh": {"device": ["cpu", 3]}}, r"plan\.mesh\.device\[1\] must be a string"),
         ({"version": 99}, r"version 99; this release reads version 1"),
     ],
 )

@@ -22,7 +22,8 @@ class Figures:
     """Seconds of the predicted step, the mean fraction that ranks are idle, the fraction of their
     FLOPs that is used, and the bytes of the fullest rank at each pipeline coordinate.
 
-    `plan` is the digest of the plan that they are of, `limit` the memory of one device in bytes.
+    `plan` is the digest of the plan that they are of, `limit` the memory of one device in bytes;
+    of several devices the least.
     """
 
     plan: str

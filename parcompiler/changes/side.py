@@ -74,13 +74,14 @@ def text_of(path: Path) -> str:
 def agrees(plan: Plan, report: Report) -> bool:
     """Whether a report is of this plan, as far as it tells: not of it before it was edited."""
     mesh, choices = report.mesh, report.choices
-    shape = (mesh.pipeline, mesh.data, mesh.tensor, mesh.device)
+    names = tuple(device.name for device in mesh.devices) or (mesh.device,) * mesh.pipeline
+    shape = (mesh.pipeline, mesh.data, mesh.tensor, names)
     found = (choices.microbatches, choices.precision, choices.optimizer, choices.schedule)
     stages = tuple((stage.blocks, stage.rank) for stage in report.stages)
     own = plan.mesh
     return (
         report.model.name == plan.model
-        and shape == (own.pipeline, own.data, own.tensor, own.device)
+        and shape == (own.pipeline, own.data, own.tensor, own.devices)
         and found == (plan.microbatches, plan.precision, plan.optimizer, plan.schedule)
         and stages == tuple((stage.blocks, stage.rank) for stage in plan.stages or ())
         and choices.recompute == (plan.recompute or ())

@@ -62,10 +62,15 @@ def _mesh(before: Plan, after: Plan, _first: object, _second: object) -> Iterato
     """The axes that have another degree, and the number of ranks."""
     one, other = before.mesh, after.mesh
     axes = [name for name in ("pipeline", "tensor", "data", "device")]
-    pairs = [(name, getattr(one, name), getattr(other, name)) for name in axes]
+    pairs = [(name, _plainly(getattr(one, name)), _plainly(getattr(other, name))) for name in axes]
     said = ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
     sizes = [shape.pipeline * shape.tensor * shape.data for shape in (one, other)]
     yield f"{said} ({sizes[0]} -> {sizes[1]} ranks)"
+
+
+def _plainly(value: int | str | tuple[str, ...]) -> str:
+    """A degree, or the device or devices of a mesh."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _precision(_before: Plan, _after: Plan, first: object, second: object) -> Iterator[str]:

@@ -91,7 +91,8 @@ def planning(command: Command) -> Command:
             click.option(
                 "--device", type=device,
                 help=f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
-                "figures of another (pc.Device). Default: cpu.",
+                "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
+                "h100,h100,l40s. Default: cpu.",
             ),
             click.option(
                 "--microbatches", type=click.IntRange(min=1), metavar="N",

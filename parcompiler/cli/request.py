@@ -96,8 +96,9 @@ class Request:
 
         if not isinstance(self.mesh, str):
             return _mesh(self.mesh, self.device, plan)
-        device = _device(self.device or "cpu")
-        each = self.devices_per_node or int(Mesh(device=device).hardware.devices_per_node)
+        device = _devices(self.device or "cpu")
+        first = device[0] if isinstance(device, tuple) else device  # a Cluster refuses several
+        each = self.devices_per_node or int(Mesh(device=first).hardware.devices_per_node)
         return Cluster(self.nodes or 1, each, device)
 
     def _options(self, plan: Plan | None) -> dict[str, Any]:
@@ -141,8 +142,16 @@ def _mesh(degrees: dict[str, int] | None, name: str | None, plan: Plan | None) -
         shape = plan.mesh
         degrees = {"pipeline": shape.pipeline, "tensor": shape.tensor, "data": shape.data}
     if name is None:
-        name = "cpu" if plan is None else plan.mesh.device
-    return Mesh(**degrees, device=_device(name))
+        found = "cpu" if plan is None else plan.mesh.device
+        name = found if isinstance(found, str) else ",".join(found)
+    return Mesh(**degrees, device=_devices(name))
+
+
+def _devices(text: str) -> Any:
+    """A device, or with commas between them one for each pipeline coordinate."""
+    if "," not in text or Path(text).is_file():
+        return _device(text)
+    return tuple(map(_device, text.split(",")))
 
 
 def _device(name: str) -> Any:

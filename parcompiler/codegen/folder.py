@@ -75,16 +75,16 @@ def texts(
 ) -> dict[str, str]:
     """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
     all ranks, `main.py`, `README.md`, and what a cluster's launcher reads."""
-    device = programs[0].device
+    devices = [programs[lowered.grid.rank(r)].device for r in range(lowered.size)]
     found = {
-        f"stage_{stage.index}.py": StageWriter(lowered, stage, device).text()
+        f"stage_{stage.index}.py": StageWriter(lowered, stage, devices[stage.rank]).text()
         for stage in lowered.stages
     }
     if lowered.vocabulary is not None:
-        found["vocabulary.py"] = vocabulary_module(lowered, device)
+        found["vocabulary.py"] = vocabulary_module(lowered, devices[0])
     found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
-    facts |= launch.facts(str(facts["model"]), len(programs), device)
+    facts |= launch.facts(str(facts["model"]), len(programs), devices[0])
     environment = Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,

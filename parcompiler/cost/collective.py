@@ -18,7 +18,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parcompiler.device import Device, Link
@@ -59,24 +59,89 @@ def neighbours(size: int, device: Device) -> Group:
     return group(range(size), device)
 
 
+def among(mesh: Mesh, ranks: Iterable[int]) -> Group:
+    """The group of some ranks of a mesh. A node has devices of one kind.
+
+    >>> among(Mesh(pipeline=3, device=("h100", "h100", "l40s")), range(3))
+    Group(size=3, nodes=2)
+    """
+    found = list(ranks)
+    if mesh.is_uniform:
+        return group(found, mesh.hardware)
+    devices, copies = mesh.devices, mesh.grid.copies
+    first = [_first(devices, r) for r in range(mesh.pipeline)]  # with it a node begins
+    places = ((rank, rank // copies) for rank in found)
+    nodes = {
+        (first[r], (rank - first[r] * copies) // devices[r].devices_per_node) for rank, r in places
+    }
+    return Group(len(found), len(nodes))
+
+
+def _first(devices: Sequence[Device], coordinate: int) -> int:
+    """The first pipeline coordinate of the run of equal devices that one is in."""
+    first = coordinate
+    while first and devices[first - 1] == devices[coordinate]:
+        first -= 1
+    return first
+
+
+def joined(mesh: Mesh, action: str, nbytes: float, ranks: Iterable[int]) -> float:
+    """The time in s of a collective among ranks of a mesh; of several devices the slowest's."""
+    found = list(ranks)
+    together = among(mesh, found)
+    if mesh.is_uniform:
+        return seconds(action, nbytes, together, mesh.hardware)
+    devices, copies = mesh.devices, mesh.grid.copies
+    own = {devices[r] for r in {rank // copies for rank in found}}
+    return max(seconds(action, nbytes, together, device) for device in own)
+
+
 def between(mesh: Mesh, source: int, target: int) -> Link:
     """The link between two pipeline coordinates: the slowest, where replicas use several.
+
+    Different devices are on different nodes, and the slower of their two networks counts.
 
     >>> mesh = Mesh(pipeline=16, device="h100")
     >>> between(mesh, 6, 7).bandwidth, between(mesh, 7, 8).bandwidth
     (450000000000.0, 50000000000.0)
     """
-    device, copies = mesh.hardware, mesh.grid.copies
+    if not mesh.is_uniform:
+        return _between(mesh, source, target)
+    device = mesh.hardware
+    return device.network if _crosses(source, target, mesh.grid.copies, device) else device.link
+
+
+def _between(mesh: Mesh, source: int, target: int) -> Link:
+    """The same where ranks have different devices."""
+    devices, copies = mesh.devices, mesh.grid.copies
+    one, other, first = devices[source], devices[target], _first(devices, source)
+    alone = first != _first(devices, target)
+    if alone or _crosses(source - first, target - first, copies, one):
+        return _worst((one.network, other.network))
+    return one.link
+
+
+def _crosses(source: int, target: int, copies: int, device: Device) -> bool:
+    """Whether some replicas of two coordinates of equal devices are on different nodes."""
     size = device.devices_per_node
-    crosses = any(
+    return any(
         (source * copies + k) // size != (target * copies + k) // size
         for k in range(min(copies, size))
     )
-    return device.network if crosses else device.link
+
+
+def _worst(links: Iterable[Link]) -> Link:
+    """A link as slow as the slowest of some in both."""
+    found = list(links)
+    if len(set(found)) == 1:
+        return found[0]
+    return Link(min(link.bandwidth for link in found), max(link.latency for link in found))
 
 
 def slowest(mesh: Mesh) -> Link:
     """The slowest link between neighbours of the pipeline."""
+    if not mesh.is_uniform:
+        return _worst(between(mesh, r, r + 1) for r in range(mesh.pipeline - 1))
     device, pairs = mesh.hardware, min(mesh.pipeline - 1, mesh.hardware.devices_per_node)
     crosses = any(between(mesh, r, r + 1) is device.network for r in range(pairs))
     return device.network if crosses else device.link
@@ -84,8 +149,16 @@ def slowest(mesh: Mesh) -> Link:
 
 def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> float:
     """The time in s of a message between pipeline coordinates; of several the longest."""
+    if not mesh.is_uniform:
+        return max((_carried(mesh, pair, nbytes) for pair in pairs), default=0.0)
     links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
     return max(carried(link, nbytes, mesh.hardware) for link in links)
+
+
+def _carried(mesh: Mesh, pair: tuple[int, int], nbytes: float) -> float:
+    """The same between two coordinates where ranks have different devices."""
+    link, device = between(mesh, *pair), mesh.devices[pair[0]]
+    return carried(link, nbytes, device) if link is device.link else link.seconds(nbytes)
 
 
 def carried(link: Link, nbytes: float, device: Device) -> float:

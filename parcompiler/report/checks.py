@@ -25,6 +25,11 @@ def _faults(report: Report) -> Iterator[str]:
         yield "report.stages and report.ranks must not be empty"
     if report.mesh.memory < 1:
         yield f"report.mesh.memory must be positive ({report.mesh.memory} found)"
+    if len(report.mesh.devices) not in (0, ranks):
+        yield f"report.mesh.devices must have {ranks} entries ({len(report.mesh.devices)} found)"
+    for k, device in enumerate(report.mesh.devices):
+        if device.memory < 1:
+            yield f"report.mesh.devices[{k}].memory must be positive ({device.memory} found)"
     for j, stage in enumerate(report.stages):
         yield from _outside(f"report.stages[{j}].rank", [stage.rank], ranks)
     for k, value in enumerate(report.values):

@@ -7,6 +7,7 @@ the model's own, as they are: whatever shows them must make them harmless.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,21 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What the ranks at a pipeline coordinate compute on; `peak` is in FLOP/s."""
+
+    name: str
+    memory: int
+    peak: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
-    """Where it is trained. `memory` is one device's, `peak` its FLOP/s in the model's dtype."""
+    """Where it is trained. `memory` is one device's, `peak` its FLOP/s in the model's dtype.
+
+    Where pipeline coordinates have different devices, these are `devices`; `memory` is the least
+    of them then, `peak` the mean.
+    """
 
     pipeline: int
     data: int
@@ -35,6 +49,18 @@ class Mesh:
     device: str
     memory: int
     peak: float
+    devices: tuple[Device, ...] = ()
+
+    @property
+    def counted(self) -> str:
+        """How many ranks have which device, along the pipeline."""
+        names = [one.name for one in self.devices] or [self.device] * self.pipeline
+        copies = self.data * self.tensor
+        return ", ".join(f"{copies * len([*same])} × {name}" for name, same in groupby(names))
+
+    def limit(self, rank: int) -> int:
+        """The memory of a rank of the pipeline."""
+        return self.devices[rank].memory if self.devices else self.memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,17 @@ FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
 def stages(report: Report) -> Table:
     """What each stage holds."""
     held = report.stages
+    names = [device.name for device in report.mesh.devices]
     rows = zip(
         map(str, range(len(held))),
         (str(stage.rank) for stage in held),
+        *([(names[stage.rank] for stage in held)] if names else []),
         (ranges(stage.blocks) for stage in held),
         column([stage.parameters for stage in held], COUNT),
         column([stage.parameter_bytes for stage in held], BYTES),
         strict=True,
     )
-    headings = [Column("stage"), Column("rank"), words("blocks")]
+    headings = [Column("stage"), Column("rank"), *[words("device")] * bool(names), words("blocks")]
     return table("Stages", [*headings, Column("parameters"), Column("size")], rows)
 
 
@@ -66,8 +68,9 @@ def work(report: Report) -> Table:
 
 def memory(report: Report) -> Table:
     """What each stage keeps, and the most that its rank holds at once."""
-    own, limit = report.stages, report.mesh.memory
-    fractions = [rank.peak_memory / limit for rank in report.ranks]
+    own, mesh = report.stages, report.mesh
+    fractions = [rank.peak_memory / mesh.limit(r) for r, rank in enumerate(report.ranks)]
+    limit = "its device" if mesh.devices else quantity(mesh.memory, BYTES)
     rows = zip(
         map(str, range(len(own))),
         column([stage.state for stage in own], BYTES),
@@ -80,7 +83,7 @@ def memory(report: Report) -> Table:
     )
     headings = (
         "stage", "weights,\noptimizer", "saved per\nmicro-batch", "in\nflight", "saved\nat once",
-        "peak of\nrank", f"of\n{quantity(limit, BYTES)}",
+        "peak of\nrank", f"of\n{limit}",
     )  # fmt: skip
     return table("Memory", map(Column, headings), rows)
 

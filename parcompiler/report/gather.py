@@ -28,21 +28,23 @@ def model(graph: Graph) -> data.Model:
         parameters=sum(item.numel for item in own),
         parameter_bytes=sum(item.nbytes for item in own),
         frozen=sum(item.numel for item in own if not item.trainable),
-        dtype=_name(_dtype(graph)),
+        dtype=_name(graph.dtype),
         random=graph.random,
     )
 
 
 def mesh(problem: Problem) -> data.Mesh:
     """Where it is trained."""
-    sizes, device = problem.mesh, problem.device
+    sizes, dtype = problem.mesh, problem.graph.dtype
+    own = [data.Device(one.name, one.memory, one.peak(dtype)) for one in problem.devices]
     return data.Mesh(
         pipeline=sizes.pipeline,
         data=sizes.data,
         tensor=sizes.tensor,
-        device=device.name,
-        memory=device.memory,
-        peak=device.peak(_dtype(problem.graph)),
+        device=", ".join(dict.fromkeys(one.name for one in own)),
+        memory=min(one.memory for one in own),
+        peak=sum(one.peak for one in own) / len(own) if len(set(own)) > 1 else own[0].peak,
+        devices=() if sizes.is_uniform else tuple(own),
     )
 
 
@@ -88,10 +90,12 @@ def step(
     costs: Sequence[StageCost],
     timeline: Timeline,
     everywhere: float,
+    own: Priced,
 ) -> data.Step:
     """The predicted step; `priced` are the blocks of the whole model.
 
-    `everywhere` are the seconds that every rank computes for a micro-batch besides its stages.
+    `everywhere` are the seconds that every rank computes for a micro-batch besides its stages;
+    `own` are the blocks of one tensor rank under the plan.
     """
     seconds, ranks = timeline.step_time, [everywhere] * lowered.size
     for stage, cost in zip(lowered.stages, costs, strict=True):
@@ -100,11 +104,14 @@ def step(
     flops = (
         microbatches * copies * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
     )
-    power = problem.mesh.size * problem.device.peak(_dtype(problem.graph))
+    power = problem.mesh.size * mesh(problem).peak
+    even = sum(ranks) / problem.mesh.pipeline
+    if own.pace:
+        even = sum((*own.forward, *own.backward)) / own.pace + everywhere
     rows, tokens = _rows(problem.graph), _tokens(problem.graph)
     return data.Step(
         seconds=seconds,
-        ideal=microbatches * sum(ranks) / problem.mesh.pipeline,
+        ideal=microbatches * even,
         idle=sum(timeline.bubble) / len(timeline.bubble),
         imbalance=max(ranks) * len(ranks) / sum(ranks) if any(ranks) else 1.0,
         flops=flops,
@@ -317,15 +324,6 @@ def _sent_back(lowered: Lowered, stage: Stage) -> int:
 
 def _users_on(lowered: Lowered, rank: int, consumers: Iterable[int]) -> Iterator[int]:
     return (j for j in consumers if lowered.stages[j].rank == rank)
-
-
-def _dtype(graph: Graph) -> torch.dtype:
-    """The floating dtype that most elements of the parameters have."""
-    sizes = {torch.float32: 0}
-    for item in graph.parameters:
-        if item.dtype.is_floating_point and not item.buffer:
-            sizes[item.dtype] = sizes.get(item.dtype, 0) + item.numel
-    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def _rows(graph: Graph) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from parcompiler.report.data import Solver
+from parcompiler.report.data import Mesh, Solver
 from parcompiler.report.names import ranges
 from parcompiler.report.table import Column, Table, facts, named, table, words
 from parcompiler.report.units import (
@@ -31,8 +31,7 @@ def overview(report: Report) -> Table:
 
 def title(report: Report) -> str:
     """The report in one line."""
-    ranks = report.mesh.pipeline * report.mesh.data * report.mesh.tensor
-    return f"{report.model.name} on {ranks} × {report.mesh.device}"
+    return f"{report.model.name} on {report.mesh.counted}"
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -41,7 +40,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
     axes = f"pipeline {mesh.pipeline} × data {mesh.data} × tensor {mesh.tensor}"
     yield "parameters", size + frozen
-    yield "mesh", f"{axes}, {quantity(mesh.memory, BYTES)} each"
+    yield "mesh", axes if mesh.devices else f"{axes}, {quantity(mesh.memory, BYTES)} each"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     yield "precision", choices.precision or f"{model.dtype}, as the model is"
@@ -57,17 +56,17 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         blocks = f"{count} block{'s' * (count > 1)}"
         yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
         if choices.without:
-            yield "without that", _without(choices.without, mesh.memory)
+            yield "without that", _without(choices.without, mesh)
     yield "random operators", "yes" if model.random else "no"
     for name, solver in (("solver", report.solver), ("search", report.search)):
         if solver is not None:
             yield name, ", ".join(_proof(solver))
 
 
-def _without(sizes: Sequence[int], memory: int) -> str:
-    """The fullest rank if nothing was recomputed, and what it lacks."""
-    rank = max(range(len(sizes)), key=sizes.__getitem__)
-    over = sizes[rank] - memory
+def _without(sizes: Sequence[int], mesh: Mesh) -> str:
+    """The rank that is fullest if nothing was recomputed, and what it lacks."""
+    rank = max(range(len(sizes)), key=lambda rank: sizes[rank] - mesh.limit(rank))
+    over = sizes[rank] - mesh.limit(rank)
     lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "which fits"
     return f"rank {rank} takes {quantity(sizes[rank], BYTES)}, {lacking}"
 

@@ -103,7 +103,7 @@ class Report:
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=gather.weighed(plan),
-            step=gather.step(problem, whole, lowered, costs, timeline, everywhere),
+            step=gather.step(problem, whole, lowered, costs, timeline, everywhere, own.under(plan)),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(timeline),
             values=gather.values(lowered, plan),

@@ -14,12 +14,12 @@ from torch import fx
 
 from parcompiler.capture.blocks import Cut
 from parcompiler.capture.clean import keep_names
-from parcompiler.cost.roofline import seconds
 from parcompiler.graph import Block, Graph, Vocabulary
 from parcompiler.problem import Priced, Problem
 from parcompiler.symbolic.forms import Template
 from parcompiler.symbolic.search import ClosedForms
 from parcompiler.symbolic.sizes import Sizes
+from parcompiler.times import modelled_on
 
 
 class Shadow:
@@ -56,22 +56,8 @@ class Shadow:
             self.copies[node].meta["val"] = made
         costs = {name: item.cost(sizes) for name, item in templates.items()}
         own = [costs[block.template] for block in self.cut.blocks]
-        device = problem.device
-        times = {
-            name: [seconds(part, device) for part in (cost.forward, cost.backward, cost.weight)]
-            for name, cost in costs.items()
-        }
-        forward, backward, weight = zip(
-            *(times[block.template] for block in self.cut.blocks), strict=True
-        )
-        priced = Priced(
-            cut=self.cut,
-            costs=tuple(own),
-            forward=forward,
-            backward=backward,
-            weight=tuple(map(min, weight, backward)),
-            sent=tuple(self.copies[node] for node in self.priced.sent),
-        )
+        sent = tuple(self.copies[node] for node in self.priced.sent)
+        priced = Priced.timed(self.cut, own, sent, modelled_on(problem.mesh, costs))
         return dataclasses.replace(
             problem,
             graph=self.graph,

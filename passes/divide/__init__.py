@@ -1,7 +1,7 @@
 """Divide the blocks of a graph into pipeline stages: exactly, as an integer programme.
 
-Given       c[i]        seconds of block i, forward and backward of one micro-batch; blocks are
-                        listed in topological order
+Given       c[i,r]      seconds of block i on rank r, forward and backward of one micro-batch;
+                        blocks are listed in topological order
             m[i], s[i]  its resident bytes; its bytes saved for the backward, per micro-batch
             e[i]        bytes that it takes while it computes only
             f           values that cross blocks: producer p, consumers q, seconds d[f] to receive
@@ -17,7 +17,7 @@ Decide      y[i,j]      1 iff block i is on stage j or a later one
             a[r]        bytes that rank r takes while it computes a block
             T           seconds of the slowest rank
 Minimize    (sum over j of t[j]) / v + (M - 1) T                                   `minimize_time`
-            with t[j] = sum(c[i] x[i,j]) + sum(d[f] r[f,j])
+            with t[j] = sum(c[i,r] x[i,j]) + sum(d[f] r[f,j]) for j in J(r)
 Subject to  data flows forward         y[p,j] <= y[q,j]                            `_flow_forward`
             no stage is empty          sum(x[i,j]) >= 1                            `_fill_stages`
             values are received        x[q,j] - sum(x[p,e] + r[f,e] for other      `_receive_values`
@@ -42,6 +42,9 @@ contradict each other, or the blocks do not fit into the ranks however they are 
 the runs are optimal. Else the programme is solved inside the windows; but not a large one with
 several stages per rank, for which the search does nothing in a few seconds: there the gap is told.
 
+Where ranks differ in speed, a bound that counts a block where it takes least is weak. A chain with
+one stage per rank is then divided by the exact dynamic programme of `spans`.
+
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
 Ties: the runs found win when nothing is strictly better. With one stage per rank, of runs with that
@@ -56,6 +59,7 @@ import math
 from collections.abc import Sequence
 
 from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.bounds import crowded, least_slowest
 from parcompiler.passes.divide.data import (
     Division,
@@ -70,6 +74,7 @@ from parcompiler.passes.divide.improve import balanced_runs
 from parcompiler.passes.divide.programme import lay_out, limit_memory, minimize_time
 from parcompiler.passes.divide.refusal import too_little_memory
 from parcompiler.passes.divide.runs import fastest_runs, nothing_better
+from parcompiler.passes.divide.spans import Spans
 from parcompiler.passes.divide.task import Task, check_task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import EFFORT, UndecidedError, relative_gap, solve
@@ -90,8 +95,8 @@ def divide(
     names: Sequence[str] = (),
     effort: float = EFFORT,
     explain: bool = True,
-    besides: int = 0,
-    memory: int | None = None,
+    besides: Sequence[int] = (),
+    memory: Sequence[int] = (),
 ) -> Division:
     """The division of blocks into stages whose step takes the fewest seconds.
 
@@ -106,8 +111,8 @@ def divide(
         names: of the blocks, for messages.
         effort: limit of the search, in the solver's deterministic units.
         explain: whether to search for what would do when memory does not (that may take longer).
-        besides: bytes that every rank has in use besides; the message adds them.
-        memory: bytes of every rank, the ones in use among them, for the message.
+        besides: bytes that each rank has in use besides; the message adds them.
+        memory: bytes of each rank, the ones in use among them, for the message.
 
     Raises:
         InfeasibleError: more stages than blocks, or too little memory. Says the least limit that
@@ -136,6 +141,9 @@ def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
         return nothing_better(None), None
     least = least_slowest(task) if task.each > 1 else 0
     runs, best = balanced_runs(task, least) if task.each > 1 else fastest_runs(task)
+    if not task.is_uniform and task.each == 1 and task.links is not None:
+        better = Spans(Repeatable(task, (None,) * len(task.loads))).best(best)
+        return (nothing_better(runs) if better is None else better[0]), None
     windows = find_windows(task, best)
     if windows is None or windows.slowest < least:
         return nothing_better(runs), None

@@ -15,9 +15,12 @@ from parcompiler.passes.divide.twice import Kind, cheapest
 
 
 class Alike(NamedTuple):
-    """What tells blocks apart when one asks which of them run twice; units of time and bytes."""
+    """What tells blocks apart when one asks which of them run twice; units of time and bytes.
 
-    extra: int
+    `extra` are the units on each rank, or those on all ranks.
+    """
+
+    extra: tuple[int, ...]
     load: Load
     again: Load | None
 
@@ -26,17 +29,23 @@ class Alike(NamedTuple):
 class Repeatable:
     """A task, and what each of its blocks is when it runs twice; None for one that must not.
 
-    A block that runs twice takes `extra` units longer.
+    A block that runs twice takes `extra` units longer on a rank.
     """
 
     task: Task
     again: tuple[Load | None, ...]
 
     @cached_property
-    def extra(self) -> list[int]:
-        """Units of time by block."""
+    def extra(self) -> list[list[int]]:
+        """Units of time by rank and block."""
+        if self.task.is_uniform:
+            return [self._extra(0)] * self.task.ranks
+        return list(map(self._extra, range(self.task.ranks)))
+
+    def _extra(self, rank: int) -> list[int]:
+        """The same on one rank."""
         return [
-            0 if twice is None else max(0, round((twice.seconds - load.seconds) / self.task.unit))
+            0 if twice is None else max(0, round((twice.on(rank) - load.on(rank)) / self.task.unit))
             for load, twice in zip(self.task.loads, self.again, strict=True)
         ]
 
@@ -54,10 +63,13 @@ class Repeatable:
 
     def _alike(self, i: int) -> Alike:
         """A block without what does not matter here."""
-        bare, twice = dataclasses.replace(self.task.loads[i], seconds=0.0, shared=()), self.again[i]
-        if twice is not None:
-            twice = dataclasses.replace(twice, seconds=0.0, shared=())
-        return Alike(self.extra[i], bare, twice)
+        bare, twice = (
+            None if load is None else dataclasses.replace(load, seconds=0.0, shared=(), by_rank=())
+            for load in (self.task.loads[i], self.again[i])
+        )
+        assert bare is not None
+        times = self.extra[:1] if self.task.is_uniform else self.extra
+        return Alike(tuple(own[i] for own in times), bare, twice)
 
     def under(self, twice: Collection[int]) -> Task:
         """The task in which these blocks run twice."""
@@ -86,7 +98,8 @@ class Repeatable:
         task = self.task
         busy = [0] * task.ranks
         for i, j in enumerate(stage_of):
-            busy[task.placement[j]] += task.compute[i] + (self.extra[i] if i in twice else 0)
+            rank = task.placement[j]
+            busy[rank] += task.cost[rank][i] + (self.extra[rank][i] if i in twice else 0)
         for flow, units in zip(task.flows, task.move, strict=True):
             here = {task.placement[stage_of[q]] for q in flow.consumers}
             for rank in here - {task.placement[stage_of[flow.producer]]}:
@@ -116,7 +129,7 @@ class Repeatable:
                 groups.setdefault((self.kind_of[i], stages.index(j)), []).append(i)
         vectors = task.held[rank]
         kinds = [
-            self.kind(number, len(blocks), [vector[place] for vector in vectors])
+            self.kind(number, len(blocks), [vector[place] for vector in vectors], rank)
             for (number, place), blocks in groups.items()
         ]
         moment = max(self.kinds[number].load.moment for number, _ in groups)
@@ -135,14 +148,15 @@ class Repeatable:
         parts = memory_parts(task.loads, task.flows, stage_of, task.placement, held, rank)
         return sum(part.size for part in parts)
 
-    def kind(self, number: int, count: int, flying: Sequence[int]) -> Kind:
+    def kind(self, number: int, count: int, flying: Sequence[int], rank: int) -> Kind:
         """Blocks of a kind on a stage, with its micro-batches in flight in each vector."""
         extra, load, twice = self.kinds[number]
         if twice is None:
             return Kind(count, None, (0,) * len(flying), load.moment, 0)
         fixed, saved = load.resident - twice.resident, load.saved - twice.saved
         freed = tuple(fixed + k * saved for k in flying)
-        return Kind(count, extra, freed, load.moment, twice.moment)
+        again = extra[rank if len(extra) > 1 else 0]
+        return Kind(count, again, freed, load.moment, twice.moment)
 
 
 def counted(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -45,7 +45,7 @@ def _sure(task: Task) -> list[int]:
 
 
 def overfull(task: Task, capacity: Sequence[int]) -> bool:
-    """Whether the blocks cannot fit into ranks of these units, wherever they are put.
+    """Whether the blocks cannot fit into ranks of these units (of `compute`), wherever they are.
 
     A block of c units is c // size pieces of that size, and a rank has room for its units // size
     of them. Of 9 blocks of 10 units, 4 ranks of 29 units take 8: total and largest block say less.
@@ -100,10 +100,10 @@ def least_slowest(task: Task) -> int:
     """Units that the slowest rank has at least, by what `overfull` sees."""
     received = least_received(task, *reach(task))
     fixed = [sum(received[j] for j in stages) for stages in task.on]
-    low, high = 0, sum(task.compute) + max(fixed)  # `high` is surely enough for one rank
+    low, high = 0, task.longest + max(fixed)  # `high` is surely enough for one rank
     while low < high:
         middle = (low + high) // 2
-        if overfull(task, [middle - units for units in fixed]):
+        if overfull(task, [task.capacity(r, middle - units) for r, units in enumerate(fixed)]):
             low = middle + 1
         else:
             high = middle

@@ -16,7 +16,8 @@ class Load:
     (parameters, gradients, optimizer states); `saved` bytes kept for the backward, per micro-batch
     in flight; `shared` tensors (name, bytes) are counted once per rank however many of its blocks
     use them. While the block computes, its rank takes `moment` bytes more: a rank computes one
-    block at a time, and so the largest of them counts.
+    block at a time, and so the largest of them counts. `by_rank` are the seconds on each rank where
+    ranks differ; `seconds` are the least of them then.
     """
 
     seconds: float
@@ -24,6 +25,11 @@ class Load:
     saved: int
     shared: tuple[tuple[str, int], ...] = ()
     moment: int = 0
+    by_rank: tuple[float, ...] = ()
+
+    def on(self, rank: int) -> float:
+        """Seconds on a rank."""
+        return self.by_rank[rank] if self.by_rank else self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ def evaluate(
     received = _received(flows, stage_of, placement)
     work = [[flow.seconds for flow in arriving] for arriving in received]
     for load, j in zip(loads, stage_of, strict=True):
-        work[j].append(load.seconds)
+        work[j].append(load.on(placement[j]))
     seconds = tuple(math.fsum(stage) for stage in work)
     on = stages_on(placement)
     memory = tuple(

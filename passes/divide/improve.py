@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from parcompiler.passes.divide.ledger import Ledger
 from parcompiler.passes.divide.pairs import tighten
-from parcompiler.passes.divide.runs import Run, all_runs, best_runs
+from parcompiler.passes.divide.runs import Run, all_runs, best_runs, generous
 from parcompiler.passes.divide.task import Task
 
 Measure = Callable[[Ledger], tuple[float, ...]]
@@ -69,11 +69,11 @@ def _step(book: Ledger) -> tuple[float, ...]:
 
 def even_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     """The runs whose seconds are most even, whatever their memory."""
-    average = sum(task.compute) // task.stages
-    for most in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
+    for most in (generous(task), math.inf):
 
-        def weigh(_: int, run: Run, most: float = most) -> float | None:
-            return run.seconds if run.seconds <= most else None
+        def weigh(j: int, run: Run, most: float = most) -> float | None:
+            units = run.on(task.placement[j])
+            return units if units <= most else None
 
         found = best_runs(task.stages, runs, weigh, lambda label: (label.squares,))
         if found is not None:

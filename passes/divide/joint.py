@@ -195,9 +195,9 @@ def _searched(
 
 
 def _bound(joint: Repeatable) -> float:
-    """Units of ranks that are even and run nothing twice."""
+    """Units of ranks that are even and run nothing twice; each block where it takes least."""
     total = sum(joint.task.compute)
-    return total + joint.task.further * total / joint.task.ranks
+    return float(total + joint.task.further * total / joint.task.pace(range(joint.task.ranks)))
 
 
 def _starts(joint: Repeatable, plain: Division | None, effort: float) -> list[tuple[int, ...]]:
@@ -264,7 +264,8 @@ def _minimize_time(
     """The step time, with what runs twice."""
     task, model = joint.task, layout.model
     slowest = minimize_time(layout, 0)
-    more = {at: (joint.extra[at[0]], here) for at, here in twice_at.items()}
+    extra = joint.extra
+    more = {(i, j): (extra[task.placement[j]][i], here) for (i, j), here in twice_at.items()}
     for rank in range(task.ranks):
         own = [term for (_, j), term in more.items() if task.placement[j] == rank]
         terms: list[Term] = [*layout.seconds(rank), *own, (-1, slowest)]

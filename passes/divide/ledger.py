@@ -22,6 +22,7 @@ class Ledger:
         self.at = list(stage_of)
         self.seconds, self.saved = [0] * task.stages, [0] * task.stages
         self.busy, self.fixed = [0] * task.ranks, [0] * task.ranks
+        self._cost = task.cost
         self._users: Counter[tuple[tuple[str, int], int]] = Counter()
         self._moments: list[Counter[int]] = [Counter() for _ in range(task.ranks)]
         self._squares = 0
@@ -77,7 +78,7 @@ class Ledger:
     def _compute(self, i: int, j: int, sign: int) -> None:
         """Add block i to stage j, or take it away: all but what it receives."""
         load, rank = self.task.loads[i], self.task.placement[j]
-        self._take(j, rank, sign * self.task.compute[i])
+        self._take(j, rank, sign * self._cost[rank][i])
         self.saved[j] += sign * load.saved
         self.fixed[rank] += sign * load.resident
         if load.moment:

@@ -20,14 +20,14 @@ from parcompiler.passes.divide.runs import Run
 PRECISION = 1000  # the bound is sought to one part in so many; the search does the rest
 SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)  # of the cut between the laps
 
-Seconds = Sequence[Sequence[int]]  # of each run, as `all_runs` has them
+Seconds = Sequence[Sequence[int]]  # of each run on one rank, as `all_runs` has them
 Cut = tuple[int, int]  # the ends of what is taken of both laps
 
 
 def tighten(book: Ledger, runs: Sequence[Sequence[Run]], least: int) -> bool:
     """Lower the slowest rank by placing the cuts of two laps anew; whether that worked."""
     improved = False
-    seconds = [[run.seconds for run in longer] for longer in runs]
+    seconds = _by_rank(book, runs)
     for one, two in _laps(book):
         low, high = least, max(book.busy) - 1
         while low <= high:
@@ -37,6 +37,14 @@ def tighten(book: Ledger, runs: Sequence[Sequence[Run]], least: int) -> bool:
             else:
                 low = max(bound + 1, low + least // PRECISION)
     return improved
+
+
+def _by_rank(book: Ledger, runs: Sequence[Sequence[Run]]) -> list[Seconds]:
+    """The seconds of all runs on each rank."""
+    ranks = range(book.task.ranks)
+    if book.task.is_uniform:
+        return [[[run.seconds for run in longer] for longer in runs]] * len(ranks)
+    return [[[run.on(r) for run in longer] for longer in runs] for r in ranks]
 
 
 def _laps(book: Ledger) -> Iterator[tuple[range, range]]:
@@ -52,7 +60,7 @@ def _laps(book: Ledger) -> Iterator[tuple[range, range]]:
                 yield one, two[::-1]
 
 
-def _place(book: Ledger, seconds: Seconds, one: range, two: range, bound: int) -> bool:
+def _place(book: Ledger, seconds: Sequence[Seconds], one: range, two: range, bound: int) -> bool:
     """Place the cuts so that no rank takes longer than the bound, and the memory as before."""
     before, peak, excess = list(book.at), max(book.busy), book.excess()
     for ends, meeting in _ends(book, one, two):
@@ -92,7 +100,7 @@ def _put(book: Ledger, i: int, j: int) -> None:
 
 def _search(
     book: Ledger,
-    seconds: Seconds,
+    seconds: Sequence[Seconds],
     one: range,
     two: range,
     bound: int,
@@ -109,18 +117,19 @@ def _search(
     parents: list[dict[int, Cut]] = []
     for n, (j, k) in enumerate(zip(one, two, strict=True)):
         rank, left = task.placement[j], len(one) - 1 - n
+        own = seconds[rank]
         free = bound - book.busy[rank] + book.seconds[j] + book.seconds[k]
         found: dict[int, int] = {}
         parent: dict[int, Cut] = {}
         for a, b in reached.items():
             final = b - 1 - 2 * left if meeting else middle - left
             for a2 in range(a + 1 if left or meeting else middle, final + 1):
-                if a2 <= a or seconds[a][a2 - a - 1] > free:
+                if a2 <= a or own[a][a2 - a - 1] > free:
                     break
                 goal = a2 + left if meeting else end - step * left
                 if (goal - b) * step <= 0:
                     continue
-                b2 = _furthest(seconds, b, goal, free - seconds[a][a2 - a - 1])
+                b2 = _furthest(own, b, goal, free - own[a][a2 - a - 1])
                 if b2 == b or (not left and b2 != goal):
                     continue
                 if a2 not in found or (b2 - found[a2]) * step > 0:

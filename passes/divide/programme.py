@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class Layout:
 
     def seconds(self, rank: int) -> list[Term]:
         """The units of time of all stages of a rank."""
-        compute, move = list(enumerate(self.task.compute)), list(enumerate(self.task.move))
+        compute, move = list(enumerate(self.task.cost[rank])), list(enumerate(self.task.move))
         return [
             term
             for j in self.task.on[rank]
@@ -204,9 +205,17 @@ def minimize_time(layout: Layout, least: int) -> Variable:
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).
     for j in range(1, task.stages):
         later = [(c, layout.y(i, j)) for i, c in enumerate(task.compute)]
-        behind, before = len(set(task.placement[j:])), len(set(task.placement[:j]))
+        behind, before = (
+            math.ceil(task.pace(set(part))) for part in (task.placement[j:], task.placement[:j])
+        )
         model.constrain([*later, (-behind, slowest)], high=0)
         model.constrain([*later, (before, slowest)], low=sum(task.compute))
     received = [(task.move[f], variable) for (f, _), variable in layout.r.items()]
-    model.minimize([*received, (task.further, slowest)], sum(task.compute))
+    # What a block takes on its rank beyond the least that it takes anywhere.
+    beyond = [
+        (more, here)
+        for (i, j), here in layout.x.items()
+        if (more := task.cost[task.placement[j]][i] - task.compute[i])
+    ]
+    model.minimize([*received, *beyond, (task.further, slowest)], sum(task.compute))
     return slowest

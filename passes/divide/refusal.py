@@ -21,12 +21,12 @@ def too_little_memory(
     task: Task,
     names: Sequence[str],
     effort: float,
-    besides: int = 0,
-    memory_of: int | None = None,
+    besides: Sequence[int] = (),
+    memory_of: Sequence[int] = (),
 ) -> InfeasibleError:
     """The least limit that would do, and what takes most of it.
 
-    Where ranks have `memory_of` bytes each, `besides` of them are not for blocks.
+    Where ranks have `memory_of` bytes, `besides` of them are not for blocks.
     """
     stage_of, proven = _leanest(task, effort)
     names = names or [f"block {i}" for i in range(len(task.loads))]
@@ -36,9 +36,9 @@ def too_little_memory(
     place = "stage" if tuple(task.placement) == tuple(range(task.stages)) else "rank"
     parts = memory_parts(task.loads, task.flows, stage_of, task.placement, task.held, worst, names)
     largest = max(parts, key=lambda part: part.size)
-    room, needed = task.room[worst] + besides, memory[worst] + besides
-    if memory_of is not None:
-        room = memory_of
+    besides = besides or [0] * task.ranks
+    room = memory_of[worst] if memory_of else task.room[worst] + besides[worst]
+    needed = memory[worst] + besides[worst]
     given = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
     least = f"the least {'that would' if proven else 'found to'} do is {needed:,} bytes"
     more = "add stages" if task.each == 1 else "add ranks"
@@ -49,7 +49,7 @@ def too_little_memory(
     )
     for rank, size in enumerate(memory):
         here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
-        taken = f"{place} {rank} takes {size + besides:,} bytes"
+        taken = f"{place} {rank} takes {size + besides[rank]:,} bytes"
         error.add_note(f"with that limit, {taken}: {', '.join(here)}")
     error.add_note("messages on their way come on top")
     return error

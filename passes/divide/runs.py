@@ -15,11 +15,17 @@ class Run(NamedTuple):
     """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled.
 
     All that comes from outside counts as received; what one block takes for a moment is fixed.
+    `ranks` are the units on each rank where these differ, and `seconds` those where all is fastest.
     """
 
     seconds: int
     fixed: int
     scaled: int
+    ranks: tuple[int, ...] = ()
+
+    def on(self, rank: int) -> int:
+        """Units on a rank."""
+        return self.ranks[rank] if self.ranks else self.seconds
 
 
 class _Label(NamedTuple):
@@ -37,8 +43,7 @@ def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
         return label.total + (task.microbatches - 1) * label.largest
 
     runs = all_runs(task)
-    average = sum(task.compute) // task.stages
-    for cap in (2 * average + max(task.compute) + max(task.move, default=0), math.inf):
+    for cap in (generous(task), math.inf):
         found = best_runs(task.stages, runs, _seconds(task, cap), lambda label: (objective(label),))
         if found is not None:
             weigh = _seconds(task, found[1].largest)
@@ -48,6 +53,13 @@ def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
     return None, math.inf
 
 
+def generous(task: Task) -> int:
+    """Units of a stage that no good division is above, as a rule: longer runs are tried last."""
+    costs = [task.compute] if task.is_uniform else task.cost
+    average = sum(map(sum, costs)) // len(costs) // task.stages
+    return 2 * average + max(map(max, costs)) + max(task.move, default=0)
+
+
 def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
     """Units of time of a run on a stage, where they and its bytes are within the limits."""
 
@@ -55,12 +67,28 @@ def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
         fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[task.placement[j]]
         return run.seconds if fits and run.seconds <= cap else None
 
-    return weigh
+    def by_rank(j: int, run: Run) -> float | None:
+        rank = task.placement[j]
+        units, fits = run.on(rank), run.fixed + task.in_flight[j] * run.scaled <= task.room[rank]
+        return units if fits and units <= cap else None
+
+    return weigh if task.is_uniform else by_rank
 
 
 def all_runs(task: Task) -> list[list[Run]]:
     """`runs[a][n]` are the blocks a … a + n. Each number grows with n."""
-    return [list(_runs_from(task, a)) for a in range(len(task.loads))]
+    found = [list(_runs_from(task, a)) for a in range(len(task.loads))]
+    return found if task.is_uniform else [_by_rank(task, a, own) for a, own in enumerate(found)]
+
+
+def _by_rank(task: Task, a: int, runs: Sequence[Run]) -> list[Run]:
+    """The runs that begin with block a, with their units on each rank."""
+    sums = [list(itertools.accumulate(own[a:])) for own in (task.compute, *task.cost)]
+    moved = [run.seconds - units for run, units in zip(runs, sums[0], strict=True)]
+    return [
+        run._replace(ranks=tuple(units + more for units in own))
+        for run, more, *own in zip(runs, moved, *sums[1:], strict=True)
+    ]
 
 
 def _runs_from(task: Task, a: int) -> Iterator[Run]:

@@ -21,12 +21,18 @@ class Span(NamedTuple):
     """Consecutive blocks as one stage: units of time, bytes fixed + in_flight * scaled, kinds.
 
     `kinds` are pairs of a kind's number and its count. What a block takes for a moment is left out.
+    `ranks` are the units on each rank where these differ.
     """
 
     seconds: int
     fixed: int
     scaled: int
     kinds: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...] = ()
+
+    def on(self, rank: int) -> int:
+        """Units on a rank."""
+        return self.ranks[rank] if self.ranks else self.seconds
 
 
 class Label(NamedTuple):
@@ -51,7 +57,7 @@ class Spans:
     """The runs of a task with one stage per rank, and what they cost where they must fit."""
 
     joint: Repeatable
-    known: dict[tuple[Span, int, int], Choice | None] = field(default_factory=dict)
+    known: dict[tuple[Span, int, int, int], Choice | None] = field(default_factory=dict)
 
     def best(self, known: float) -> Found | None:
         """The stage of each block and the blocks that run twice, if that is better than `known`,
@@ -71,7 +77,8 @@ class Spans:
     def _from(self, a: int) -> Iterator[Span]:
         """The runs that begin with block a."""
         task, of = self.joint.task, self.joint.kind_of
-        seconds = fixed = scaled = 0
+        seconds = fixed = scaled = moved = 0
+        ranks = [] if task.is_uniform else [0] * task.ranks
         received: set[int] = set()
         held: set[tuple[str, int]] = set()
         counts: dict[int, int] = {}
@@ -79,21 +86,25 @@ class Spans:
             load = task.loads[i]
             new = {f for f in task.arriving[i] if task.flows[f].producer < a} - received
             copies = sum(task.flows[f].saved for f in new)
-            seconds += task.compute[i] + sum(task.move[f] for f in new)
+            moved += sum(task.move[f] for f in new)
+            seconds += task.compute[i]
+            ranks = [units + task.cost[r][i] for r, units in enumerate(ranks)]
             fixed += load.resident + sum(size for _, size in set(load.shared) - held) + copies
             scaled += load.saved + copies
             received |= new
             held.update(load.shared)
             counts[of[i]] = counts.get(of[i], 0) + 1
-            yield Span(seconds, fixed, scaled, tuple(sorted(counts.items())))
+            own = tuple(units + moved for units in ranks)
+            yield Span(seconds + moved, fixed, scaled, tuple(sorted(counts.items())), own)
 
     def _fitted(self, span: Span, j: int) -> Choice | None:
         """What must run twice of a run on a stage."""
         task = self.joint.task
-        k, room = task.in_flight[j], task.room[task.placement[j]]
-        key = span._replace(seconds=0), k, room
+        rank = task.placement[j]
+        k, room = task.in_flight[j], task.room[rank]
+        key = span._replace(seconds=0, ranks=()), k, room, 0 if task.is_uniform else rank
         if key not in self.known:
-            kinds = [self.joint.kind(number, count, [k]) for number, count in span.kinds]
+            kinds = [self.joint.kind(number, count, [k], rank) for number, count in span.kinds]
             self.known[key] = cheapest(kinds, [span.fixed + k * span.scaled - room])
         return self.known[key]
 
@@ -103,14 +114,15 @@ class Spans:
         rest = [sum(task.compute[b:]) for b in range(len(spans) + 1)]
         best: dict[int, list[Label]] = {0: [Label(0, 0, 0, None, 0, ())]}
         for j in range(task.stages):
-            behind = task.stages - 1 - j
+            pace = task.pace(task.placement[j + 1 :])
+            slowest = [math.ceil(units / pace) if pace else 0 for units in rest]
             reached: dict[int, list[Label]] = {}
             for a, labels in best.items():
                 for b, units, choice in self._ends(spans[a], a, j):
                     if min(self._objective(label) for label in labels) + units >= known:
                         break
                     longer = (_longer(label, units, a, choice) for label in labels)
-                    good = [x for x in longer if self._bound(x, rest[b], behind) < known]
+                    good = [x for x in longer if self._bound(x, rest[b], slowest[b]) < known]
                     reached.setdefault(b, []).extend(good)
             best = {
                 b: _unbeaten(found, keep, self._objective) for b, found in reached.items() if found
@@ -123,18 +135,19 @@ class Spans:
     def _ends(self, spans: list[Span], a: int, j: int) -> Iterator[tuple[int, int, Choice]]:
         """The runs from block a that fit on stage j and leave a block for each stage behind: where
         they end, what they take, and what runs twice."""
-        behind, blocks = self.joint.task.stages - 1 - j, len(self.joint.again)
+        task, blocks = self.joint.task, len(self.joint.again)
+        behind, rank = task.stages - 1 - j, task.placement[j]
         for b, span in enumerate(spans[: blocks - behind - a], a + 1):
             choice = self._fitted(span, j)
             if choice is None:
                 return
             if behind or b == blocks:
-                yield b, span.seconds + choice.seconds, choice
+                yield b, span.on(rank) + choice.seconds, choice
 
-    def _bound(self, label: Label, rest: int, behind: int) -> float:
-        """Units that no division can be below that begins like this."""
-        largest = max(label.largest, math.ceil(rest / behind) if behind else 0)
-        return label.total + rest + self.joint.task.further * largest
+    def _bound(self, label: Label, rest: int, slowest: int) -> float:
+        """Units that no division can be below that begins like this: the other stages take `rest`
+        units, and the slowest of them `slowest`, at least."""
+        return label.total + rest + self.joint.task.further * max(label.largest, slowest)
 
     def _read(self, label: Label) -> Found:
         """The division of a label: of blocks of one kind the first ones run twice."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from parcompiler.errors import InfeasibleError, InputError
@@ -23,6 +24,11 @@ class Task:
     microbatches: int
     held: Sequence[Sequence[tuple[int, ...]]]
     limits: Sequence[float]
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether every block takes the same on all ranks."""
+        return not any(load.by_rank for load in self.loads)
 
     @cached_property
     def stages(self) -> int:
@@ -52,14 +58,53 @@ class Task:
     @cached_property
     def unit(self) -> float:
         """Seconds; all sums of the programme stay below RESOLUTION of them."""
-        total = math.fsum(load.seconds for load in self.loads)
+        total = math.fsum(max(load.by_rank, default=load.seconds) for load in self.loads)
         total += math.fsum(flow.seconds * len(flow.consumers) for flow in self.flows)
         return total * (self.stages + self.each * self.microbatches) / RESOLUTION or 1.0
 
     @cached_property
     def compute(self) -> list[int]:
-        """Units of each block."""
+        """Units of each block, where it takes least."""
         return [round(load.seconds / self.unit) for load in self.loads]
+
+    @cached_property
+    def cost(self) -> list[list[int]]:
+        """Units of each block on each rank."""
+        if self.is_uniform:
+            return [self.compute] * self.ranks
+        return [[round(load.on(r) / self.unit) for load in self.loads] for r in range(self.ranks)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Units that the blocks take on no rank more than, even all of them."""
+        return sum(self.compute) if self.is_uniform else max(map(sum, self.cost))
+
+    @cached_property
+    def worth(self) -> Sequence[int | Fraction]:
+        """Units of `compute` that a rank does in one of its own, at most: 1 where all are alike.
+
+        A block takes at least `compute[i] / worth[r]` units on rank r: so all bounds that count in
+        `compute` hold when a rank's units are multiplied by this.
+
+        >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0))
+        >>> task = Task([slow] * 6, [], (0, 1), 1, [[(1,)]] * 2, [1] * 2)
+        >>> list(map(str, task.worth)), str(task.pace([0, 1]))
+        (['1', '1/2'], '3/2')
+        """
+        if self.is_uniform:
+            return [1] * self.ranks
+        return [
+            max((Fraction(a, b) for a, b in zip(self.compute, own, strict=True) if b), default=1)
+            for own in self.cost
+        ]
+
+    def pace(self, ranks: Collection[int]) -> int | Fraction:
+        """Units of `compute` that some ranks do together in one unit, at most."""
+        return len(ranks) if self.is_uniform else sum(self.worth[r] for r in ranks)
+
+    def capacity(self, rank: int, units: int) -> int:
+        """Units of `compute` that a rank does at most in so many of its own."""
+        return units if self.is_uniform else math.floor(units * self.worth[rank])
 
     @cached_property
     def move(self) -> list[int]:
@@ -146,6 +191,11 @@ def check_task(task: Task) -> None:
         raise InfeasibleError(message)
 
 
+def _by_rank(task: Task) -> Iterator[tuple[float, ...]]:
+    """The seconds by rank of each block that has them."""
+    return (load.by_rank for load in task.loads if load.by_rank)
+
+
 def _faults(task: Task) -> Iterator[str]:
     """What is wrong; what follows a fault may rely on its absence."""
     placement, blocks = task.placement, len(task.loads)
@@ -168,7 +218,12 @@ def _faults(task: Task) -> Iterator[str]:
             )
     if not all(limit >= 1 for limit in task.limits):
         yield f"a memory limit must be at least 1 byte ({min(task.limits):g} given)"
+    if any(len(own) != task.ranks for own in _by_rank(task)):
+        yield f"seconds by rank need one for each of the {task.ranks} ranks, or none"
+    if any(load.by_rank and load.seconds != min(load.by_rank) for load in task.loads):
+        yield "the seconds of a block must be the least of its seconds by rank"
     seconds = [load.seconds for load in task.loads] + [flow.seconds for flow in task.flows]
+    seconds += [second for own in _by_rank(task) for second in own]
     if not all(0 <= value < math.inf for value in seconds):
         yield f"seconds must be finite and not negative ({min(seconds)} to {max(seconds)} given)"
     for flow in task.flows:

@@ -53,7 +53,10 @@ def find_windows(task: Task, best: float) -> Windows | None:
         slowest = _slowest(task, best, sum(received))
         if slowest < 0 or any(low > high for low, high in zip(first, last, strict=True)):
             return None
-        capacity = [slowest - sum(received[j] for j in stages) for stages in task.on]
+        capacity = [
+            task.capacity(r, slowest - sum(received[j] for j in stages))
+            for r, stages in enumerate(task.on)
+        ]
         if task.each > 1 and overfull(task, capacity):
             return None
         resources = _resources(task, capacity)
@@ -70,7 +73,7 @@ def _slowest(task: Task, best: float, received: int) -> int:
     """The most units of a rank in a division better than `best`; negative when there is none."""
     total = sum(task.compute)
     if best == math.inf:
-        return total + sum(task.move)
+        return task.longest + sum(task.move)
     slack = math.ceil(best) - 1 - total - received
     if task.microbatches > 1:
         return slack // task.further

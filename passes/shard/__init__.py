@@ -72,7 +72,7 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     """
     pins = demands.read(problem.options.sharding, problem.graph)
     folded = fold(problem.graph, pins.wish)
-    prices = Prices(problem.graph, problem.device, problem.mesh.tensor)
+    prices = Prices(problem.graph, problem.slowest_device, problem.mesh.tensor)
     candidates = Candidates(folded, prices, pins.wish)
     told, answer = _fitting(problem, candidates, pins, part)
     return sharding(candidates, told, answer, problem.mesh.pipeline)
@@ -100,7 +100,7 @@ def _fitting(
 def _states(problem: Problem) -> dict[str, State]:
     """What an element of each parameter and buffer costs: all its states are read and, but for the
     gradient, written once a step."""
-    device, options = problem.device, problem.options
+    device, options = problem.slowest_device, problem.options
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth * options.microbatches
     found = {}
     for item in problem.graph.parameters:
@@ -121,7 +121,8 @@ def _memory(problem: Problem, part: float, *, again: bool) -> Memory:
     flying = min(mesh.pipeline, options.microbatches)
     if options.schedule in ("gpipe", "naive"):
         flying = options.microbatches
-    free = problem.device.memory * part - problem.bucket_bytes
+    each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
+    free = each * part - problem.bucket_bytes
     return Memory(max(1.0, free), mesh.pipeline, flying, whole_blocks=again)
 
 

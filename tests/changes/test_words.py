@@ -67,6 +67,10 @@ PLAN = Plan(
             {"mesh": Shape(4, 1, 2, "h100")},
             ["mesh: pipeline 2 -> 4, tensor 2 -> 1, data 1 -> 2, device cpu -> h100 (4 -> 8 rank"],
         ),
+        (
+            {"mesh": Shape(2, 2, 1, ("h100", "l40s"))},
+            ["mesh: device cpu -> h100,l40s (4 -> 4 ranks)"],
+        ),
         ({"microbatches": 16}, ["microbatches: 8 -> 16"]),
         ({"precision": "fp64"}, ["precision: the model's own -> fp64"]),
         ({"optimizer": "sgd"}, ["optimizer: adamw -> sgd"]),

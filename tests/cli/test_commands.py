@@ -1,5 +1,6 @@
 """The commands as a user meets them: what is printed where, the files, the exit codes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import parcompiler as pc
 from parcompiler.cli import run
 from parcompiler.cli.words import COSTS, OPTIMIZERS, PRECISIONS, SCHEDULES, VOCABULARY, devices
 from parcompiler.cost import OPTIMIZERS as KNOWN_OPTIMIZERS
-from parcompiler.device import names
+from parcompiler.device import device, names
 from parcompiler.options import METHODS
 from parcompiler.options import PRECISIONS as KNOWN_PRECISIONS
 from parcompiler.schedules import SCHEDULES as KNOWN_SCHEDULES
@@ -79,6 +80,21 @@ def test_the_micro_batch_may_be_open_too(capsys: pytest.CaptureFixture[str]) -> 
     assert {item.rows for item in plan.meshes or ()} >= {1, 2}
     assert run(["plan", MODEL, "--mesh", "pipeline=2", "--microbatch", "auto"]) != 0
     assert "--microbatch is for --mesh auto" in capsys.readouterr().err
+
+
+def test_each_pipeline_coordinate_may_have_its_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, plan = tmp_path / "mine.json", tmp_path / "plan.json"
+    mine.write_text(dataclasses.replace(device("h200"), name="mine").to_json())
+    assert run(["plan", *PLAN, "--device", f"{mine},l40s", "--json", str(plan)]) == 0
+    assert capsys.readouterr().out.startswith("GPT on 1 x mine, 1 x l40s\n")
+    assert pc.Plan.from_json(plan.read_text()).mesh.device == ("mine", "l40s")
+    assert run(["plan", MODEL, "--plan", str(plan), "--device", f"{mine},l40s"]) == 0
+    capsys.readouterr()
+    cluster = ["--mesh", "auto", "--device", "h100,l40s"]
+    assert run(["plan", MODEL, *cluster]) == 2
+    assert "a cluster has one kind of device (several given)" in capsys.readouterr().err
 
 
 def test_a_plan_is_reused_with_its_mesh_precision_and_optimizer(

@@ -8,7 +8,17 @@ import torch
 
 import parcompiler as pc
 from parcompiler.cost import collective
-from parcompiler.cost.collective import Group, between, group, neighbours, seconds
+from parcompiler.cost.collective import (
+    Group,
+    among,
+    between,
+    group,
+    joined,
+    message,
+    neighbours,
+    seconds,
+    slowest,
+)
 from parcompiler.cost.exchange import EXCHANGE
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import operation_seconds
@@ -140,3 +150,44 @@ def test_an_operation_of_ranks_is_a_collective_of_neighbours() -> None:
     wide = dataclasses.replace(told, nbytes=2 * 15 / 16 * 1000.0, ranks=16)
     wanted = seconds("all-reduce", 1000.0, Group(16, nodes=2), DEVICE)
     assert operation_seconds(wide, DEVICE) == pytest.approx(wanted)
+
+
+def mixed(*devices: Device, copies: int = 1) -> pc.Mesh:
+    """A pipeline of devices whose nodes have four places."""
+    nodes = [dataclasses.replace(one, devices_per_node=4) for one in devices]
+    return pc.Mesh(pipeline=len(devices), data=copies, device=nodes)
+
+
+def test_unequal_devices_are_on_nodes_of_their_own() -> None:
+    other = dataclasses.replace(DEVICE, name="other", network=Link(2 * SLOW, 3 * B))
+    mesh = mixed(DEVICE, DEVICE, other, other, other, DEVICE)
+    assert between(mesh, 0, 1) == DEVICE.link
+    assert between(mesh, 1, 2) == between(mesh, 2, 1) == Link(SLOW, 3 * B)  # the worse of both
+    assert between(mesh, 2, 4) == other.link
+    assert between(mesh, 0, 5) == DEVICE.network
+    assert slowest(mesh) == Link(SLOW, 3 * B)
+    assert message(mesh, [(0, 1), (1, 2)], LARGE) == pytest.approx(LARGE / SLOW)
+    assert [among(mesh, ranks).nodes for ranks in ((0, 1), (1, 2), (0, 5), range(6))] == [
+        1,
+        2,
+        2,
+        3,
+    ]
+
+
+def test_a_node_of_unequal_devices_begins_where_they_do() -> None:
+    other = dataclasses.replace(DEVICE, name="other")
+    mesh = mixed(DEVICE, other, other, other, copies=2)  # ranks 0 1 | 2 3 4 5 | 6 7
+    assert between(mesh, 1, 2) == other.link
+    assert between(mesh, 2, 3) == other.network
+    assert among(mesh, range(2, 6)).nodes == 1
+    assert among(mesh, range(8)).nodes == 3
+
+
+def test_ranks_of_unequal_devices_wait_for_the_slowest() -> None:
+    slow = dataclasses.replace(DEVICE, name="slow", network=Link(SLOW / 4, B))
+    mesh, pair = mixed(DEVICE, slow), Group(2, nodes=2)
+    taken = joined(mesh, "all-reduce", LARGE, (0, 1))
+    assert taken == seconds("all-reduce", LARGE, pair, slow)
+    assert taken > seconds("all-reduce", LARGE, pair, DEVICE)
+    assert joined(mesh, "all-reduce", LARGE, (0,)) == 0

@@ -142,6 +142,18 @@ def random_graph(chance: random.Random, blocks: int) -> tuple[tuple[Load, ...], 
     return loads, flows
 
 
+def unequal(case: Case, seed: int) -> Case:
+    """The same blocks on ranks of unequal speed; in some cases each block likes another rank."""
+    chance = random.Random(seed)
+    speeds = [chance.choice([1.0, 1.0, 0.5, chance.uniform(0.1, 1)]) for _ in range(case.ranks)]
+    loads = []
+    for load in case.loads:
+        own = [chance.uniform(0.6, 1) if seed % 3 == 0 else 1.0 for _ in speeds]
+        times = tuple(load.seconds / (x * y) for x, y in zip(speeds, own, strict=True))
+        loads.append(dataclasses.replace(load, seconds=min(times), by_rank=times))
+    return dataclasses.replace(case, loads=tuple(loads))
+
+
 def limited(case: Case, chance: random.Random, differing: bool) -> Case:
     """With memory limits that are absent, slack, tight or too small; or differ from each other."""
     least = least_scale(case)
@@ -175,7 +187,7 @@ def costs(case: Case, at: Sequence[int]) -> tuple[float, list[int]]:
     busy, fixed, saved = [0.0] * case.ranks, [0] * case.ranks, [0] * case.stages
     moment = [0] * case.ranks
     for load, j in zip(case.loads, at, strict=True):
-        busy[rank[j]] += load.seconds
+        busy[rank[j]] += load.on(rank[j])
         fixed[rank[j]] += load.resident
         saved[j] += load.saved
         moment[rank[j]] = max(moment[rank[j]], load.moment)
@@ -230,6 +242,31 @@ def test_the_division_is_as_good_as_any(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(180))
 def test_the_division_with_several_stages_per_rank_is_as_good_as_any(seed: int) -> None:
     check_against_all(random_laps(seed))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_division_over_unequal_ranks_is_as_good_as_any(seed: int) -> None:
+    check_against_all(unequal(random_case(seed), seed))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_division_over_unequal_ranks_with_several_stages_is_as_good_as_any(seed: int) -> None:
+    check_against_all(unequal(random_laps(seed), seed))
+
+
+def test_a_rank_half_as_fast_takes_half_of_the_blocks() -> None:
+    loads = [Load(1.0, 0, 0, by_rank=(1.0, 2.0, 1.0))] * 10
+    flows = [Flow(i, (i + 1,), 0.0) for i in range(9)]
+    division = one_each(loads, flows, 64, (1, 1, 1), [math.inf] * 3).divide()
+    assert [division.stage_of.count(j) for j in range(3)] == [4, 2, 4]
+    assert (division.status, division.objective) == ("optimal", 12 + 63 * 4)
+
+
+def test_a_long_chain_over_unequal_ranks_is_proven_optimal() -> None:
+    case = unequal(chain(128, 16), 1)
+    division = case.divide()
+    assert division.status == "optimal"
+    assert division.objective == pytest.approx(case.evaluate(division.stage_of).objective)
 
 
 def check_against_all(case: Case) -> None:

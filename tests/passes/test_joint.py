@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -76,6 +77,18 @@ def random_case(rng: random.Random) -> Case:
     return Case(loads, again, _flows(rng, blocks), placement, rng.randint(1, 5), held, limits)
 
 
+def unequal(case: Case, rng: random.Random) -> Case:
+    """The same blocks on ranks of unequal speed."""
+    slower = [rng.choice((1, 1, 2, 3)) for _ in case.limits]
+
+    def timed(load: Load) -> Load:
+        times = tuple(load.seconds * factor for factor in slower)
+        return dataclasses.replace(load, seconds=min(times), by_rank=times)
+
+    again = [None if other is None else timed(other) for other in case.again]
+    return case._replace(loads=list(map(timed, case.loads)), again=again)
+
+
 def _kind(rng: random.Random) -> tuple[Load, Load | None]:
     """A block, and what it is when it runs twice."""
     load = Load(rng.randint(1, 9), rng.randint(0, 9), rng.randint(0, 9), (), rng.randint(0, 6))
@@ -130,6 +143,13 @@ def test_the_best_of_all_divisions_and_choices_is_found(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(CASES):
         check(random_case(rng))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_of_all_divisions_over_unequal_ranks_and_choices_is_found(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(CASES):
+        check(unequal(random_case(rng), rng))
 
 
 def test_the_random_cases_are_of_all_sorts() -> None:

@@ -20,11 +20,12 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # a rank and the one with its colo
 
 def memory(report: Report) -> Figure:
     """Lines with steps, one a rank, drawn at the highest that each column of the screen shows."""
-    limit, peak = report.mesh.memory, max(rank.peak_memory for rank in report.ranks)
+    peak = max(rank.peak_memory for rank in report.ranks)
+    limits = sorted({report.mesh.limit(rank) for rank in range(len(report.ranks))})
     seconds = max((levels[-1].second for levels in report.trail.memory if levels), default=0.0)
     end = max(report.step.seconds, seconds)
     times, bytes_ = unit(end, SECONDS), unit(peak, BYTES)
-    near = limit <= NEAR * peak
+    near = [limit for limit in limits if limit <= NEAR * peak]
     layout = {
         "height": 360,
         "xaxis": {
@@ -34,24 +35,25 @@ def memory(report: Report) -> Figure:
         },
         "yaxis": {
             "title": {"text": f"memory ({bytes_[1]})"},
-            "range": [0, 1.08 * (max(limit, peak) if near else peak) / bytes_[0] or 1],
+            "range": [0, 1.08 * max(*near, peak, 0) / bytes_[0] or 1],
             "zeroline": False,
         },
         "hovermode": "closest",
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         "margin": {"t": 36, "l": 64, "b": 44},
-        "shapes": [_limit(limit / bytes_[0])] if near else [],
+        "shapes": [_limit(limit / bytes_[0]) for limit in near],
     }
     lines = (_line(report, rank, end, times, bytes_) for rank in range(len(report.ranks)))
-    return Figure([*lines, *([_name_of_limit(report, bytes_[0])] if near else [])], layout)
+    return Figure([*lines, *(_name_of_limit(limit, bytes_[0]) for limit in near)], layout)
 
 
 def said(report: Report) -> str:
     """What the chart cannot show: the limit, and how near the fullest rank comes."""
     peaks = [rank.peak_memory for rank in report.ranks]
-    fullest, limit = max(range(len(peaks)), key=peaks.__getitem__), report.mesh.memory
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] / report.mesh.limit(rank))
+    limit = report.mesh.limit(fullest)
     parts = f"{quantity(peaks[fullest], BYTES)} of {quantity(limit, BYTES)}"
-    where = "" if limit <= NEAR * peaks[fullest] else ", far above this chart"
+    where = "" if limit <= NEAR * max(peaks) else ", far above this chart"
     return f"Rank {fullest} is the fullest with {parts}{where}."
 
 
@@ -103,13 +105,13 @@ def _limit(height: float) -> dict[str, Any]:
     return {"type": "line", "xref": "paper", **ends, "line": style}
 
 
-def _name_of_limit(report: Report, scale: float) -> dict[str, Any]:
+def _name_of_limit(limit: int, scale: float) -> dict[str, Any]:
     """The line's entry in the legend."""
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": f"limit {quantity(report.mesh.memory, BYTES)}",
+        "name": f"limit {quantity(limit, BYTES)}",
         "x": [None],
-        "y": [report.mesh.memory / scale],
+        "y": [limit / scale],
         "line": {"color": RED, "width": 2, "dash": "dash"},
     }

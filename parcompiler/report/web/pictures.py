@@ -51,6 +51,7 @@ class Row:
     fraction: float
     share: str
     idle: str
+    device: str = ""  # where lines have different ones
 
 
 def parts(report: Report) -> Iterator[Part]:
@@ -77,10 +78,10 @@ def spread(report: Report) -> tuple[str, ...]:
 
 def rows(report: Report) -> Iterator[Row]:
     """The pipeline coordinates from the first to the last."""
-    copies = report.mesh.data * report.mesh.tensor
+    copies, devices = report.mesh.data * report.mesh.tensor, report.mesh.devices
     for number, rank in enumerate(report.ranks):
         held = (j for j, stage in enumerate(report.stages) if stage.rank == number)
-        fraction = rank.peak_memory / report.mesh.memory
+        fraction = rank.peak_memory / report.mesh.limit(number)
         yield Row(
             number=number,
             stages=tuple(
@@ -92,6 +93,7 @@ def rows(report: Report) -> Iterator[Row]:
             fraction=min(1.0, fraction),
             share=percent(fraction),
             idle=percent(rank.idle),
+            device=devices[number].name if devices else "",
         )
 
 

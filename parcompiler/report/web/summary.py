@@ -64,9 +64,10 @@ def devices(report: Report) -> int:
 def _memory(report: Report) -> Tile:
     """The fullest rank."""
     peaks = [rank.peak_memory for rank in report.ranks]
-    fullest = max(range(len(peaks)), key=peaks.__getitem__)
-    fraction = peaks[fullest] / report.mesh.memory
+    limits = [report.mesh.limit(rank) for rank in range(len(peaks))]
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
+    fraction = peaks[fullest] / limits[fullest]
     style = "error" if fraction > FULL else "warning" if fraction > NEARLY else ""
     verdict = "too much: " if style == "error" else ""
-    note = f"{verdict}{percent(fraction)} of {quantity(report.mesh.memory, BYTES)}, rank {fullest}"
+    note = f"{verdict}{percent(fraction)} of {quantity(limits[fullest], BYTES)}, rank {fullest}"
     return Tile("Peak memory", quantity(peaks[fullest], BYTES), note, style)
