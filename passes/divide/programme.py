@@ -204,12 +204,12 @@ def minimize_time(layout: Layout, least: int) -> Variable:
         model.constrain([*layout.seconds(rank), (-1, slowest)], high=0)
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).
     for j in range(1, task.stages):
-        later = [(c, layout.y(i, j)) for i, c in enumerate(task.compute)]
-        behind, before = (
-            math.ceil(task.pace(set(part))) for part in (task.placement[j:], task.placement[:j])
-        )
-        model.constrain([*later, (-behind, slowest)], high=0)
-        model.constrain([*later, (before, slowest)], low=sum(task.compute))
+        behind, before = ({*part} for part in (task.placement[j:], task.placement[:j]))
+        later = [(c, layout.y(i, j)) for i, c in enumerate(task.least_on(behind))]
+        model.constrain([*later, (-math.ceil(task.pace(behind)), slowest)], high=0)
+        cost = task.least_on(before)
+        later = [(c, layout.y(i, j)) for i, c in enumerate(cost)]
+        model.constrain([*later, (math.ceil(task.pace(before)), slowest)], low=sum(cost))
     received = [(task.move[f], variable) for (f, _), variable in layout.r.items()]
     # What a block takes on its rank beyond the least that it takes anywhere.
     beyond = [

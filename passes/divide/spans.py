@@ -8,6 +8,7 @@ below the best division known.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -111,10 +112,11 @@ class Spans:
     def _walk(self, spans: list[list[Span]], known: float, keep: int | None) -> Label | None:
         """The best label of all blocks below `known`, of `keep` labels for the same blocks."""
         task = self.joint.task
-        rest = [sum(task.compute[b:]) for b in range(len(spans) + 1)]
         best: dict[int, list[Label]] = {0: [Label(0, 0, 0, None, 0, ())]}
         for j in range(task.stages):
-            pace = task.pace(task.placement[j + 1 :])
+            behind = task.placement[j + 1 :]
+            least, pace = task.least_on(behind), task.pace(behind)
+            rest = [*itertools.accumulate(reversed(least), initial=0)][::-1]
             slowest = [math.ceil(units / pace) if pace else 0 for units in rest]
             reached: dict[int, list[Label]] = {}
             for a, labels in best.items():

@@ -85,22 +85,26 @@ class Task:
 
         A block takes at least `compute[i] / worth[r]` units on rank r: so all bounds that count in
         `compute` hold when a rank's units are multiplied by this.
-
-        >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0))
-        >>> task = Task([slow] * 6, [], (0, 1), 1, [[(1,)]] * 2, [1] * 2)
-        >>> list(map(str, task.worth)), str(task.pace([0, 1]))
-        (['1', '1/2'], '3/2')
         """
-        if self.is_uniform:
-            return [1] * self.ranks
-        return [
-            max((Fraction(a, b) for a, b in zip(self.compute, own, strict=True) if b), default=1)
-            for own in self.cost
-        ]
+        return [1] * self.ranks if self.is_uniform else _worth(self.compute, self.cost)
+
+    def least_on(self, ranks: Collection[int]) -> list[int]:
+        """Units of each block where it takes least of some ranks; of none, where it does at all."""
+        if self.is_uniform or not ranks:
+            return self.compute
+        return list(map(min, zip(*(self.cost[r] for r in ranks), strict=True)))
 
     def pace(self, ranks: Collection[int]) -> int | Fraction:
-        """Units of `compute` that some ranks do together in one unit, at most."""
-        return len(ranks) if self.is_uniform else sum(self.worth[r] for r in ranks)
+        """Units of `least_on` that some ranks do together in one unit, at most.
+
+        >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0, 4.0))
+        >>> task = Task([slow] * 6, [], range(3), 1, [[(1,)]] * 3, [1] * 3)
+        >>> [round(float(pace), 9) for pace in (*task.worth, task.pace([0, 1]), task.pace([1, 2]))]
+        [1.0, 0.5, 0.25, 1.5, 1.5]
+        """
+        if self.is_uniform:
+            return len(ranks)
+        return sum(_worth(self.least_on(ranks), [self.cost[r] for r in ranks]))
 
     def capacity(self, rank: int, units: int) -> int:
         """Units of `compute` that a rank does at most in so many of its own."""
@@ -172,6 +176,16 @@ class Task:
         return evaluate(
             self.loads, self.flows, stage_of, self.placement, self.microbatches, self.held
         )
+
+
+def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | Fraction]:
+    """Units of `least` that are done in one of each of these costs, at most."""
+    known: dict[tuple[int, ...], int | Fraction] = {}  # many ranks are alike
+    for own in map(tuple, costs):
+        if own not in known:
+            pairs = zip(least, own, strict=True)
+            known[own] = max((Fraction(a, b) for a, b in pairs if b), default=1)
+    return [known[tuple(own)] for own in costs]
 
 
 def check_task(task: Task) -> None:
