@@ -111,6 +111,9 @@ def _check_costs(problem: Problem, plan: Plan) -> None:
     """Refuse measured times that are none, or not those of this model's templates."""
     if plan.costs is None or granularity_of(plan) not in problem.levels:
         return
+    if not problem.mesh.is_uniform:
+        message = "the plan has times measured on one device, and its mesh has several: remove them"
+        raise PlanError(message)
     wanted = {block.template for block in cut(problem.graph, granularity_of(plan)).blocks}
     found = [item.template for item in plan.costs]
     for name in sorted(wanted ^ set(found)) or _repeated(found):

@@ -12,6 +12,8 @@ from parcompiler.device import Device, device
 from parcompiler.passes import DEFAULT, OrderPass
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.shard.local import local
+from parcompiler.plan import TemplateTime
+from parcompiler.report.web.memory import memory
 from tests import zoo
 
 CPU = device("cpu")
@@ -146,6 +148,9 @@ def test_a_plan_is_for_the_devices_that_it_was_made_for() -> None:
     assert plan.mesh.devices == ("cpu", "cpu-half")
     again = program(CPU, HALF, plan=plan)
     assert again.instructions(1) == found.instructions(1)
+    timed = dataclasses.replace(plan, costs=(TemplateTime("Block", 1.0, 1.0, 1.0),))
+    with pytest.raises(pc.PlanError, match="measured on one device, and its mesh has several"):
+        program(CPU, HALF, plan=timed)
     with pytest.raises(pc.PlanError, match=r"another mesh .*'cpu', 'cpu-half'.*'cpu-half', 'cpu'"):
         program(HALF, CPU, plan=plan)
 
@@ -160,6 +165,18 @@ def test_the_report_says_which_device_each_stage_is_on() -> None:
     assert ["0", "0", "cpu"] in [row[:3] for row in rows]
     assert ["1", "1", "cpu-half"] in [row[:3] for row in rows]
     assert pc.Report.from_json(report.to_json()) == report
+
+
+def test_the_page_measures_each_rank_by_its_own_memory(tmp_path: Path) -> None:
+    peaks = program(CPU, HALF, stages="even").simulate().peak_memory
+    one, two = (slower(1, f"cpu-{r}", memory=round(1.2 * size)) for r, size in enumerate(peaks))
+    report = program(one, two, stages="even", recompute="none").report()
+    assert [report.mesh.limit(rank) for rank in range(2)] == [one.memory, two.memory]
+    assert len(memory(report).layout["shapes"]) == 2
+    report.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "of cpu-0</small>" in page
+    assert "1 × cpu-0, 1 × cpu-1: pipeline 2" in page
 
 
 def test_a_rank_knows_its_own_device(tmp_path: Path) -> None:
