@@ -36,13 +36,15 @@ def even_step(problem: Problem, plan: Plan) -> float:
     """
     trial = as_asked(problem, plan)
     priced = problem.recomputing(problem.levels[0], trial.recompute or ())
-    slowest = least_slowest_rank(*task_of(problem, trial))
+    task, again = task_of(problem, trial)
+    slowest = least_slowest_rank(task, again)
     if slowest == math.inf:
         return math.inf
-    even = sum((*priced.forward, *priced.backward)) / plan.mesh.pipeline
+    pace = float(sum(task.worth))  # the ranks, where all are alike
+    even = sum((*priced.forward, *priced.backward)) / pace
     spread = vocabulary_cost(problem, plan)
     busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
-    waits = _step(problem, plan, priced) + (plan.microbatches - 1) * max(0.0, slowest - even)
+    waits = _step(problem, plan, priced, pace) + (plan.microbatches - 1) * max(0.0, slowest - even)
     return max(busy, waits)
 
 
@@ -56,23 +58,25 @@ def as_asked(problem: Problem, plan: Plan) -> Plan:
 def task_of(problem: Problem, plan: Plan) -> tuple[Task, list[Load | None]]:
     """The coarsest blocks as the stage pass divides them, and as they are when they run twice."""
     level = problem.levels[0]
-    limit = problem.device.memory - reserved(problem, plan)
+    limits = [memory - reserved(problem, plan) for memory in problem.memories]
     if problem.options.recompute == "auto":
-        return joint_task(problem, plan, level, limit)
+        return joint_task(problem, plan, level, limits)
     schedule, given = planned(plan), data_under(problem, plan, level)
-    limits = [float(max(1, limit))] * schedule.ranks
-    task = Task(*given, schedule.placement, plan.microbatches, held(schedule), limits)
+    rooms = [float(max(1, limit)) for limit in limits]
+    task = Task(*given, schedule.placement, plan.microbatches, held(schedule), rooms)
     return task, [None] * len(task.loads)
 
 
-def _step(problem: Problem, plan: Plan, priced: Priced) -> float:
-    """The step of even stages under the schedule, without what all ranks do for the vocabulary."""
+def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
+    """The step of even stages under the schedule, without what all ranks do for the vocabulary;
+    `pace` is how much faster than the fastest rank all are together."""
     schedule = trunk(plan)
     stages = len(schedule.placement)
+    parts = pace * stages / schedule.ranks
     cost = StageCost(
-        forward=sum(priced.forward) / stages,
-        backward=sum(priced.backward) / stages,
-        weight=sum(priced.weight) / stages,
+        forward=sum(priced.forward) / parts,
+        backward=sum(priced.backward) / parts,
+        weight=sum(priced.weight) / parts,
         resident=0,
         saved=0,
     )

@@ -28,11 +28,15 @@ from parcompiler.solver import Model, Term, UndecidedError, Variable, solve
 
 
 class _Way(NamedTuple):
-    """One of the ways in which a block may run."""
+    """One of the ways in which a block may run; the seconds on each rank, or on any."""
 
-    seconds: float
+    seconds: tuple[float, ...]
     resident: int
     saved: int
+
+    def on(self, rank: int) -> float:
+        """Seconds on a rank."""
+        return self.seconds[rank if len(self.seconds) > 1 else 0]
 
 
 def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
@@ -59,7 +63,7 @@ def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
         memory: list[Term] = []
         for in_flight, j in zip(counts, task.on[rank], strict=True):
             for way, part in here[j]:
-                work.append((way.seconds / total * task.ranks, part))
+                work.append((way.on(rank) / total * task.ranks, part))
                 memory.append(((way.resident + in_flight * way.saved) / limit, part))
         model.constrain(work, high=0)
         model.constrain(memory, high=1)
@@ -91,4 +95,4 @@ def _divide(
 
 
 def _way(load: Load) -> _Way:
-    return _Way(load.seconds, load.resident, load.saved)
+    return _Way(load.by_rank or (load.seconds,), load.resident, load.saved)

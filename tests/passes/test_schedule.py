@@ -107,6 +107,17 @@ def test_the_best_stages_are_little_better_than_quick_ones(name: str) -> None:
         assert quick is None or (1 - DOUBT) * quick < program.simulate().step_time
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_even_stages_give_a_slow_device_less(name: str) -> None:
+    slow = dataclasses.replace(device("cpu"), name="cpu-slow", memory_bandwidth=1e9)
+    mesh = pc.Mesh(pipeline=2, device=("cpu", slow))
+    given: dict[str, Any] = {"schedule": name, "microbatches": 8, "vocabulary": "whole"}
+    program = pc.compile(captured(), mesh, **given)
+    least = even_step(program.problem, program.plan)
+    alike = compiled(**given)
+    assert even_step(alike.problem, alike.plan) < least <= program.simulate().step_time
+
+
 def test_even_stages_that_do_not_fit_take_for_ever() -> None:
     program = compiled(schedule="gpipe", microbatches=8, recompute="none", vocabulary="whole")
     small = dataclasses.replace(program.problem, mesh=roomy(program.problem.everywhere_bytes + 1))
