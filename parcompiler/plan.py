@@ -251,8 +251,9 @@ class Plan:
         if plan.version != VERSION:
             message = f"the plan has version {plan.version}; this release reads version {VERSION}"
             raise InputError(message)
-        if len(plan.mesh.devices) != plan.mesh.pipeline:
-            count, wanted = len(plan.mesh.devices), plan.mesh.pipeline
+        device, wanted = plan.mesh.device, plan.mesh.pipeline
+        if isinstance(device, tuple) and len(device) != wanted:
+            count = len(device)
             message = f"plan.mesh.device must name {wanted} devices, or one ({count} found)"
             raise InputError(message)
         assert isinstance(plan, Plan)
