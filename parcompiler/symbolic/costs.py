@@ -13,14 +13,16 @@ from functools import cached_property
 
 import sympy
 
+from parcompiler.cost import BlockCost
 from parcompiler.errors import InputError
-from parcompiler.passes.estimate import estimate
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.symbolic.figures import Figures, stages_of
+from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
+from parcompiler.symbolic.figures import Figures, figures_of
 from parcompiler.symbolic.forms import FIELDS, Forms, Template
 from parcompiler.symbolic.naming import names_of, of_block
+from parcompiler.symbolic.quantities import with_maxima
 from parcompiler.symbolic.questions import Again
 from parcompiler.symbolic.reading import Unfit
 from parcompiler.symbolic.search import ClosedForms, closed_forms
@@ -135,82 +137,71 @@ class Costs:
         microbatches: int | None = None,
         data: int | None = None,
         tensor: int | None = None,
+        pipeline: int | None = None,
         **sizes: int,
     ) -> Figures:
-        """The stages and the step at other sizes, by word: `at(batch=8, sequence=4096)`.
+        """The step at other sizes, by word: `at(batch=8, sequence=4096, microbatches=64)`.
 
         What is not given is as it was compiled; stages, schedule and strategies stay those of the
-        plan, also for another number of tensor ranks (whose forms are found when first asked for).
-        Seconds are those of the device's figures. Raises InputError for a size that the forms are
-        not in, or that the model cannot have.
+        plan, also for another number of tensor ranks. For another number of pipeline ranks the
+        passes divide again, under the plan's schedule, with these micro-batches and degrees and
+        the batch and sequence of the capture. What is found is what `Program.simulate` says of a
+        program that is compiled at these sizes with these decisions; seconds that were measured
+        change as the device's figures do. Memory is not held against the device's.
+        Raises InputError for a size that the costs are not in or that the model cannot have, for a
+        degree that the plan cannot have, or for times that would have to be measured again.
         """
-        if tensor is not None and tensor != self.plan.mesh.tensor:
-            return self._split(tensor).at(microbatches, data, **sizes)
+        if tensor is not None and number_of("tensor", tensor) != self.plan.mesh.tensor:
+            other = self._elsewhere("tensor", tensor, self.plan)
+            return other.at(microbatches, data, None, pipeline, **sizes)
+        plan = with_copies(self.plan, microbatches, data)
+        if pipeline is not None and number_of("pipeline", pipeline) != plan.mesh.pipeline:
+            return self._elsewhere("pipeline", pipeline, plan).at(**sizes)
         numbers = self._numbers(sizes)
-        plan = self._plan(microbatches, data)
         options = dataclasses.replace(self.problem.options, microbatches=plan.microbatches)
         mesh = dataclasses.replace(self.problem.mesh, data=plan.mesh.data)
-        own = dataclasses.replace(self.problem, mesh=mesh, options=options)
-        shadow = self._shadow.at(numbers, own, self._templates_at(numbers))
+        vocabulary = self.problem.vocabulary_times if numbers == self._closed.now else {}
+        own = dataclasses.replace(
+            self.problem, mesh=mesh, options=options, vocabulary_times=vocabulary
+        )
+        found = figures_of(self._shadow.at(numbers, own, self._blocks_at(numbers)), plan, ())
         words = {size.word: numbers[size.letter] for size in self.sizes}
-        given = words | {"microbatches": plan.microbatches, "data": plan.mesh.data}
-        stages = tuple(stages_of(shadow, plan))
-        return Figures(tuple(given.items()), stages, estimate(shadow, plan).step_time)
+        degrees = {name: getattr(plan.mesh, name) for name in ("data", "tensor", "pipeline")}
+        given = words | {"microbatches": plan.microbatches} | degrees
+        scaled = bool(self.problem.times) and numbers != self._closed.now
+        return dataclasses.replace(found, sizes=tuple(given.items()), scaled=scaled)
 
-    def _split(self, tensor: int) -> Costs:
-        """The costs for so many tensor ranks, by the strategies of the plan."""
-        if type(tensor) is not int or tensor < 1:
-            message = f"tensor must be a positive number of ranks ({tensor!r} given)"
-            raise InputError(message)
-        if self.plan.sharding is None or self.whole is None:
-            message = f"the plan splits no tensors: compile for {tensor} tensor ranks"
-            raise InputError(message)
-        if tensor not in self._by_tensor:
-            shape = dataclasses.replace(self.plan.mesh, tensor=tensor)
-            plan = dataclasses.replace(self.plan, mesh=shape)
-            if tensor == 1:
-                plan = dataclasses.replace(plan, sharding=None)
-            mesh = dataclasses.replace(self.whole.mesh, tensor=tensor)
-            whole = dataclasses.replace(
-                self.whole,
-                mesh=mesh,
-                bench=None,
-                _priced={},
-                _recomputing={},
-                local={},
-                times={},
-                vocabulary_times={},
-            )
-            self._by_tensor[tensor] = Costs(local(whole, plan), plan, self.again, whole)
-        return self._by_tensor[tensor]
+    def _blocks_at(self, numbers: Sizes) -> dict[str, BlockCost]:
+        """What a block of each template costs at these sizes: by its forms, and what is alive at
+        most as it is found there."""
+        split = self.plan.mesh.pipeline > 1
+        try:
+            traced = self._closed.traced(numbers, split=split)
+        except Unfit as unfit:
+            raise self._refusal(numbers, unfit) from unfit
+        return {
+            name: with_maxima(item.cost(numbers), traced[name])
+            for name, item in self._templates_at(numbers).items()
+        }
+
+    def _elsewhere(self, name: str, number: int, plan: Plan) -> Costs:
+        """The costs for another degree of the mesh."""
+        key = name, number, plan.microbatches, plan.mesh.data
+        if key not in self._known:
+            found = {"tensor": with_tensor, "pipeline": with_pipeline}[name]
+            whole, other = found(self.whole or self.problem, plan, number)
+            self._known[key] = Costs(local(whole, other), other, self.again, whole)
+        return self._known[key]
 
     @cached_property
-    def _by_tensor(self) -> dict[int, Costs]:
-        """Those for other numbers of tensor ranks."""
+    def _known(self) -> dict[tuple[str, int, int, int], Costs]:
+        """Those for other degrees."""
         return {}
 
     @cached_property
     def _shadow(self) -> Shadow:
         priced = self.problem.priced(self._level)
         return Shadow(self.problem, priced, self._closed, self._level)
-
-    def _plan(self, microbatches: int | None, data: int | None) -> Plan:
-        plan = self.plan
-        for name, number in (("microbatches", microbatches), ("data", data)):
-            if number is not None and (type(number) is not int or number < 1):
-                message = f"{name} must be a positive number of them ({number!r} given)"
-                raise InputError(message)
-        if microbatches is not None and microbatches != plan.microbatches:
-            if plan.orders is not None:
-                message = (
-                    f"the plan's order is for {plan.microbatches} micro-batches ({microbatches} "
-                    "given): compile for another number"
-                )
-                raise InputError(message)
-            plan = dataclasses.replace(plan, microbatches=microbatches)
-        if data is not None:
-            plan = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, data=data))
-        return plan
 
     def _numbers(self, given: Mapping[str, int]) -> dict[str, int]:
         """The numbers of all symbols."""
@@ -240,10 +231,12 @@ class Costs:
         try:
             self._closed.resizer.at(numbers)
         except Unfit as unfit:
-            said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in self.sizes)
-            message = f"the model does not run at {said}: {unfit}"
-            raise InputError(message) from unfit
+            raise self._refusal(numbers, unfit) from unfit
         self._ran.add(key)
+
+    def _refusal(self, numbers: Sizes, unfit: Unfit) -> InputError:
+        said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in self.sizes)
+        return InputError(f"the model does not run at {said}: {unfit}")
 
     def _templates_at(self, numbers: Sizes) -> Mapping[str, Template]:
         """The templates that hold at these sizes."""

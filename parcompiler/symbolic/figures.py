@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompiler.passes.estimate import costs, messages
+from parcompiler import prices
+from parcompiler.lower import Lowered, lower
+from parcompiler.passes.estimate import messages
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
+from parcompiler.schedules.action import NOWHERE
+from parcompiler.simulator import StageCost, simulate_lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +34,77 @@ class StageFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageFigures:
+    """A value of `nbytes` that stage `source` gives to the stages `targets` for each micro-batch;
+    its gradient `returns` from there."""
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    nbytes: int
+    returns: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
-    """A step at some sizes: by word, micro-batches and data ranks among them. `step_time` in s is
-    without the sums over data ranks."""
+    """A step at some sizes: by word, micro-batches and degrees among them.
+
+    `step_time` in s, `peak_memory` in bytes and `bubble`, the idle fraction, of each pipeline rank
+    are those of `Program.simulate`; `messages` go between stages, `averaged` are the bytes of
+    gradients that each rank sums with its data replicas. `scaled` says that seconds follow from
+    some that were measured at other sizes.
+    """
 
     sizes: tuple[tuple[str, int], ...]
     stages: tuple[StageFigures, ...]
     step_time: float
+    peak_memory: tuple[int, ...]
+    bubble: tuple[float, ...]
+    messages: tuple[MessageFigures, ...]
+    averaged: tuple[int, ...]
+    scaled: bool = False
 
 
-def stages_of(problem: Problem, plan: Plan) -> Iterator[StageFigures]:
+def figures_of(problem: Problem, plan: Plan, sizes: Iterable[tuple[str, int]]) -> Figures:
+    """The figures of a plan, lowered and simulated; `problem` is that of one tensor rank."""
+    assert plan.granularity is not None
+    lowered = lower(problem.graph, plan, problem.priced(plan.granularity).cut)
+    costs = prices.stage_costs(problem, plan, lowered)
+    timeline = simulate_lowered(
+        lowered,
+        costs,
+        prices.message_seconds(problem, lowered),
+        collective_seconds=prices.collective_seconds(problem, lowered),
+        vocabulary=prices.vocabulary_cost(problem, plan),
+    )
+    return Figures(
+        sizes=tuple(sizes),
+        stages=tuple(_stages(problem, plan, costs)),
+        step_time=timeline.step_time,
+        peak_memory=timeline.peak_memory,
+        bubble=timeline.bubble,
+        messages=tuple(_messages(lowered)),
+        averaged=tuple(_averaged(lowered)),
+    )
+
+
+def _messages(lowered: Lowered) -> Iterator[MessageFigures]:
+    """What goes between stages, by the stage it leaves; not what the vocabulary gives or takes."""
+    for value in sorted(lowered.values.values(), key=lambda value: value.producer):
+        targets = tuple(j for j in value.consumers if j != NOWHERE)
+        if value.producer != NOWHERE and targets:
+            returns = value.differentiable
+            yield MessageFigures(value.name, value.producer, targets, value.nbytes, returns)
+
+
+def _averaged(lowered: Lowered) -> Iterator[int]:
+    """Bytes of gradients that each rank sums with its data replicas."""
+    for rank in range(lowered.size):
+        names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
+        yield sum(lowered.graph.by_name[name].nbytes for name in names) * (lowered.data > 1)
+
+
+def _stages(problem: Problem, plan: Plan, costs: Sequence[StageCost]) -> Iterator[StageFigures]:
     """The figures of each stage."""
     assert plan.stages is not None
     priced = problem.under(plan)
@@ -48,7 +113,7 @@ def stages_of(problem: Problem, plan: Plan) -> Iterator[StageFigures]:
     for item in messages(problem, plan):
         sent[item.source] += item.nbytes * len(item.targets)
         back[item.source] += item.nbytes * len(item.targets) if item.gradient is not None else 0
-    for j, cost in enumerate(costs(problem, plan)):
+    for j, cost in enumerate(costs):
         names = plan.stages[j].blocks
         forward = sum(op.flops for name in names for op in traced[name].forward)
         twice = [name for name in names if name in priced.recomputed]

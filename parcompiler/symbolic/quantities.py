@@ -85,6 +85,12 @@ def restored(like: BlockCost, values: list[Number], tables: Sequence[Cap]) -> Bl
     return dataclasses.replace(like, **changed)
 
 
+def with_maxima(cost: BlockCost, traced: BlockCost) -> BlockCost:
+    """A cost with the numbers that are no polynomials, from one that was found at its sizes."""
+    omitted = {name: getattr(traced, name) for name in _names(traced) if name.endswith(OMITTED)}
+    return dataclasses.replace(cost, **omitted, kept=traced.kept)
+
+
 def kind(cost: BlockCost) -> object:
     """What is the same at all sizes: the operators, and which values are kept."""
     lists = tuple(tuple(map(_named, getattr(cost, name))) for name in LISTS)

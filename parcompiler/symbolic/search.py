@@ -69,6 +69,11 @@ class ClosedForms:
         """The sizes of the capture."""
         return now(self.sizes)
 
+    def traced(self, sizes: Sizes, *, split: bool) -> dict[str, BlockCost]:
+        """What a block of each template costs at these sizes by running it there: with what is
+        alive at most, which is no polynomial. `split`: also for a backward in two parts."""
+        return self.search.costs(self.resizer.at(sizes), split=split)
+
 
 def closed_forms(problem: Problem, priced: Priced, again: Again | None = None) -> ClosedForms:
     """The closed forms of priced blocks of a problem, in as many sizes as have one.
@@ -148,9 +153,9 @@ class _Search:
         self.probes = probes(self.sizes, self.problem.mesh.tensor, dims)
         self.resizer = Resizer(graph, self.priced.cut, self.sizes, self.probes.generic)
         run = self.resizer.settle()
-        settled = self._costs(run)
+        settled = self.costs(run)
         ask, all_known = self.probes.question, {size.now for size in self.known}
-        differs = lambda other: self._costs(other) != settled  # noqa: E731
+        differs = lambda other: self.costs(other) != settled  # noqa: E731
         if self.sizes:
             questions.settle(self.resizer, all_known, self.again, ask, differs)
         return settled
@@ -212,7 +217,7 @@ class _Search:
         key = tuple(sizes[size.letter] for size in self.sizes)
         if key not in self.values:
             run = self.resizer.at(sizes)
-            costs = self._costs(run) if sizes != now(self.sizes) else self._priced
+            costs = self.costs(run) if sizes != now(self.sizes) else self._priced
             self._compare(costs, one=sizes.get("b") == 1)
             self.values[key] = {
                 name: without(numbers(cost), self.tables[name]) for name, cost in costs.items()
@@ -241,14 +246,20 @@ class _Search:
         pairs = zip(self.priced.cut.blocks, self.priced.costs, strict=True)
         return {block.template: cost for block, cost in pairs}
 
-    def _costs(self, run: Run) -> dict[str, BlockCost]:
+    def costs(self, run: Run, *, split: bool = False) -> dict[str, BlockCost]:
         """What the blocks of a run cost."""
         graph = self.problem.graph
         trainable = {item.node for item in graph.parameters if item.trainable}
         others = {item.node for item in graph.parameters} - trainable
         return {
             name: trace_block(
-                own.nodes, own.inputs, own.outputs, trainable, others, graph.differentiable
+                own.nodes,
+                own.inputs,
+                own.outputs,
+                trainable,
+                others,
+                graph.differentiable,
+                split=split,
             )
             for name, own in run.blocks.items()
         }

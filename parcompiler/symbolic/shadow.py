@@ -14,12 +14,14 @@ from torch import fx
 
 from parcompiler.capture.blocks import Cut
 from parcompiler.capture.clean import keep_names
+from parcompiler.cost import BlockCost
 from parcompiler.graph import Block, Graph, Vocabulary
+from parcompiler.mesh import Mesh
+from parcompiler.plan import TemplateTime
 from parcompiler.problem import Priced, Problem
-from parcompiler.symbolic.forms import Template
 from parcompiler.symbolic.search import ClosedForms
 from parcompiler.symbolic.sizes import Sizes
-from parcompiler.times import modelled_on
+from parcompiler.times import modelled, modelled_on
 
 
 class Shadow:
@@ -43,9 +45,9 @@ class Shadow:
             if like.get(node, node) in closed.shapes
         }
 
-    def at(self, sizes: Sizes, problem: Problem, templates: Mapping[str, Template]) -> Problem:
-        """The problem at these sizes, with the mesh and options of another, and templates that hold
-        at them.
+    def at(self, sizes: Sizes, problem: Problem, costs: Mapping[str, BlockCost]) -> Problem:
+        """The problem at these sizes, where blocks of each template cost `costs`, with the mesh and
+        options of another.
 
         The one that was made before has the same nodes: it is of no use after that.
         """
@@ -54,10 +56,9 @@ class Shadow:
             value = node.meta["val"]
             made = torch.empty(whole, dtype=value.dtype, device="meta")
             self.copies[node].meta["val"] = made
-        costs = {name: item.cost(sizes) for name, item in templates.items()}
         own = [costs[block.template] for block in self.cut.blocks]
         sent = tuple(self.copies[node] for node in self.priced.sent)
-        priced = Priced.timed(self.cut, own, sent, modelled_on(problem.mesh, costs))
+        priced = Priced.timed(self.cut, own, sent, self._times(problem.mesh, costs))
         return dataclasses.replace(
             problem,
             graph=self.graph,
@@ -65,8 +66,20 @@ class Shadow:
             _priced={self.level: priced},
             _recomputing={},
             local={},
-            vocabulary_times={},
         )
+
+    def _times(self, mesh: Mesh, costs: Mapping[str, BlockCost]) -> list[dict[str, TemplateTime]]:
+        """What each template takes: by the figures of each device; where it was measured, so many
+        times its measured seconds as the figures say."""
+        found = modelled_on(mesh, costs)
+        for name in costs if self.problem.times else ():  # devices are of one kind then
+            measured = self.problem.times.get((self.level, name))
+            if measured is not None:
+                pairs = zip(self.priced.cut.blocks, self.priced.costs, strict=True)
+                like = next(known for block, known in pairs if block.template == name)
+                before = modelled(name, like, self.problem.device)
+                found[0][name] = scaled(measured, before, found[0][name])
+        return found
 
     def _graph(self, graph: Graph, made: fx.Graph) -> Graph:
         copies = self.copies
@@ -94,3 +107,20 @@ def _vocabulary(spread: Vocabulary | None, copies: Mapping[fx.Node, fx.Node]) ->
     if head is not None:
         head = dataclasses.replace(head, node=copies[head.node], x=copies[head.x])
     return Vocabulary(lookups, head)
+
+
+def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) -> TemplateTime:
+    """Measured seconds at other sizes, by the modelled ones at those of the measurement and there.
+
+    >>> one, two = TemplateTime("Layer", 1.0, 2.0, 0.5), TemplateTime("Layer", 2.0, 6.0, 1.0)
+    >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)
+    TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0)
+    """
+
+    def grown(name: str) -> float:
+        known, old, new = (getattr(item, name) for item in (measured, before, after))
+        return float(known * (new / old) if old else known)
+
+    return dataclasses.replace(
+        measured, forward=grown("forward"), backward=grown("backward"), weight=grown("weight")
+    )

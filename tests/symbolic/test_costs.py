@@ -1,16 +1,12 @@
 """What a program says of other sizes is what compiling it at these sizes says."""
 
-import dataclasses
 from functools import cache
 
 import pytest
 
 import parcompiler as pc
-from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
 from parcompiler.passes.estimate import costs, estimate, messages
 from parcompiler.passes.shard.local import local
-from parcompiler.problem import Problem
 from parcompiler.report import Report
 from tests.symbolic.models import made
 
@@ -49,30 +45,13 @@ def test_stages_and_step_at_other_sizes_are_those_of_a_fresh_compile(tensor: int
         assert stage.flops_backward == pytest.approx(said.backward_flops, rel=1e-8)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_other_numbers_of_tensor_ranks_need_no_other_compile(ranks: int) -> None:
-    program = program_of(2, 32, tensor=2)
-    shape = dataclasses.replace(program.plan.mesh, tensor=ranks)
-    sharding = program.plan.sharding if ranks > 1 else None
-    plan = dataclasses.replace(program.plan, mesh=shape, sharding=sharding)
-    mesh = pc.Mesh(pipeline=2, tensor=ranks, device="a100-80g")
-    model, inputs = made("gpt", 4, 24)
-    fresh = Problem(simplify(capture(model, inputs)), mesh, program.problem.options)
-    own = local(fresh, plan)
-    found = program.costs.at(batch=4, sequence=24, tensor=ranks)
-    assert found.step_time == estimate(own, plan).step_time
-    for stage, cost in zip(found.stages, costs(own, plan), strict=True):
-        assert (stage.forward, stage.backward) == (cost.forward, cost.backward)
-        assert (stage.saved, stage.resident) == (cost.saved, cost.resident)
-    with pytest.raises(pc.InputError, match="the plan splits no tensors"):
-        program_of(2, 32).costs.at(tensor=2)
-
-
 def test_without_sizes_the_figures_are_those_of_the_program() -> None:
     program = program_of(2, 32)
     found = program.costs.at()
-    assert dict(found.sizes) == {"batch": 2, "sequence": 32, "microbatches": 4, "data": 1}
-    assert found.step_time == estimate(program.problem, program.plan).step_time
+    degrees = {"microbatches": 4, "data": 1, "tensor": 1, "pipeline": 2}
+    assert dict(found.sizes) == {"batch": 2, "sequence": 32} | degrees
+    assert found.step_time == program.simulate().step_time
+    assert found.peak_memory == program.simulate().peak_memory
 
 
 def test_what_tensor_ranks_send_is_in_the_forms() -> None:

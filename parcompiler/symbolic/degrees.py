@@ -1,0 +1,123 @@
+"""A program's problem and plan at other degrees of its mesh, without another capture.
+
+Other tensor ranks keep stages, schedule and strategies. Other pipeline ranks need other stages: the
+passes divide again, under the plan's schedule, strategies and way with the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from parcompiler.errors import InputError
+from parcompiler.passes import DEFAULT
+from parcompiler.passes.decide import start
+from parcompiler.passes.shard.local import local
+from parcompiler.plan import Plan
+from parcompiler.problem import Problem
+from parcompiler.schedules import SCHEDULES
+from parcompiler.schedules.planned import planned
+
+
+def number_of(name: str, given: object) -> int:
+    """A degree or a number of micro-batches. Raises InputError where it is none."""
+    if type(given) is not int or given < 1:
+        message = f"{name} must be a positive number of them ({given!r} given)"
+        raise InputError(message)
+    return given
+
+
+def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
+    """The plan with other micro-batches and data ranks, where some are given. Raises InputError."""
+    if microbatches is not None and number_of("microbatches", microbatches) != plan.microbatches:
+        if plan.orders is not None:
+            message = (
+                f"the plan's order is for {plan.microbatches} micro-batches ({microbatches} "
+                "given): compile for another number"
+            )
+            raise InputError(message)
+        plan = dataclasses.replace(plan, microbatches=microbatches)
+    if data is not None and number_of("data", data) != plan.mesh.data:
+        plan = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, data=data))
+    if plan.mesh.data > 1 and planned(plan).asynchronous:
+        message = (
+            f"{plan.schedule!r} updates parameters inside the step, which data ranks cannot do "
+            f"together (data={data})"
+        )
+        raise InputError(message)
+    return plan
+
+
+def with_tensor(whole: Problem, plan: Plan, tensor: int) -> tuple[Problem, Plan]:
+    """The problem and the plan for so many tensor ranks. Raises InputError."""
+    if plan.sharding is None:
+        message = f"the plan splits no tensors: compile for {tensor} tensor ranks"
+        raise InputError(message)
+    _check_measured(whole, plan, "tensor", tensor)
+    mesh = dataclasses.replace(whole.mesh, tensor=tensor)
+    shape = dataclasses.replace(plan.mesh, tensor=tensor)
+    sharding = None if tensor == 1 else plan.sharding
+    return _on(whole, mesh=mesh), dataclasses.replace(plan, mesh=shape, sharding=sharding)
+
+
+def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, Plan]:
+    """The problem and a plan for so many pipeline ranks. Raises InputError, and InfeasibleError
+    where no division fits."""
+    if plan.orders is not None or plan.schedule not in SCHEDULES:
+        message = (
+            f"the plan's order is for {plan.mesh.pipeline} pipeline ranks ({pipeline} given): "
+            "compile for another number"
+        )
+        raise InputError(message)
+    if not isinstance(whole.options.stages, str):
+        message = (
+            f"the number of blocks of each stage was given for {plan.mesh.pipeline} pipeline "
+            f"ranks ({pipeline} given): compile for another number"
+        )
+        raise InputError(message)
+    _check_measured(whole, plan, "pipeline", pipeline)
+    assert plan.schedule is not None
+    options = dataclasses.replace(
+        whole.options,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        vocabulary=plan.vocabulary.method if plan.vocabulary else whole.options.vocabulary,
+        microbatches=plan.microbatches,
+    )
+    mesh = dataclasses.replace(whole.mesh, pipeline=pipeline, data=plan.mesh.data)
+    problem = _on(whole, mesh=mesh, options=options)
+    first, *others = DEFAULT
+    found = first.run(problem, start(problem))
+    if plan.sharding is not None and _spread(found) != _spread(plan):
+        message = (
+            f"the plan's sharding says nothing of the layers of the vocabulary, which are on all "
+            f"ranks with pipeline={plan.mesh.pipeline} and not with {pipeline}: compile for that"
+        )
+        raise InputError(message)
+    found = dataclasses.replace(found, sharding=plan.sharding)
+    for item in others:
+        found = item.run(local(problem, found), found)
+    return problem, found
+
+
+def _spread(plan: Plan) -> object:
+    """The layers of the vocabulary that are on all ranks."""
+    choice = plan.vocabulary
+    return (choice.lookups, choice.head) if choice and choice.spread else None
+
+
+def _on(whole: Problem, **changed: Any) -> Problem:
+    """A problem with another mesh, which knows nothing yet."""
+    fresh: dict[str, Any] = {"_priced": {}, "_recomputing": {}, "local": {}, "times": {}}
+    made: Problem = dataclasses.replace(whole, **changed, **fresh)
+    return made
+
+
+def _check_measured(whole: Problem, plan: Plan, name: str, number: int) -> None:
+    """Refuse other templates than were measured where nothing can be measured."""
+    if plan.costs is not None and whole.bench is None:
+        message = (
+            f"the plan's times were measured with {name}={getattr(plan.mesh, name)} ({number} "
+            "given): compile with costs='measured', or without the plan's times"
+        )
+        raise InputError(message)

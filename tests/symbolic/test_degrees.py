@@ -1,0 +1,174 @@
+"""The step at other sizes and degrees is the simulated one of a program compiled for them."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+import parcompiler as pc
+from parcompiler import times
+from parcompiler.plan import TemplateTime
+from parcompiler.schedules import Schedule, build
+from parcompiler.symbolic import Figures
+from tests.symbolic.models import made
+
+PINS = {
+    "gpt": {"*.ffn.up.weight": "S(0)", "*.attention.qkv.weight": "S(0)"},
+    "llama": {"*.ffn.up.weight": "S(0)", "*.ffn.gate.weight": "S(0)"},
+}
+
+
+@cache
+def program_of(
+    name: str = "gpt",
+    batch: int = 2,
+    sequence: int = 32,
+    precision: str = "fp32",
+    vocabulary: str = "whole",
+    mesh: tuple[int, int, int] = (2, 1, 1),
+    microbatches: int = 4,
+    schedule: str | Schedule = "1f1b",
+    stages: str | Sequence[int] = "auto",
+) -> pc.Program:
+    """A program for `mesh`: pipeline, tensor and data ranks."""
+    model, inputs = made(name, batch, sequence)
+    return pc.compile(
+        model,
+        pc.Mesh(*mesh, device="a100-80g"),
+        inputs,
+        microbatches=microbatches,
+        precision=precision,
+        schedule=schedule,
+        vocabulary=vocabulary,
+        stages=stages,
+        sharding=PINS[name] if mesh[1] > 1 else "auto",
+        progress=False,
+    )
+
+
+def agree(found: Figures, fresh: pc.Program) -> None:
+    """What was found of a step is what its simulation and its report say."""
+    step, report = fresh.simulate(), fresh.report()
+    assert found.step_time == step.step_time
+    assert found.peak_memory == step.peak_memory
+    assert found.bubble == step.bubble
+    for stage, said in zip(found.stages, report.stages, strict=True):
+        assert stage.forward == pytest.approx(said.forward, rel=1e-8)
+        assert stage.backward == pytest.approx(said.backward, rel=1e-8)
+        assert stage.flops_forward == pytest.approx(said.forward_flops, rel=1e-8)
+        assert stage.flops_backward == pytest.approx(said.backward_flops, rel=1e-8)
+    sent = {item.name: item.nbytes for item in found.messages}
+    assert sent == {item.name: item.nbytes for item in report.values}
+    averaged = [item.nbytes for item in report.averaged]
+    assert list(found.averaged) == (averaged or [0] * len(step.bubble))
+
+
+SWEEP = pytest.mark.sweep
+ORDER = dataclasses.replace(build("1f1b", 2, 4), name="own")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "vocabulary", "tensor"),
+    [
+        ("gpt", "fp32", "whole", 1),
+        ("gpt", "bf16", "vocab-1", 2),
+        ("llama", "fp32", "vocab-2", 1),
+        ("llama", "bf16", "whole", 2),
+        pytest.param("gpt", "fp32", "vocab-1", 1, marks=SWEEP),
+        pytest.param("gpt", "bf16", "whole", 1, marks=SWEEP),
+        pytest.param("gpt", "fp32", "whole", 2, marks=SWEEP),
+        pytest.param("llama", "bf16", "vocab-1", 1, marks=SWEEP),
+        pytest.param("llama", "fp32", "whole", 1, marks=SWEEP),
+        pytest.param("llama", "bf16", "vocab-1", 2, marks=SWEEP),
+    ],
+)
+def test_other_sizes_and_copies_are_those_of_a_fresh_compile(
+    name: str, precision: str, vocabulary: str, tensor: int
+) -> None:
+    given = precision, vocabulary
+    program = program_of(name, 2, 32, *given, (2, tensor, 1), stages="even")
+    agree(program.costs.at(), program)
+    fresh = program_of(name, 4, 24, *given, (2, tensor, 2), microbatches=6, stages="even")
+    agree(program.costs.at(batch=4, sequence=24, microbatches=6, data=2), fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "mesh"),
+    [
+        ("gpt", "whole", (2, 4, 3)),
+        ("llama", "whole", (4, 2, 1)),
+        ("gpt", "vocab-2", (4, 1, 2)),
+        pytest.param("llama", "vocab-2", (4, 2, 1), marks=SWEEP),
+        pytest.param("llama", "whole", (1, 4, 2), marks=SWEEP),
+    ],
+)
+def test_other_degrees_are_those_of_a_fresh_compile(
+    name: str, vocabulary: str, mesh: tuple[int, int, int]
+) -> None:
+    program = program_of(name, 2, 32, "bf16", vocabulary, (2, 2, 1))
+    pipeline, tensor, data = mesh
+    found = program.costs.at(pipeline=pipeline, tensor=tensor, data=data)
+    agree(found, program_of(name, 2, 32, "bf16", vocabulary, mesh))
+    assert dict(found.sizes) | {"data": data, "tensor": tensor, "pipeline": pipeline} == dict(
+        found.sizes
+    )
+
+
+def test_a_backward_in_two_parts_is_that_of_a_fresh_compile() -> None:
+    given: dict[str, Any] = {"schedule": "zb-h1", "stages": "even"}
+    found = program_of(**given).costs.at(batch=1, sequence=24)
+    agree(found, program_of(batch=1, sequence=24, **given))
+
+
+def test_measured_seconds_change_as_the_figures_of_the_device_do() -> None:
+    program = program_of()
+    assert program.plan.granularity is not None
+    priced = program.problem.priced(program.plan.granularity)
+    templates = {b.template: c for b, c in zip(priced.cut.blocks, priced.costs, strict=True)}
+    modelled = [times.modelled(*item, program.problem.device) for item in templates.items()]
+    twice = [
+        TemplateTime(item.template, 2 * item.forward, 2 * item.backward, 2 * item.weight)
+        for item in modelled
+    ]
+    plan = dataclasses.replace(program.plan, costs=tuple(twice))
+    given: Any = {"microbatches": 4, "precision": "fp32", "progress": False}
+    measured = pc.compile(program, program.problem.mesh, plan=plan, **given)
+    agree(measured.costs.at(), measured)
+    assert not measured.costs.at().scaled
+    found, like = (item.costs.at(batch=8, sequence=24) for item in (measured, program))
+    assert found.scaled
+    for stage, other in zip(found.stages, like.stages, strict=True):
+        assert stage.forward == pytest.approx(2 * other.forward)
+        assert stage.backward == pytest.approx(2 * other.backward)
+    with pytest.raises(pc.InputError, match=r"measured with pipeline=2 \(1 given\)"):
+        measured.costs.at(pipeline=1)
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "said"),
+    [
+        ({}, {"tensor": 2}, "the plan splits no tensors: compile for 2 tensor ranks"),
+        ({}, {"pipeline": 0}, "pipeline must be a positive number of them (0 given)"),
+        ({"stages": (2, 2)}, {"pipeline": 4}, "was given for 2 pipeline ranks (4 given)"),
+        ({"schedule": ORDER}, {"pipeline": 4}, "order is for 2 pipeline ranks (4 given)"),
+        ({"schedule": ORDER}, {"microbatches": 8}, "is for 4 micro-batches (8 given)"),
+        (
+            {"name": "llama", "schedule": "pipedream"},
+            {"data": 2},
+            "updates parameters inside the step, which data ranks cannot do together (data=2)",
+        ),
+        (
+            {"vocabulary": "vocab-2", "mesh": (2, 2, 1)},
+            {"pipeline": 1},
+            "the plan's sharding says nothing of the layers of the vocabulary",
+        ),
+    ],
+)
+def test_degrees_that_the_plan_cannot_have_are_refused(
+    program: dict[str, Any], given: dict[str, int], said: str
+) -> None:
+    with pytest.raises(pc.InputError) as refusal:
+        program_of(**program).costs.at(**given)
+    assert said in str(refusal.value)
