@@ -72,7 +72,7 @@ class Program:
 
     @cached_property
     def costs(self) -> Costs:
-        """FLOPs and bytes of blocks and stages as expressions in batch and sequence, and figures at
+        """FLOPs and bytes of blocks and stages as expressions in sizes and degrees, and figures at
         other sizes, micro-batches and degrees: `costs.at(batch=8, sequence=4096)`.
 
         Found when they are first asked for. Where the graph leaves open which sizes its numbers

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from parcompiler.cost import collective
 from parcompiler.graph import Parameter, nbytes_of
 from parcompiler.passes.footprint import Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned
 from parcompiler.schedules.staleness import versions
 from parcompiler.schedules.timing import Message, StageCost, Timing, timing
@@ -49,7 +51,7 @@ def costs(
 
 def messages(problem: Problem, plan: Plan) -> tuple[Message, ...]:
     """The values that go from stage to stage."""
-    return tuple(_messages(problem, problem.under(plan), plan))
+    return tuple(_messages(problem, plan))
 
 
 def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
@@ -90,24 +92,31 @@ def _cost(
     )
 
 
-def _messages(problem: Problem, priced: Priced, plan: Plan) -> Iterator[Message]:
-    """One message per value that another stage uses, in order of execution."""
+def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, tuple[int, ...], fx.Node]]:
+    """The values that other stages use, in order of execution: source, targets, node."""
     assert plan.stages is not None
+    priced = problem.under(plan)
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
     stage_of = [home[block.name] for block in priced.cut.blocks]
-    placement = planned(plan).placement
     for b, block in enumerate(priced.cut.blocks):
         for node in block.outputs:
             users = {stage_of[priced.home[u]] for u in node.users if u in priced.home}
             targets = tuple(sorted(users - {stage_of[b]}))
             if targets:
-                pairs = [(placement[stage_of[b]], placement[j]) for j in targets]
-                seconds = collective.message(problem.mesh, pairs, nbytes_of(node))
-                returns = node.name in problem.graph.differentiable
-                yield Message(
-                    source=stage_of[b],
-                    targets=targets,
-                    seconds=seconds,
-                    gradient=seconds if returns else None,
-                    nbytes=nbytes_of(node),
-                )
+                yield stage_of[b], targets, node
+
+
+def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
+    """One message per value that another stage uses, in order of execution."""
+    placement = planned(plan).placement
+    for source, targets, node in carried(problem, plan):
+        pairs = [(placement[source], placement[j]) for j in targets]
+        seconds = collective.message(problem.mesh, pairs, nbytes_of(node))
+        returns = node.name in problem.graph.differentiable
+        yield Message(
+            source=source,
+            targets=targets,
+            seconds=seconds,
+            gradient=seconds if returns else None,
+            nbytes=nbytes_of(node),
+        )

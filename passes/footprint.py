@@ -108,7 +108,7 @@ class Footprint:
     def _saved(self) -> list[int]:
         """Of each block; a value counts with the block that makes it, if any here keeps it, and
         one of the prologue with the first block that does."""
-        kept = self._kept
+        kept = self.kept
         early = set(self.priced.cut.prologue) & kept
         found = []
         for k, (block, cost) in enumerate(zip(self._parts, self._costs, strict=True)):
@@ -116,11 +116,11 @@ class Footprint:
             own = sum(nbytes_of(node) for node in block.outputs if node in kept)
             new = early.intersection(block.inputs)
             early -= new
-            found.append(inner + own + sum(map(_stored, new)))
+            found.append(inner + own + sum(map(stored, new)))
         return found
 
     @cached_property
-    def _kept(self) -> set[fx.Node]:
+    def kept(self) -> set[fx.Node]:
         """The values at the ends of blocks that some block keeps."""
         return {node for k in range(len(self.blocks)) for node in self._keeps(k)}
 
@@ -147,7 +147,7 @@ class Footprint:
         return [
             (maker, reader, nbytes_of(node))
             for node, (maker, reader) in self._uses.items()
-            if 0 <= maker < reader and node not in self._kept
+            if 0 <= maker < reader and node not in self.kept
         ]
 
     def _passing(self, k: int) -> int:
@@ -196,7 +196,7 @@ class Footprint:
         return any(user in self.priced.home for user in node.users)
 
 
-def _stored(node: fx.Node) -> int:
+def stored(node: fx.Node) -> int:
     """Bytes of the memory that a value occupies: one that is spread out takes less than its size.
 
     A size that depends on the data counts as far as it is known.

@@ -37,7 +37,7 @@ MODEL is one of
 )  # fmt: skip
 @click.option(
     "--forms", is_flag=True,
-    help="Add FLOPs and bytes as formulas in batch and sequence to the report.",
+    help="Add FLOPs and bytes as formulas in sizes and degrees to the report.",
 )  # fmt: skip
 @options.common
 @click.pass_obj

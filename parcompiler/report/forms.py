@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from parcompiler.report import data
+from parcompiler.report.names import numbers
 from parcompiler.report.table import Column, Table, facts, short, table, words
 from parcompiler.symbolic import Costs, Forms
 
 if TYPE_CHECKING:
     from parcompiler.report.report import Report
 
-# What is counted, by the fields of `Forms`; a stage's messages are not those of all its blocks.
+# What is counted, by the fields of `Forms`.
 WHAT = {
     "flops_forward": "FLOPs, forward",
     "flops_backward": "FLOPs, backward",
@@ -26,39 +28,44 @@ WHAT = {
     "gradients": "bytes of gradients",
     "optimizer": "bytes of optimizer states",
 }
-OF_BLOCKS = frozenset({"message", "saved", "parameters", "gradients", "optimizer"})
+OF_STAGES = WHAT | {
+    "message": "bytes to other stages",
+    "averaged": "bytes to data ranks, once a step",
+}
+WORDS = {"h": "hidden", "V": "vocabulary", "f": "inner"}
 
 
 def symbols_of(costs: Costs) -> tuple[data.Symbol, ...]:
     """The letters, and the sizes that have none."""
     sizes = (data.Symbol(size.letter, size.word, size.now) for size in costs.sizes)
-    words_of = {"h": "hidden", "V": "vocabulary", "f": "inner"}
-    named = (data.Symbol(letter, words_of[letter], size) for letter, size in costs.names.items())
+    named = (data.Symbol(letter, WORDS[letter], size) for letter, size in costs.names.items())
     refused = (data.Symbol("", word, reason=reason) for word, reason in costs.refused)
-    return (*sizes, *named, *refused)
+    mesh, ranks = costs.plan.mesh, costs.over_ranks
+    exact = ", ".join(map(str, ranks.ranks))
+    tensor = [data.Symbol("t", f"tensor ranks, exact for {exact}", mesh.tensor)] if exact else []
+    unknown = [data.Symbol("", "tensor ranks", reason=ranks.reason)] if ranks.reason else []
+    copies = data.Symbol("d", "data ranks", mesh.data)
+    return (*sizes, *named, *tensor, copies, *refused, *unknown)
 
 
 def forms_of(costs: Costs) -> tuple[data.Form, ...]:
-    """The forms of each template, and the work of each stage."""
-    blocks = costs.blocks
-    templates = (
-        item for name, forms in costs.named.items() for item in _forms(name, blocks[name], forms)
-    )
-    stages = (
-        item
-        for j, forms in enumerate(costs.named_stages)
-        for item in _forms(f"stage {j}", 0, forms)
-        if item.what not in {WHAT[name] for name in OF_BLOCKS}
-    )
-    return (*templates, *stages)
+    """The forms of each template and of each stage; those of equal stages once."""
+    stages: dict[Forms, list[int]] = {}
+    for j, forms in enumerate(costs.named_stages):
+        stages.setdefault(forms, []).append(j)
+    found = [_forms(name, costs.blocks[name], own, WHAT) for name, own in costs.named.items()]
+    for forms, places in stages.items():
+        name = f"stage{'s' * (len(places) > 1)} {numbers(places)}"
+        found.append(_forms(name, 0, forms, OF_STAGES))
+    return tuple(itertools.chain(*found))
 
 
-def _forms(name: str, blocks: int, forms: Forms) -> Iterator[data.Form]:
+def _forms(name: str, blocks: int, forms: Forms, what: Mapping[str, str]) -> Iterator[data.Form]:
     """Those that are not 0."""
-    for field, what in WHAT.items():
+    for field, said in what.items():
         value = getattr(forms, field)
         if value != 0:
-            yield data.Form(name, blocks, what, str(value))
+            yield data.Form(name, blocks, said, str(value))
 
 
 def symbols(report: Report) -> Table:

@@ -6,28 +6,37 @@ Nothing is captured again to ask for other sizes. The forms are found when they 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import sympy
-
 from parcompiler.cost import BlockCost
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
 from parcompiler.symbolic.figures import Figures, figures_of
+from parcompiler.symbolic.fit import Polynomials
 from parcompiler.symbolic.forms import FIELDS, Forms, Template
 from parcompiler.symbolic.naming import names_of, of_block
 from parcompiler.symbolic.quantities import with_maxima
 from parcompiler.symbolic.questions import Again
+from parcompiler.symbolic.ranks import (
+    ENOUGH,
+    FEWEST,
+    RANKS,
+    OverRanks,
+    check,
+    is_even,
+    over_ranks,
+    run_alike,
+)
 from parcompiler.symbolic.reading import Unfit
 from parcompiler.symbolic.search import ClosedForms, closed_forms
 from parcompiler.symbolic.shadow import Shadow
 from parcompiler.symbolic.sizes import Size, Sizes
+from parcompiler.symbolic.stages import Names, Parts
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +45,7 @@ class Costs:
 
     `problem` is that of one rank's stages, `whole` the model. The symbols are
     those of `sizes`: `b` batch (of two rows and more: one alone is computed by other operators, and
-    `at` and `evaluate` know that), `s` sequence.
+    `at` and `evaluate` know that), `s` sequence; and `t` tensor ranks in those that are `named`.
     """
 
     problem: Problem
@@ -86,38 +95,76 @@ class Costs:
 
     @cached_property
     def named(self) -> Mapping[str, Forms]:
-        """`templates` with letters for sizes of the model, which are numbers all the same."""
-        first, graph = self._closed.resizer.first, self.problem.graph
-        return {
-            name: item.named(of_block(self.names, first[name], graph))
-            for name, item in self._closed.templates.items()
-        }
+        """`templates` with letters for sizes of the model, which are numbers all the same, and for
+        the number of tensor ranks."""
+        letters = self._letters
+        return {name: item.named(letters[name]) for name, item in self.over_ranks.templates.items()}
 
     @cached_property
     def stages(self) -> tuple[Forms, ...]:
-        """The same for each stage: the sums of its blocks. A tensor that several blocks of a stage
-        use counts with each, and recomputing with the backward."""
-        return self._summed(self.templates)
+        """The same for each stage: the sums of its blocks, what they share once. Recomputing counts
+        with the backward, and `message` is what the stage gives to others, as often as it goes."""
+        names: dict[str, Names] = {name: {} for name in self._letters}
+        return self._parts(self._closed.templates, self._closed.named_shapes, names).stages()
 
     @cached_property
     def named_stages(self) -> tuple[Forms, ...]:
-        """`stages` with letters for sizes of the model."""
-        return self._summed(self.named)
+        """`stages` with letters for sizes of the model and for the number of tensor ranks."""
+        found = self.over_ranks
+        return self._parts(found.templates, found.shapes, self._letters).stages()
 
-    def _summed(self, forms: Mapping[str, Forms]) -> tuple[Forms, ...]:
-        assert self.plan.stages is not None
-        priced = self.problem.under(self.plan)
-        template = {block.name: block.template for block in priced.cut.blocks}
-        again = priced.recomputed
-        found = []
-        for choice in self.plan.stages:
-            counts = Counter((template[name], name in again) for name in choice.blocks)
-            own = [(_with_forward(forms[name], again=twice), count)
-                   for (name, twice), count in counts.items()]  # fmt: skip
-            sums = {name: sympy.Add(*(sympy.expand(count * getattr(form, name))
-                                      for form, count in own)) for name in FIELDS}  # fmt: skip
-            found.append(Forms(**sums))
-        return tuple(found)
+    @cached_property
+    def _letters(self) -> dict[str, Names]:
+        first, graph = self._closed.resizer.first, self.problem.graph
+        return {name: of_block(self.names, block, graph) for name, block in first.items()}
+
+    def _parts(
+        self,
+        templates: Mapping[str, Template],
+        shapes: Mapping[str, Polynomials],
+        names: Mapping[str, Names],
+    ) -> Parts:
+        like = self._closed.resizer.like
+        return Parts(self.problem, self.plan, templates, shapes, like, names)
+
+    @cached_property
+    def over_ranks(self) -> OverRanks:
+        """The templates in the number of tensor ranks, `t`, as well, from those at some numbers."""
+        here = self._closed
+        as_is = OverRanks(here.templates, here.named_shapes)
+        if self.plan.sharding is None or self.whole is None:
+            return as_is
+        evenly = dict(self._evenly(self.whole))
+        alike = {t: forms for t, forms in evenly.items() if run_alike(forms, here)}
+        try:
+            found = over_ranks(alike)
+            if len(alike) < FEWEST:
+                others = {t: forms for t, forms in evenly.items() if t not in alike}
+                check(found, {1: self._on(self.whole, 1)._closed, **others})
+        except Unfit as unfit:
+            return dataclasses.replace(as_is, reason=str(unfit))
+        return found
+
+    def _evenly(self, whole: Problem) -> Iterator[tuple[int, ClosedForms]]:
+        """The forms for some numbers of tensor ranks that each have an even part."""
+        alike = 0
+        for t in RANKS:
+            if alike < ENOUGH:
+                try:
+                    own = self._on(whole, t)
+                except PlanError:  # fewer pieces than ranks
+                    continue
+                if is_even(own.problem.graph, t) and own.sizes == self.sizes:
+                    alike += run_alike(own._closed, self._closed)
+                    yield t, own._closed
+
+    def _on(self, whole: Problem, ranks: int) -> Costs:
+        """The costs for so many tensor ranks; nothing is measured for them."""
+        if ranks == self.plan.mesh.tensor:
+            return self
+        given = dataclasses.replace(self.plan, costs=None)
+        problem, plan = with_tensor(dataclasses.replace(whole, bench=None), given, ranks)
+        return Costs(local(problem, plan), plan, self.again, problem)
 
     def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
         """The forms of a template as numbers, by their names; `sizes` by word, others as captured.
@@ -250,14 +297,3 @@ class Costs:
     def _ran(self) -> set[tuple[int, ...]]:
         """Sizes at which the graph is known to run."""
         return set()
-
-
-def _with_forward(forms: Forms, *, again: bool) -> Forms:
-    """The forms of a block, those of its forward twice where it is recomputed."""
-    if not again:
-        return forms
-    more = {
-        f"{name}_backward": getattr(forms, f"{name}_forward") + getattr(forms, f"{name}_backward")
-        for name in ("flops", "bytes", "sent")
-    }
-    return dataclasses.replace(forms, **more, saved=sympy.Integer(0))

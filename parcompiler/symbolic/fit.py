@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -44,6 +44,12 @@ class Polynomials:
     @cached_property
     def _whole(self) -> tuple[list[list[int]], int]:
         return _whole(self.rows)
+
+
+def constants(numbers: Iterable[int], letters: Iterable[str]) -> Polynomials:
+    """Numbers that no letter changes."""
+    nothing: Monomial = tuple((letter, 0) for letter in letters)
+    return Polynomials((nothing,), tuple((Fraction(number),) for number in numbers))
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,9 @@ def fit(space: Space, values: Sequence[Sequence[Number]]) -> Polynomials:
         [Fraction(prod(point[letter] ** power for letter, power in m)) for m in monomials]
         for point in space.points
     ]
-    inverse, denominator = _whole(_inverse(matrix))
+    lines, denominator = _whole(inverse(matrix))
     rows = [
-        [Fraction(sum(map(operator.mul, line, column)), denominator) for line in inverse]
+        [Fraction(sum(map(operator.mul, line, column)), denominator) for line in lines]
         for column in columns
     ]
     used = [i for i in range(len(monomials)) if any(row[i] for row in rows)]
@@ -127,8 +133,8 @@ def _ratio(value: int, denominator: int) -> Number:
     return Fraction(value, denominator) if rest else whole
 
 
-def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
-    """The inverse, by elimination."""
+def inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
+    """The inverse of a square matrix, by elimination."""
     n = len(matrix)
     rows = [[*row, *(Fraction(i == j) for j in range(n))] for i, row in enumerate(matrix)]
     for k in range(n):

@@ -12,10 +12,11 @@ from typing import Any
 import sympy
 
 from parcompiler.cost import BlockCost
+from parcompiler.cost.collective import SENT
 from parcompiler.cost.exchange import EXCHANGE
 from parcompiler.symbolic.fit import Least, Monomial, Polynomials
 from parcompiler.symbolic.naming import split
-from parcompiler.symbolic.quantities import Cap, counted, restored
+from parcompiler.symbolic.quantities import LISTS, Cap, counted, restored
 from parcompiler.symbolic.sizes import Sizes
 
 
@@ -41,6 +42,13 @@ class Forms:
     gradients: sympy.Expr
     optimizer: sympy.Expr
 
+    @property
+    def averaged(self) -> sympy.Expr:
+        """Bytes that the rank sends to its data replicas, `d` with itself, once a step."""
+        share: Callable[..., Any] = SENT["all-reduce"]
+        found: sympy.Expr = share(self.gradients, symbol("d"))
+        return found
+
 
 STATE = ("parameters", "gradients", "optimizer")
 FIELDS = tuple(field.name for field in dataclasses.fields(Forms))
@@ -49,8 +57,9 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Forms))
 @dataclass(frozen=True)
 class Template:
     """The forms of one template. `blocks` are its blocks by name, `like` its cost at some sizes,
-    `found` what its numbers are besides what it reads of `tables`, `state` the
-    bytes of each trainable tensor and of its optimizer states."""
+    `found` what its numbers are besides what it reads of `tables`, which have `limits` bytes.
+    `state` are the bytes of each trainable tensor, then those of their optimizer states; `tensors`
+    are their places among the tensors of a block."""
 
     name: str
     blocks: tuple[str, ...]
@@ -58,7 +67,9 @@ class Template:
     like: BlockCost
     found: Least
     tables: tuple[Cap, ...]
-    state: tuple[tuple[int, int], ...]
+    limits: Polynomials
+    state: Polynomials
+    tensors: tuple[int, ...]
 
     def cost(self, sizes: Sizes) -> BlockCost:
         """What a block costs at these sizes, operator by operator; what is alive at most is 0."""
@@ -86,14 +97,27 @@ class Template:
         found = {name: self._sum(rows, names) for name, rows in sums.items() if name not in STATE}
         found["bytes_forward"] += sum(
             sympy.Min(
-                cap.itemsize * self._sum([cap.flops], names), _worth(Fraction(cap.nbytes), names)
+                cap.itemsize * self._sum([cap.flops], names), expression(self.limits, [k], names)
             )
-            for cap in self.tables
+            for k, cap in enumerate(self.tables)
         )
-        values, optimizer = (
-            sympy.Add(*(_worth(Fraction(pair[k]), names) for pair in self.state)) for k in (0, 1)
-        )
+        pairs = self.states(names)
+        values, optimizer = (sympy.Add(*(pair[k] for pair in pairs)) for k in (0, 1))
         return Forms(**found, parameters=values, gradients=values, optimizer=optimizer)
+
+    def states(self, names: Mapping[str, int]) -> list[tuple[sympy.Expr, sympy.Expr]]:
+        """The bytes of each trainable tensor and of its optimizer states."""
+        count = len(self.tensors)
+        return [
+            (expression(self.state, [k], names), expression(self.state, [count + k], names))
+            for k in range(count)
+        ]
+
+    def inner(self, names: Mapping[str, int]) -> sympy.Expr:
+        """The bytes saved besides those of the outputs."""
+        first = 2 * sum(len(getattr(self.like, name)) for name in LISTS)
+        places = {name: [first + k] for k, name in enumerate(counted(self.like))}
+        return self._sum(places["saved"], names) - self._sum(places["saved_outputs"], names)
 
     @cached_property
     def compiled(self) -> Callable[..., list[Any]]:
@@ -113,8 +137,8 @@ class Template:
             if far is near or _terms(near, [row]) == _terms(far, [row]):
                 alike.append(row)
             else:
-                total += sympy.Min(_expression(near, [row], names), _expression(far, [row], names))
-        return total + _expression(near, alike, names)
+                total += sympy.Min(expression(near, [row], names), expression(far, [row], names))
+        return total + expression(near, alike, names)
 
 
 def _terms(found: Polynomials, rows: Sequence[int]) -> dict[Monomial, Fraction]:
@@ -125,8 +149,8 @@ def _terms(found: Polynomials, rows: Sequence[int]) -> dict[Monomial, Fraction]:
     return {m: c for m, c in zip(found.monomials, sums, strict=True) if c}
 
 
-def _expression(found: Polynomials, rows: Sequence[int], names: Mapping[str, int]) -> sympy.Expr:
-    """A sum of rows; without names, their coefficients are added up first."""
+def expression(found: Polynomials, rows: Sequence[int], names: Mapping[str, int]) -> sympy.Expr:
+    """A sum of rows with names for sizes; without names, coefficients are added up first."""
     each = [[row] for row in rows] if names else [rows]
     terms = (
         _worth(c, names) * sympy.Mul(*(symbol(letter) ** power for letter, power in m))

@@ -47,13 +47,13 @@ def names_of(graph: Graph) -> dict[str, int]:
 
 
 def of_block(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, int]:
-    """The named sizes that tensors of a block have, or multiples of them."""
+    """The named sizes that tensors of a block have, of h and f also multiples."""
     shapes = (graph.by_name[binding.name].whole.shape for binding in block.tensors)
     dims = {dim for shape in shapes for dim in shape}
     return {
         letter: number
         for letter, number in names.items()
-        if any(dim and dim % number == 0 for dim in dims)
+        if number in dims or (letter != "V" and any(dim and dim % number == 0 for dim in dims))
     }
 
 

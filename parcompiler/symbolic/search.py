@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from parcompiler.cost import BlockCost, trace_block
-from parcompiler.graph import Block, Graph
+from parcompiler.graph import Graph
 from parcompiler.problem import Priced, Problem
 from parcompiler.symbolic import questions
-from parcompiler.symbolic.fit import Least, Number, Polynomials, Space, fit
+from parcompiler.symbolic.fit import Least, Number, Polynomials, Space, constants, fit
 from parcompiler.symbolic.forms import Template
 from parcompiler.symbolic.probes import probes
 from parcompiler.symbolic.quantities import caps, kind, numbers, without
@@ -68,6 +68,11 @@ class ClosedForms:
     def now(self) -> dict[str, int]:
         """The sizes of the capture."""
         return now(self.sizes)
+
+    @cached_property
+    def named_shapes(self) -> Mapping[str, Polynomials]:
+        """`shapes` by the names of the nodes."""
+        return {node.name: shape for node, shape in self.shapes.items()}
 
     def traced(self, sizes: Sizes, *, split: bool) -> dict[str, BlockCost]:
         """What a block of each template costs at these sizes by running it there: with what is
@@ -274,20 +279,18 @@ class _Search:
 
     def _template(self, name: str, found: Least, *, one: bool) -> Template:
         blocks = [block for block in self.priced.cut.blocks if block.template == name]
+        graph, letters = self.problem.graph, [size.letter for size in self.sizes]
+        items = [graph.by_name[binding.name] for binding in blocks[0].tensors]
+        own = [item for item in items if item.trainable]
+        states = [self.problem.state_bytes(item) - 2 * item.nbytes for item in own]
         return Template(
             name=name,
             blocks=tuple(block.name for block in blocks),
-            letters=tuple(size.letter for size in self.sizes),
+            letters=tuple(letters),
             like=self.like[one][name],
             found=found,
             tables=self.tables[name],
-            state=self._state(blocks[0]),
-        )
-
-    def _state(self, block: Block) -> tuple[tuple[int, int], ...]:
-        """Bytes of each trainable tensor, and of what the optimizer keeps of it."""
-        items = [self.problem.graph.by_name[binding.name] for binding in block.tensors]
-        own = [item for item in items if item.trainable]
-        return tuple(
-            (item.nbytes, self.problem.state_bytes(item) - 2 * item.nbytes) for item in own
+            limits=constants((cap.nbytes for cap in self.tables[name]), letters),
+            state=constants([*(item.nbytes for item in own), *states], letters),
+            tensors=tuple(k for k, item in enumerate(items) if item.trainable),
         )

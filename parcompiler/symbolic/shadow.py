@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from parcompiler.capture.blocks import Cut
@@ -21,6 +20,7 @@ from parcompiler.plan import TemplateTime
 from parcompiler.problem import Priced, Problem
 from parcompiler.symbolic.search import ClosedForms
 from parcompiler.symbolic.sizes import Sizes
+from parcompiler.symbolic.values import with_shape
 from parcompiler.times import modelled, modelled_on
 
 
@@ -54,8 +54,7 @@ class Shadow:
         for node, shape in self.between.items():
             whole = [int(size) for size in shape.at(sizes)]
             value = node.meta["val"]
-            made = torch.empty(whole, dtype=value.dtype, device="meta")
-            self.copies[node].meta["val"] = made
+            self.copies[node].meta["val"] = with_shape(value, tuple(whole))
         own = [costs[block.template] for block in self.cut.blocks]
         sent = tuple(self.copies[node] for node in self.priced.sent)
         priced = Priced.timed(self.cut, own, sent, self._times(problem.mesh, costs))

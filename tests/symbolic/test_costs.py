@@ -64,10 +64,13 @@ def test_what_tensor_ranks_send_is_in_the_forms() -> None:
     assert program_of(2, 32).costs.templates["Layer"].sent_forward == 0
 
 
-def test_a_stage_is_the_sum_of_its_blocks() -> None:
+def test_a_stage_is_the_sum_of_its_blocks_and_keeps_what_is_between_them() -> None:
     found = program_of(2, 32).costs
-    first = found.templates["EmbeddingPositions"].saved + found.templates["Layer"].saved
-    assert (found.stages[0].saved - first).expand() == 0
+    first = found.templates["EmbeddingPositions"], found.templates["Layer"]
+    work = found.stages[0].flops_forward - first[0].flops_forward - first[1].flops_forward
+    assert work.expand() == 0
+    between = found.stages[0].saved - first[0].saved - first[1].saved
+    assert str(between.expand()) == "128*b*s"  # the input of the layer, 32 numbers of 4 bytes
     values = found.evaluate("Layer", batch=4, sequence=24)
     assert values["message"] == 4 * 24 * 32 * 4
 

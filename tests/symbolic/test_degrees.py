@@ -6,12 +6,17 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import parcompiler as pc
 from parcompiler import times
+from parcompiler.models import gpt
+from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic import Figures
+from parcompiler.symbolic import Costs, Figures
+from parcompiler.symbolic.degrees import with_tensor
+from parcompiler.symbolic.forms import FIELDS, symbol
 from tests.symbolic.models import made
 
 PINS = {
@@ -172,3 +177,76 @@ def test_degrees_that_the_plan_cannot_have_are_refused(
     with pytest.raises(pc.InputError) as refusal:
         program_of(**program).costs.at(**given)
     assert said in str(refusal.value)
+
+
+@cache
+def split(heads: int = 16) -> pc.Program:
+    """A GPT whose layers are split over two ranks, with heads for many more."""
+    config = gpt.Config(layers=5, heads=heads, hidden=64, vocabulary=80, sequence=64)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    return pc.compile(
+        gpt.GPT(config),
+        pc.Mesh(pipeline=5, tensor=2, device="a100-80g"),
+        {"tokens": tokens, "labels": tokens},
+        microbatches=4,
+        schedule="1f1b",
+        stages="even",
+        recompute={"layers.1": True},
+        sharding=PINS["gpt"],
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(2, 1), (8, 3)])
+def test_the_forms_of_stages_in_degrees_are_the_figures_there(tensor: int, data: int) -> None:
+    costs = split().costs
+    assert costs.over_ranks.ranks == (2, 4, 8)
+    sizes = {"b": 4, "s": 24, "t": tensor, "d": data} | dict(costs.names)
+    given = [(symbol(letter), size) for letter, size in sizes.items()]
+    found = costs.at(batch=4, sequence=24, tensor=tensor, data=data)
+    stages = zip(costs.named_stages, found.stages, found.averaged, strict=True)
+    for j, (forms, figures, averaged) in enumerate(stages):
+        said = {field: float(getattr(forms, field).subs(given)) for field in FIELDS}
+        assert said["flops_forward"] == figures.flops_forward
+        assert said["flops_backward"] == figures.flops_backward
+        assert said["saved"] == figures.saved
+        assert said["message"] == figures.sent
+        sent = 2 * averaged * (data - 1) / data
+        assert float(forms.averaged.subs(given)) == pytest.approx(sent)
+        assert (said["sent_backward"] > said["sent_forward"]) == (j == 1)  # it runs twice
+
+
+@pytest.mark.parametrize(("heads", "exact"), [(16, (2, 4, 8)), (8, (2, 4))])
+def test_the_forms_of_blocks_in_tensor_ranks_are_those_found_for_so_many(
+    heads: int, exact: tuple[int, ...]
+) -> None:
+    program = split(heads)
+    costs = program.costs
+    assert costs.over_ranks.ranks == exact  # where each rank has one head other operators run
+    whole, plan = with_tensor(program.problem, program.plan, exact[-1])
+    there = Costs(local(whole, plan), plan, whole=whole).templates
+    given = [(symbol(letter), size) for letter, size in {"t": exact[-1], **costs.names}.items()]
+    for name, forms in costs.named.items():
+        for field in FIELDS:
+            expected = getattr(there[name], field)
+            assert (getattr(forms, field).subs(given) - expected).expand() == 0
+    assert "b*h**2*s/t" in str(costs.named["Layer"].flops_forward)
+
+
+def test_ranks_that_do_not_tell_a_form_are_named() -> None:
+    costs = program_of("gpt", 2, 32, "bf16", "vocab-2", (2, 2, 1)).costs  # 4 heads
+    assert costs.over_ranks.ranks == ()
+    said = "too few numbers of ranks run the same operators on even pieces (2)"
+    assert costs.over_ranks.reason == said
+
+
+def test_the_report_says_the_forms_of_blocks_and_stages_in_degrees() -> None:
+    report = split().report(forms=True)
+    letters = {item.letter: item.word for item in report.symbols}
+    assert letters["t"] == "tensor ranks, exact for 2, 4, 8"
+    assert letters["d"] == "data ranks"
+    said = {(item.name, item.what): item.value for item in report.forms}
+    assert said["stage 0", "bytes to other stages"] == "4*b*h*s"
+    averaged = said["stages 2, 3", "bytes to data ranks, once a step"]
+    assert averaged == "(d - 1)*(40*h**2 + 56*h**2/t + 48*h + 56*h/t)/d"
+    assert ("stage 2", "bytes saved") not in said

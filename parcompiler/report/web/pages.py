@@ -39,6 +39,7 @@ GROUPS = {  # the heading over the tables of a module; others are headed by the 
     "placements": "Placements",
     "traffic": "Values",
     "vocabulary": "Vocabulary",
+    "forms": "Closed forms",
 }
 ALTERNATIVES = "Alternatives"
 HALF = 84  # letters in half the width of the page; a table that needs more has all of it
