@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from parcompiler.cost import BlockCost, Operation
 from parcompiler.cost.operation import label
 from parcompiler.graph import Block, Graph
+from parcompiler.spmd.exchange import RuntimeCall
 from parcompiler.symbolic.fit import Number
 
 TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")
@@ -42,14 +45,21 @@ def caps(block: Block, cost: BlockCost, graph: Graph) -> tuple[Cap, ...]:
     """The operators of a block's forward that read tables: parameters and buffers."""
     found = []
     for name in TABLES:
-        nodes = [node for node in block.nodes if label(node.target) == name]
+        nodes = [node for node in block.nodes if _operator(node) == name]
         places = [k for k, operation in enumerate(cost.forward) if operation.name == name]
         if len(nodes) == len(places):
             for node, k in zip(nodes, places, strict=True):
-                table = graph.by_node.get(node.all_input_nodes[0].name)
+                read = node.args[isinstance(node.target, RuntimeCall)]  # behind the indices there
+                table = graph.by_node.get(str(read))
                 if table is not None:
                     found.append(Cap(2 * k + 1, 2 * k, table.dtype.itemsize, table.nbytes))
     return tuple(found)
+
+
+def _operator(node: fx.Node) -> str:
+    """The operator that a node runs; looking up a rank's own rows is an embedding."""
+    own = isinstance(node.target, RuntimeCall) and node.target.name == "embedding"
+    return TABLES[0] if own else label(node.target)
 
 
 def without(values: list[Number], tables: Sequence[Cap]) -> list[Number]:

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 import parcompiler as pc
@@ -21,6 +22,7 @@ from tests.symbolic.models import made
 
 PINS = {
     "gpt": {"*.ffn.up.weight": "S(0)", "*.attention.qkv.weight": "S(0)"},
+    "rows": {"embedding.weight": "S(0)", "*.ffn.up.weight": "S(0)"},
     "llama": {"*.ffn.up.weight": "S(0)", "*.ffn.gate.weight": "S(0)"},
 }
 
@@ -36,6 +38,7 @@ def program_of(
     microbatches: int = 4,
     schedule: str | Schedule = "1f1b",
     stages: str | Sequence[int] = "auto",
+    pins: str | None = None,
 ) -> pc.Program:
     """A program for `mesh`: pipeline, tensor and data ranks."""
     model, inputs = made(name, batch, sequence)
@@ -48,7 +51,7 @@ def program_of(
         schedule=schedule,
         vocabulary=vocabulary,
         stages=stages,
-        sharding=PINS[name] if mesh[1] > 1 else "auto",
+        sharding=PINS[pins or name] if mesh[1] > 1 else "auto",
         progress=False,
     )
 
@@ -177,6 +180,16 @@ def test_degrees_that_the_plan_cannot_have_are_refused(
     with pytest.raises(pc.InputError) as refusal:
         program_of(**program).costs.at(**given)
     assert said in str(refusal.value)
+
+
+def test_a_table_of_which_ranks_hold_rows_is_read_no_further_than_each_holds() -> None:
+    given: dict[str, Any] = {"mesh": (2, 2, 1), "stages": "even", "pins": "rows"}
+    costs = program_of(**given).costs
+    assert [size.letter for size in costs.sizes] == ["b", "s"]
+    agree(costs.at(batch=4, sequence=24), program_of(batch=4, sequence=24, **given))
+    (read,) = (item for item in costs.templates["EmbeddingPositions"].bytes_forward.atoms(sympy.Min)
+               if "b" in str(item))  # fmt: skip
+    assert str(read) == "Min(4096, 128*b*s)"  # 32 rows of 32 numbers
 
 
 @cache
