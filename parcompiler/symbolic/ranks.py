@@ -70,8 +70,8 @@ def check(found: OverRanks, others: Mapping[int, ClosedForms]) -> None:
             given = ((t, getattr(own.templates[name].forms, field))
                      for t, own in others.items() if name in own.templates)  # fmt: skip
             if all(sympy.expand(form.subs(symbol(LETTER), t) - known) != 0 for t, known in given):
-                known = ", ".join(map(str, found.ranks))
-                message = f"the costs on {known} ranks do not tell those on others"
+                ranks = ", ".join(map(str, found.ranks))
+                message = f"{field} of {name} on {ranks} ranks does not tell it on others"
                 raise Unfit(message)
 
 

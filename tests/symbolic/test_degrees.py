@@ -15,9 +15,11 @@ from parcompiler.models import gpt
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic import Costs, Figures
+from parcompiler.symbolic import Costs, Figures, closed_forms
 from parcompiler.symbolic.degrees import with_tensor
 from parcompiler.symbolic.forms import FIELDS, symbol
+from parcompiler.symbolic.ranks import check
+from parcompiler.symbolic.reading import Unfit
 from tests.symbolic.models import made
 
 PINS = {
@@ -229,7 +231,9 @@ def test_the_forms_of_stages_in_degrees_are_the_figures_there(tensor: int, data:
         assert (said["sent_backward"] > said["sent_forward"]) == (j == 1)  # it runs twice
 
 
-@pytest.mark.parametrize(("heads", "exact"), [(16, (2, 4, 8)), (8, (2, 4))])
+@pytest.mark.parametrize(
+    ("heads", "exact"), [pytest.param(16, (2, 4, 8), marks=SWEEP), (8, (2, 4))]
+)
 def test_the_forms_of_blocks_in_tensor_ranks_are_those_found_for_so_many(
     heads: int, exact: tuple[int, ...]
 ) -> None:
@@ -244,6 +248,16 @@ def test_the_forms_of_blocks_in_tensor_ranks_are_those_found_for_so_many(
             expected = getattr(there[name], field)
             assert (getattr(forms, field).subs(given) - expected).expand() == 0
     assert "b*h**2*s/t" in str(costs.named["Layer"].flops_forward)
+
+
+def test_forms_that_are_wrong_on_other_ranks_are_refused() -> None:
+    costs = split(8).costs
+    level = split(8).plan.granularity
+    assert level is not None
+    two = closed_forms(costs.problem, costs.problem.priced(level))
+    check(costs.over_ranks, {2: two})
+    with pytest.raises(Unfit, match="flops_forward of Layer on 2, 4 ranks does not tell it"):
+        check(costs.over_ranks, {3: two})
 
 
 def test_ranks_that_do_not_tell_a_form_are_named() -> None:
