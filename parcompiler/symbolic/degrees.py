@@ -108,7 +108,8 @@ def _spread(plan: Plan) -> object:
 
 def _on(whole: Problem, **changed: Any) -> Problem:
     """A problem with another mesh, which knows nothing yet."""
-    fresh: dict[str, Any] = {"_priced": {}, "_recomputing": {}, "local": {}, "times": {}}
+    names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
+    fresh: dict[str, Any] = {name: {} for name in names}
     made: Problem = dataclasses.replace(whole, **changed, **fresh)
     return made
 
