@@ -25,15 +25,18 @@ class Bench(Protocol):
     @property
     def device(self) -> torch.device:
         """Where blocks run."""
+        ...
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
         """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
 
         None where so many ranks cannot be busy at once here.
         """
+        ...
 
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
         """What the passes take on one of `ranks` ranks that share the graph's vocabulary."""
+        ...
 
 
 def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from parcompiler.cli.faults import Settings
 from parcompiler.cli.output import result_only
@@ -97,9 +97,9 @@ class Request:
         if not isinstance(self.mesh, str):
             return _mesh(self.mesh, self.device, plan)
         device = _devices(self.device or "cpu")
-        first = device[0] if isinstance(device, tuple) else device  # a Cluster refuses several
+        first = device[0] if isinstance(device, tuple) else device
         each = self.devices_per_node or int(Mesh(device=first).hardware.devices_per_node)
-        return Cluster(self.nodes or 1, each, device)
+        return Cluster(self.nodes or 1, each, cast("Any", device))  # it refuses several
 
     def _options(self, plan: Plan | None) -> dict[str, Any]:
         """The arguments of `compile` that were typed, or that the plan that is given demands."""
