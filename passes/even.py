@@ -24,7 +24,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import planned, trunk
-from parcompiler.schedules.timing import Message, StageCost, timing
+from parcompiler.schedules.timing import Message, StageCost, step_time
 
 
 def even_step(problem: Problem, plan: Plan) -> float:
@@ -80,8 +80,7 @@ def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
         resident=0,
         saved=0,
     )
-    messages = list(_messages(problem, plan))
-    return timing(schedule, [cost] * stages, messages).step_time
+    return step_time(schedule, [cost] * stages, list(_messages(problem, plan)))
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:

@@ -137,21 +137,38 @@ def timing(
         message = "a schedule in which all ranks share the head needs its cost (no vocabulary=...)"
         raise InputError(message)
     network = Network(schedule.placement, costs, messages, _microbatches(schedule))
+    orders, arrived = _arrived(schedule, network)
+    ends = [[arrived[code] for code in order] for order in orders]
+    begins = [[network.begins[code] for code in order] for order in orders]
+    return Timing(
+        step_time=_last(arrived),
+        peak_memory=network.peaks(orders, arrived),
+        spans=tuple(
+            tuple(zip(begin, end, strict=True)) for begin, end in zip(begins, ends, strict=True)
+        ),
+    )
+
+
+def step_time(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Message]) -> float:
+    """The seconds of `timing` alone, sooner; no layers that all ranks share."""
+    network = Network(schedule.placement, costs, messages, _microbatches(schedule))
+    return _last(_arrived(schedule, network)[1])
+
+
+def _arrived(schedule: Schedule, network: Network) -> tuple[list[list[int]], list[float]]:
+    """The orders in numbers, and when each action ends. Raises PlanError when ranks wait."""
     orders, seconds = network.encode(schedule.orders)
     arrived = network.run(orders, seconds)
     stuck = network.stuck(orders, arrived)
     if stuck:
         where = [(r, schedule.orders[r][k].cell) for r, k in stuck]
         raise PlanError(_deadlock(schedule.ranks, where))
-    ends = [[arrived[code] for code in order] for order in orders]
-    begins = [[network.begins[code] for code in order] for order in orders]
-    return Timing(
-        step_time=max((end for end in arrived if end < INFINITY), default=0.0),
-        peak_memory=network.peaks(orders, arrived),
-        spans=tuple(
-            tuple(zip(begin, end, strict=True)) for begin, end in zip(begins, ends, strict=True)
-        ),
-    )
+    return orders, arrived
+
+
+def _last(arrived: Sequence[float]) -> float:
+    """The last end."""
+    return max((end for end in arrived if end < INFINITY), default=0.0)
 
 
 def _shared(
