@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of input and bias; that of the weight now or later."""
-        x, weight = ctx.saved_tensors
+        x, weight = _kept(ctx)
         rows = gradients[0].reshape(-1, weight.shape[0])
         inputs = x.reshape(-1, weight.shape[1])
         dx = (rows @ weight).reshape(x.shape) if ctx.needs_input_grad[1] else None
@@ -152,7 +152,7 @@ class _Addmm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of input and bias; that of the weight now or later."""
-        x, weight = ctx.saved_tensors
+        x, weight = _kept(ctx)
         rows = gradients[0]
         dx = rows @ weight.t() if ctx.needs_input_grad[1] else None
         return None, dx, _now_or_later(ctx, lambda: x.t() @ rows), _bias(ctx, rows)
@@ -162,6 +162,13 @@ def _keep(ctx: Any, deferral: Deferral, x: torch.Tensor, weight: torch.Tensor) -
     """What a backward needs."""
     ctx.save_for_backward(x, weight)
     ctx.deferral, ctx.parameter = deferral, weight
+
+
+def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and weight. A product that held the graph behind its input would hold the leaves of
+    the stage too, and their gradients."""
+    x, weight = ctx.saved_tensors
+    return x.detach(), weight
 
 
 def _now_or_later(ctx: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:

@@ -1,5 +1,7 @@
 """Linear layers that leave their weight gradients for later compute the same bits."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,22 @@ def test_nothing_is_left_without_a_collection() -> None:
     with deferral.forward():
         linear(x, weight).sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("is_addmm", [False, True])
+def test_a_product_keeps_no_leaf_of_the_stage_alive(is_addmm: bool) -> None:
+    x, weight, bias = tensors((3,), bias=True, dtype=torch.float64)
+    deferral = Deferral()
+    with deferral.forward():
+        h = x.sin()
+        result = addmm(bias, h, weight.t()) if is_addmm else linear(h, weight, bias)
+    with deferral.collect() as products:
+        result.sum().backward()
+    assert x.grad is not None
+    leaf, gradient = weakref.ref(x), weakref.ref(x.grad)
+    del x, h, result
+    assert (leaf(), gradient()) == (None, None)
+    assert len(products) == 1
 
 
 def test_a_frozen_weight_leaves_nothing() -> None:
