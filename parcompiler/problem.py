@@ -18,7 +18,7 @@ from parcompiler.capture.blocks import Cut, cut, levels
 from parcompiler.capture.effects import effects_of
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.repeatable import is_repeatable
-from parcompiler.cost import BlockCost, bytes_per_parameter, seconds, trace_block
+from parcompiler.cost import BlockCost, bytes_per_parameter, more_in_update, seconds, trace_block
 from parcompiler.cost.collective import slowest
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
@@ -254,6 +254,15 @@ class Problem:
             trainable=item.trainable,
             masters=item.dtype == self.options.narrow,
         )
+
+    def update_bytes(self, item: Parameter) -> int:
+        """Bytes by which a parameter or buffer takes more in the optimizer's step."""
+        if item.dtype != self.options.narrow:
+            return 0
+        more = more_in_update(
+            self.options.optimizer, item.dtype, trainable=item.trainable, masters=True
+        )
+        return item.numel * more
 
     @cached_property
     def bucket_bytes(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +51,21 @@ def costs(
     """
     blocks = _blocks(problem, plan)
     held = _held(problem, plan, blocks) if tensors is None else tensors
+    placement = planned(plan).placement
+    users = Counter(
+        (rank, name) for rank, names in zip(placement, held, strict=True) for name in names
+    )
+    homes = [(rank, b) for rank, own in zip(placement, blocks, strict=True) for b in own]
     seen: set[tuple[int, str]] = set()
     found = []
     for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
-        rank = planned(plan).placement[j]
+        rank = placement[j]
         new = [problem.graph.by_name[n] for n in sorted(names) if (rank, n) not in seen]
         seen.update((rank, name) for name in names)
-        cost = _cost(problem, plan, j, own, new)
-        if rank not in planned(plan).placement[:j]:
+        alone = {name for name in names if users[rank, name] == 1}
+        beside = {b for home, b in homes if home == rank}.difference(own)
+        cost = _cost(problem, plan, j, own, new, alone, beside)
+        if rank not in placement[:j]:
             cost = replace(cost, resident=cost.resident + problem.everywhere_bytes)
         found.append(cost)
     return tuple(found)
@@ -81,15 +90,24 @@ def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list
 
 
 def _cost(
-    problem: Problem, plan: Plan, j: int, blocks: Sequence[int], tensors: Sequence[Parameter]
+    problem: Problem,
+    plan: Plan,
+    j: int,
+    blocks: Sequence[int],
+    tensors: Sequence[Parameter],
+    alone: AbstractSet[str],
+    beside: AbstractSet[int],
 ) -> StageCost:
-    """The cost of some blocks as stage `j`, which holds some tensors."""
+    """The cost of some blocks as stage `j`, which holds some tensors, those in `alone` as the only
+    one of its rank; `beside` are the blocks of the others."""
     schedule = planned(plan)
     rank = schedule.placement[j]
     priced, order = problem.under(plan).on(rank), schedule.orders[rank]
     stashed = versions(order, j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
-    bytes_of = Footprint(priced, tuple(sorted(blocks)), problem.graph.differentiable, weights)
+    made = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
+    differentiable = problem.graph.differentiable
+    bytes_of = Footprint(priced, tuple(sorted(blocks)), differentiable, weights, beside)
     return StageCost(
         forward=sum(priced.forward[b] for b in blocks),
         backward=sum(priced.backward[b] for b in blocks),
@@ -102,6 +120,8 @@ def _cost(
         backward_more=bytes_of.backward_more,
         input_more=bytes_of.input_more,
         weight_more=bytes_of.weight_more,
+        first=bytes_of.first(made),
+        update=sum(map(problem.update_bytes, tensors)),
     )
 
 

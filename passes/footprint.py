@@ -8,7 +8,9 @@
     between             what all linear layers have left
     BACKWARD_WEIGHT     what is not multiplied yet, and the gradient of one weight
 
-Parameters and their gradients, and messages, are counted elsewhere.
+Parameters and their gradients, and messages, are counted elsewhere; but in the first backward of
+a step, gradients come block by block, while what was saved goes. What a stage gives to another of
+its rank is no message: it stays until it goes back, and its gradient in its place then.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import fx
 from parcompiler.cost import BlockCost
 from parcompiler.graph import Block, nbytes_of
 from parcompiler.problem import Priced
+from parcompiler.schedules.gradients import First
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,14 @@ class Footprint:
     """A stage with some blocks, in order of execution, and one micro-batch on it. All in bytes.
 
     `differentiable` are the names of the nodes that carry gradients, `weights` the bytes of the
-    parameters that have gradients, by name.
+    parameters that have gradients, by name. `beside` are the blocks of other stages on its rank.
     """
 
     priced: Priced
     blocks: tuple[int, ...]
     differentiable: Collection[str]
     weights: Mapping[str, int]
+    beside: Collection[int] = ()
 
     @property
     def saved(self) -> int:
@@ -76,17 +80,59 @@ class Footprint:
             alive.append(before + cost.weight_peak)
         return max(0, max(alive) - self.left)
 
+    def first(self, made: Collection[str]) -> First:
+        """What the first backward of a step leaves, which makes the gradients of `made`."""
+        costs, own = self._costs, self._own(made)
+        later = [min(size, cost.weight_left) for cost, size in zip(costs, own, strict=True)]
+        now = [size - least for size, least in zip(own, later, strict=True)]
+        left = [sum(pair) for pair in zip(self._left, now, strict=True)]
+        whole = [_first(cost, size) for cost, size in zip(costs, own, strict=True)]
+        parted = [_first_input(cost, size) for cost, size in zip(costs, now, strict=True)]
+        return First(
+            gradients=sum(own),
+            later=sum(later),
+            backward_more=self._backward(whole, own),
+            input_more=self._backward(parted, left),
+            weight_more=self._first_weights(later),
+        )
+
+    def _first_weights(self, later: Sequence[int]) -> int:
+        """`weight_more` when gradients stay: of `later` bytes of each block."""
+        behind, alive = 0, [0]
+        before = self.left
+        for cost, left, size in reversed([*zip(self._costs, self._left, later, strict=True)]):
+            before -= left
+            peak = min(left - cost.left + cost.first_weight_peak, left + size)
+            alive.append(before + behind + max(peak, left))
+            behind += size
+        return max(0, max(alive) - self.left)
+
+    def _own(self, made: Collection[str]) -> list[int]:
+        """Bytes of the gradients that each block is the last to add to: it reads them first."""
+        found, left = [0] * len(self.blocks), set(made)
+        for k, block in enumerate(self._parts):
+            own = left & {binding.name for binding in block.tensors}
+            found[k] = sum(self.weights[name] for name in own)
+            left -= own
+        return found
+
     def _backward(self, peaks: Sequence[int], left: Sequence[int]) -> int:
-        """More than `saved` while the blocks go back one after the other."""
+        """More than `saved` while the blocks go back one after the other, and each leaves some
+        bytes."""
         before, behind, alive = self.saved, 0, [0]
         for k in reversed(range(len(self.blocks))):
             before -= self._saved[k]
             cost, peak = self._costs[k], peaks[k]
             if self._again(k):
                 peak = max(peak, cost.forward_peak + cost.gradient_bytes)
-            alive.append(before + behind + peak + self._summed(k) - self._received(k))
+            alive.append(before + behind + peak + self._waiting[k])
             behind += left[k]
         return max(0, max(alive) - self.saved)
+
+    @cached_property
+    def _waiting(self) -> list[int]:
+        """Bytes of gradients that are there while a block goes back, but for messages."""
+        return [self._summed(k) - self._received(k) for k in range(len(self.blocks))]
 
     @cached_property
     def _costs(self) -> list[BlockCost]:
@@ -98,7 +144,13 @@ class Footprint:
 
     @cached_property
     def _left(self) -> list[int]:
-        return [cost.left for cost in self._costs]
+        """Of each block; what several of them have read counts with the first."""
+        found, seen = [], set[fx.Node]()
+        for block, cost in zip(self._parts, self._costs, strict=True):
+            new = {block.inputs[i] for i in cost.left_inputs} - seen
+            seen |= new
+            found.append(cost.left + sum(map(nbytes_of, new)))
+        return found
 
     def _again(self, k: int) -> bool:
         """Whether a block is recomputed."""
@@ -121,8 +173,15 @@ class Footprint:
 
     @cached_property
     def kept(self) -> set[fx.Node]:
-        """The values at the ends of blocks that some block keeps."""
-        return {node for k in range(len(self.blocks)) for node in self._keeps(k)}
+        """The values at the ends of blocks that some block keeps, or a stage beside needs."""
+        kept = {node for k in range(len(self.blocks)) for node in self._keeps(k)}
+        if self.beside:
+            kept |= {node for block in self._parts for node in block.outputs if self._given(node)}
+        return kept
+
+    def _given(self, node: fx.Node) -> bool:
+        """Whether another stage of this rank uses a value."""
+        return any(self.priced.home.get(user) in self.beside for user in node.users)
 
     def _keeps(self, k: int) -> Iterator[fx.Node]:
         """The values at the ends of a block that it keeps; all that it reads to run again."""
@@ -192,8 +251,21 @@ class Footprint:
         return node.name in self.differentiable and node in self.priced.home
 
     def _is_sent(self, node: fx.Node) -> bool:
-        """Whether a block of another stage uses it."""
-        return any(user in self.priced.home for user in node.users)
+        """Whether a block of another rank uses it, which nobody here does."""
+        homes = {self.priced.home[user] for user in node.users if user in self.priced.home}
+        return not homes <= {*self.beside}
+
+
+def _first(cost: BlockCost, made: int) -> int:
+    """The peak of a block's first backward, which makes gradients of some bytes."""
+    return max(cost.backward_peak, min(cost.first_peak, cost.backward_peak + made))
+
+
+def _first_input(cost: BlockCost, made: int) -> int:
+    """The same of the first part of a backward, where it has two."""
+    if not cost.input_peak:
+        return _first(cost, made)
+    return max(cost.input_peak, min(cost.first_input_peak, cost.input_peak + made))
 
 
 def stored(node: fx.Node) -> int:

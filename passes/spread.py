@@ -68,7 +68,7 @@ def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     found = [
         vocabulary_parts(
             problem.graph, ranks, method, device, problem.state_bytes,
-            everywhere=problem.mesh.tensor > 1, group=together,
+            update_bytes=problem.update_bytes, everywhere=problem.mesh.tensor > 1, group=together,
         )
         for device in dict.fromkeys(problem.devices)
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What a block costs: its operators, the bytes it keeps for its backward, seconds on a device."""
 
 from parcompiler.cost.block import BlockCost, trace_block
-from parcompiler.cost.memory import OPTIMIZERS, bytes_per_parameter
+from parcompiler.cost.memory import OPTIMIZERS, bytes_per_parameter, more_in_update
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import seconds
 
@@ -10,6 +10,7 @@ __all__ = [
     "BlockCost",
     "Operation",
     "bytes_per_parameter",
+    "more_in_update",
     "seconds",
     "trace_block",
 ]

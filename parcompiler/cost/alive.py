@@ -30,6 +30,7 @@ class Alive:
 
     def __init__(self, outside: Iterable[torch.UntypedStorage] = ()) -> None:
         self.now = self.most = 0
+        self.kept = self.fullest = 0  # what is gone but would stay, and the most with it
         self._outside = {id(storage): storage for storage in outside}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -41,9 +42,14 @@ class Alive:
             if key not in self._known and key not in self._outside:
                 self._add(key, storage)
 
+    def keep(self, nbytes: int) -> None:
+        """Something is let go that stays the first time: a gradient that is added to none."""
+        self.kept += nbytes
+
     def restart(self) -> None:
         """Forget what there was at most."""
-        self.most = self.now
+        self.most = self.fullest = self.now
+        self.kept = 0
 
     def _add(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage until it ends."""
@@ -56,3 +62,4 @@ class Alive:
         self._known[key] = weakref.ref(storage, ended)
         self.now += nbytes
         self.most = max(self.most, self.now)
+        self.fullest = max(self.fullest, self.now + self.kept)

@@ -48,8 +48,12 @@ class BlockCost:
     What is alive at most besides parameters, their gradients and the inputs: `forward_peak` while
     the forward runs, `backward_peak` while the backward does, the gradients of the outputs among
     it. Of a backward in two parts, `input_peak` is that of the first; `left` are the bytes that
-    its linear layers leave to the second, which has a gradient of `weight_peak` bytes at a time.
-    `gradient_bytes` is the size of the outputs that receive gradients.
+    its linear layers leave to the second, besides the inputs at the positions `left_inputs`, and
+    it has a gradient of `weight_peak` bytes at a time.
+    `gradient_bytes` is the size of the outputs that receive gradients. In the first backward of a
+    step gradients of parameters stay: with them the peaks are `first_peak`, `first_input_peak` and
+    `first_weight_peak`, which is that of the second part, where those of weights of `weight_left`
+    bytes come.
     """
 
     forward: tuple[Operation, ...]
@@ -68,8 +72,13 @@ class BlockCost:
     backward_peak: int = 0
     input_peak: int = 0
     left: int = 0
+    left_inputs: tuple[int, ...] = ()
     weight_peak: int = 0
     gradient_bytes: int = 0
+    first_peak: int = 0
+    first_input_peak: int = 0
+    first_weight_peak: int = 0
+    weight_left: int = 0
 
 
 def trace_block(
@@ -114,7 +123,12 @@ def trace_block(
         gradient_bytes=gradients,
         input_peak=parts.peak,
         left=parts.left,
+        left_inputs=parts.inputs,
         weight_peak=parts.product,
+        first_peak=recorder.alive.fullest if seed is not None else 0,
+        first_input_peak=parts.first,
+        first_weight_peak=parts.second,
+        weight_left=parts.weights,
     )
 
 
@@ -169,7 +183,7 @@ def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) 
     recorder.alive.restart()
     if seed is None:
         return True
-    drop_gradients(outside.parameters.values())
+    drop_gradients(outside.parameters.values(), recorder.alive.keep)
     try:
         with recorder:
             differentiate([seed], outside.leaves)

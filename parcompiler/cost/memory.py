@@ -2,12 +2,14 @@
 
 In 16 bits with masters, as in the table of Megatron-LM's mixed precision (and of ZeRO, Rajbhandari
 et al., 2020, section 3.1): 2 for the value, 2 for its gradient, 4 for the float32 master, and the
-states of the optimizer in float32.
+states of the optimizer in float32. In the optimizer's step the gradient has 4 (`runtime.masters`).
 
 >>> bytes_per_parameter("adamw", torch.float32)
 16
 >>> bytes_per_parameter("adamw", torch.float16, masters=True)
 16
+>>> more_in_update("adamw", torch.float16, masters=True)
+2
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ def bytes_per_parameter(
     """The bytes of one element of a parameter: value, gradient, optimizer states.
 
     With `masters` the optimizer changes a float32 copy of it, and its states are float32. A frozen
-    parameter, or a buffer, costs its value alone. "none" stands for a step that leaves the
-    gradients to the caller, and keeps no copy. Raises InputError for an optimizer that is not in
-    `OPTIMIZERS`.
+    parameter, or a buffer, costs its value alone: it has no master. "none" stands for a step that
+    leaves the gradients to the caller; masters are there all the same. Raises InputError for an
+    optimizer that is not in `OPTIMIZERS`.
     """
     if optimizer not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
@@ -41,6 +43,18 @@ def bytes_per_parameter(
         raise InputError(message)
     if not trainable:
         return dtype.itemsize
-    if masters and optimizer != "none":
+    if masters:
         return 2 * dtype.itemsize + torch.float32.itemsize * (1 + OPTIMIZERS[optimizer])
     return dtype.itemsize * (2 + OPTIMIZERS[optimizer])
+
+
+def more_in_update(
+    optimizer: str, dtype: torch.dtype, *, trainable: bool = True, masters: bool = False
+) -> int:
+    """The bytes by which one element of a parameter costs more in the optimizer's step.
+
+    Masters have gradients in float32. Each frees that of its parameter when it is made, but the
+    optimizer begins with all of them. What its own kernels take besides is not counted.
+    """
+    changes = trainable and masters and optimizer != "none"
+    return torch.float32.itemsize - dtype.itemsize if changes else 0

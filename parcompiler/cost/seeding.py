@@ -6,7 +6,7 @@ The gradient of a parameter is added to the one that is there already, and then 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,23 @@ def seeding(roots: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return seed
 
 
-def drop_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Let the gradients of parameters be gone when they are complete."""
+def drop_gradients(parameters: Iterable[torch.Tensor], kept: Callable[[int], None]) -> None:
+    """Let the gradients of parameters be gone when they are complete; `kept` is told the bytes of
+    each, for the first of a step stays."""
     for parameter in parameters:
         if parameter.requires_grad:
-            parameter.register_hook(_gone(parameter))
+            parameter.register_hook(_gone(parameter, kept))
 
 
-def _gone(parameter: torch.Tensor) -> Any:
+def _gone(parameter: torch.Tensor, kept: Callable[[int], None]) -> Any:
     """A hook that hands on another tensor than the gradient."""
-    other = stand_in(parameter.detach())
-    return lambda _: other
+    other: torch.Tensor = stand_in(parameter.detach())
+
+    def gone(gradient: torch.Tensor) -> torch.Tensor:
+        kept(gradient.numel() * gradient.itemsize)
+        return other
+
+    return gone
 
 
 class _Seed(torch.autograd.Function):

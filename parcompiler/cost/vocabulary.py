@@ -39,15 +39,17 @@ def vocabulary_parts(
     device: Device,
     state_bytes: Callable[[Parameter], int],
     *,
+    update_bytes: Callable[[Parameter], int] | None = None,
     everywhere: bool = False,
     group: Group | None = None,
 ) -> dict[str, float]:
     """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
     `VocabularyCost`.
 
-    `state_bytes` says what a parameter costs with its gradient and optimizer states; `everywhere`
-    that a REDUCE leaves its sum on all ranks (a tensor axis), `group` over which nodes the ranks
-    are if they do not follow one another.
+    `state_bytes` says what a parameter costs with its gradient and optimizer states, `update_bytes`
+    how much more while the optimizer steps, if it does; `everywhere` that a REDUCE leaves its sum
+    on all ranks (a tensor axis), `group` over which nodes the ranks are if they do not follow one
+    another.
     """
     among = group or neighbours(ranks, device)
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
@@ -60,6 +62,7 @@ def vocabulary_parts(
     for name in ("embed", "embed_backward"):
         found[name] = sum(seconds(item[name], device) for item in embeds)
     found["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
+    found["update"] = sum(map(update_bytes, _pieces(graph, ranks))) if update_bytes else 0
     found["saved"] = _saved(graph, head, ranks) if head else 0
     found["more"] = _widened(graph, head, ranks) if head else 0
     found["x_bytes"] = nbytes_of(head.x) if head else 0

@@ -68,8 +68,11 @@ class Bounds:
 
     @cached_property
     def states(self) -> int:
-        """Bytes of all parameters and buffers with gradients and optimizer states."""
-        return sum(map(self.problem.state_bytes, self.problem.graph.parameters))
+        """Bytes of all parameters and buffers in the optimizer's step, gradients and states too."""
+        problem = self.problem
+        return sum(
+            problem.state_bytes(x) + problem.update_bytes(x) for x in problem.graph.parameters
+        )
 
     @cached_property
     def blocks(self) -> list[int]:

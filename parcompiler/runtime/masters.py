@@ -8,7 +8,7 @@
 Gradients are kept, added up over micro-batches and summed over ranks in 16 bits (2 bytes beside the
 2 of the parameter, the 4 of the master and the states of the optimizer); in the optimizer's step
 each is cast to float32 and its 16 bits are freed. Parameters that are float32 in a 16-bit program
-(batch norms) are their own masters.
+(batch norms) are their own masters; frozen ones have none.
 """
 
 from __future__ import annotations

@@ -207,7 +207,8 @@ class Worker:
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """On rank 0 every parameter and buffer of the model by name; None elsewhere. Collective.
 
-        Of a 16-bit program these are the masters, in float32.
+        Of a 16-bit program these are the masters, in float32; what is frozen has none and is as
+        it computes, in 16 bits.
         """
         masters = self._updates.masters
         found = self._gather({n: masters.of(n, t) for n, t in self._interpreter.tensors.items()})

@@ -1,8 +1,8 @@
 """The bytes on each rank while an order of compute runs, buffers of messages among them.
 
 A micro-batch takes memory from the begin of its forward to the end of its backward (see
-`StageCost.bytes`), a message at its target from when the receive was posted to its last use, at its
-source until it was sent.
+`StageCost.bytes`), gradients of parameters from the first backward on, a message at its target
+from when the receive was posted to its last use, at its source until it was sent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from parcompiler.instruction import Kind
+from parcompiler.schedules.gradients import Made
 
 if TYPE_CHECKING:
     from parcompiler.schedules.timing import Network
@@ -41,25 +42,29 @@ class Memory:
         self._actions()
         if any(self.network.bytes.values()):
             self._messages()
-        resident = [0] * self.network.ranks
+        early, updates = [0] * self.network.ranks, [0] * self.network.ranks
         for rank, cost in zip(self.network.placement, self.network.costs, strict=True):
-            resident[rank] += cost.resident
-        for size, changes in zip(resident, self.changes, strict=True):
+            early[rank] += cost.early
+            updates[rank] += cost.resident + cost.update
+        for size, update, changes in zip(early, updates, self.changes, strict=True):
             changes.append((0.0, size))
             changes.sort(key=itemgetter(0))
             levels = list(accumulate(change for _, change in changes))
             last = list(accumulate(len(list(same)) for _, same in groupby(changes, itemgetter(0))))
-            yield max(levels[k - 1] for k in last)  # what happens at one moment happens at once
+            most = max(levels[k - 1] for k in last)  # what happens at one moment happens at once
+            yield max(most, update)
 
     def _actions(self) -> None:
         """From the begin of its forward to the end of its backward a micro-batch takes memory."""
         m, begins, arrived = self.network.microbatches, self.network.begins, self.arrived
         for order, changes in zip(self.orders, self.changes, strict=True):
             parted = {code // m // 3 * m + code % m for code in order if code // m % 3 == 2}
+            made = Made()
             for code in order:
                 j, kind = divmod(code // m, 3)
                 whole = kind == 1 and j * m + code % m not in parted
-                taken, given = self.network.costs[j].bytes(Kind.BACKWARD if whole else _PARTS[kind])
+                part = Kind.BACKWARD if whole else _PARTS[kind]
+                taken, given = made.bytes(j, self.network.costs[j], part)
                 changes += [(begins[code], taken), (arrived[code], given)]
 
     def _messages(self) -> None:

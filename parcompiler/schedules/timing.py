@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import Kind
 from parcompiler.schedules.action import Action
+from parcompiler.schedules.gradients import First
 from parcompiler.schedules.occupied import Memory
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary import is_spread
@@ -47,13 +48,15 @@ class StageCost:
     """What one micro-batch costs on one stage.
 
     `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
-    left for later (products for weight gradients). `resident` are bytes held all the time:
-    parameters, gradients, optimizer states. `saved` are bytes kept from the begin of FORWARD to
-    the end of BACKWARD of one micro-batch, without the tensors that were received; where the
+    left for later (products for weight gradients). `saved` are bytes kept from the begin of FORWARD
+    to the end of BACKWARD of one micro-batch, without the tensors that were received; where the
     backward has two parts, to the end of the first, and then `left` to the end of the second (None:
     the same bytes). What is alive for the time of one instruction only comes on top: `forward_more`
     while FORWARD runs, `backward_more`, `input_more` and `weight_more` while BACKWARD and its two
     parts do.
+
+    `resident` are bytes of parameters, gradients and optimizer states; the gradients among them are
+    there from the `first` backward of a step on. `update` are added in the optimizer's step.
     """
 
     forward: float
@@ -66,9 +69,17 @@ class StageCost:
     backward_more: int = 0
     input_more: int = 0
     weight_more: int = 0
+    update: int = 0
+    first: First = field(default_factory=First)
+
+    @property
+    def early(self) -> int:
+        """Bytes held before the first backward of a step, besides those of micro-batches."""
+        return self.resident - self.first.gradients
 
     def bytes(self, kind: Kind) -> tuple[int, int]:
-        """What one compute instruction changes, in bytes: with its begin, and with its end.
+        """What one compute instruction changes, in bytes: with its begin, and with its end; but for
+        gradients that stay (see `Made`).
 
         >>> cost = StageCost(1.0, 2.0, resident=0, saved=10, left=4, input_more=3)
         >>> [cost.bytes(kind) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
@@ -256,7 +267,7 @@ class Network:
                 continue
             row = self._row(number, message.nbytes, gradient=False)
             self.sends[maker].append((row, home * self.ranks + rank, message.seconds))
-            self.users[row] = [kind for user in users for kind in (user + 1, user + 2)]
+            self.users[row] = [user + 1 for user in users]
             for user in users:
                 self.needs[user].append(row)
             if message.gradient is None:

@@ -15,9 +15,10 @@ class VocabularyCost:
     `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
     `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
     rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
-    while the softmax is computed: in S, or in NORMALIZE where there is one. `source` is the stage
-    that gives x, `users` has for each embedding the stage that takes it. x has `x_bytes`, all that
-    is embedded `embedded_bytes`. `method` says what the last backward waits for.
+    while the softmax is computed: in S, or in NORMALIZE where there is one; `update` comes on top
+    of `resident` in the optimizer's step. `source` is the stage that gives x, `users` has for each
+    embedding the stage that takes it. x has `x_bytes`, all that is embedded `embedded_bytes`.
+    `method` says what the last backward waits for.
     """
 
     s: float = 0.0
@@ -33,6 +34,7 @@ class VocabularyCost:
     resident: int = 0
     saved: int = 0
     more: int = 0
+    update: int = 0
     source: int = -1
     method: str = "vocab-2"
     users: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from parcompiler.instruction import BACKWARDS, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Action, Orders
+from parcompiler.schedules.gradients import Made
 from parcompiler.schedules.lines import Lines, Link, Step, Transfer
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
@@ -68,6 +69,7 @@ class Run:
         self.leaving: dict[tuple[int, bool, int, int], float] = {}
         self.received: dict[Arrival, float] = {}  # when each receive was posted
         self.used: dict[Arrival, float] = {}  # the end of its last use
+        self.made = Made()
         self._go()
 
     @property
@@ -91,15 +93,13 @@ class Run:
             nbytes = self.messages[number].nbytes
             self.changes[rank] += [(posted, nbytes), (self.used[key], -nbytes)]
         for rank, changes in enumerate(self.changes):
-            resident = self.cost.resident + sum(
-                cost.resident
-                for home, cost in zip(self.placement, self.costs, strict=True)
-                if home == rank
-            )
-            found = sorted([(0.0, resident), *changes], key=itemgetter(0))
+            own = [x for home, x in zip(self.placement, self.costs, strict=True) if home == rank]
+            early = self.cost.resident + sum(cost.early for cost in own)
+            update = self.cost.update + sum(cost.update + cost.first.gradients for cost in own)
+            found = sorted([(0.0, early), *changes], key=itemgetter(0))
             levels = list(accumulate(change for _, change in found))
             last = accumulate(len(list(same)) for _, same in groupby(found, itemgetter(0)))
-            yield max(levels[k - 1] for k in last)
+            yield max(early + update, *(levels[k - 1] for k in last))
 
     def _go(self) -> None:
         """Let every rank go as far as it can."""
@@ -253,14 +253,15 @@ class Run:
     def _account(self, rank: int, action: Action, begin: float, end: float) -> None:
         """What an action of a stage takes and gives back, the messages it uses among it."""
         kind, j, i = action
-        taken, given = self.costs[j].bytes(kind)
+        taken, given = self.made.bytes(j, self.costs[j], kind)
         self.changes[rank] += [(begin, taken), (end, given)]
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        if kind in BACKWARDS:
             for k, user in enumerate(self.cost.users):
                 if user == j:
                     self.changes[rank].append((end, -self._size(Meeting("e", k, i))))
-        for number, x in self.receives[j]:
-            self.used[number, False, self.placement[x.source], rank, i] = end
+        if kind is not Kind.BACKWARD_WEIGHT:
+            for number, x in self.receives[j]:
+                self.used[number, False, self.placement[x.source], rank, i] = end
         if kind in BACKWARDS:
             for number, x in self.gives[j]:
                 for other in {self.placement[user] for user in x.targets}:

@@ -92,7 +92,10 @@ def simulate(
     )
     step = Step(programs, prices)
     step.run()
-    return _timeline(step, _resident(len(programs), stage_rank, prices))
+    end = max((event.end for event in step.events), default=0.0)
+    for rank, size in enumerate(_updates(step, stage_rank)):
+        step.changes[rank].append((end, size))
+    return _timeline(step, end, _early(len(programs), stage_rank, prices))
 
 
 def simulate_lowered(
@@ -135,21 +138,29 @@ def _check_vocabulary(
         raise InputError(message)
 
 
-def _resident(ranks: int, stage_rank: Sequence[int], prices: Prices) -> list[int]:
-    """Bytes that each rank holds all the time."""
-    resident = [prices.vocabulary.resident] * ranks
+def _early(ranks: int, stage_rank: Sequence[int], prices: Prices) -> list[int]:
+    """Bytes that each rank holds from the begin of the step."""
+    early = [prices.vocabulary.resident] * ranks
     for rank, cost in zip(stage_rank, prices.costs, strict=True):
-        resident[rank] += cost.resident
-    return resident
+        early[rank] += cost.early
+    return early
 
 
-def _timeline(step: Step, resident: Sequence[int]) -> Timeline:
+def _updates(step: Step, stage_rank: Sequence[int]) -> list[int]:
+    """Bytes that each rank takes more in the optimizer's step, which follows where stages have
+    gone back."""
+    updates = [step.prices.vocabulary.update if step.made.of else 0] * len(step.programs)
+    for j in step.made.of:
+        updates[stage_rank[j]] += step.prices.costs[j].update
+    return updates
+
+
+def _timeline(step: Step, step_time: float, early: Sequence[int]) -> Timeline:
     """What a finished step amounts to."""
-    step_time = max((event.end for event in step.events), default=0.0)
-    memory = tuple(levels(*pair) for pair in zip(resident, step.changes, strict=True))
+    memory = tuple(levels(*pair) for pair in zip(early, step.changes, strict=True))
     return Timeline(
         step_time=step_time,
-        bubble=idle(step.events, step_time, len(resident)),
+        bubble=idle(step.events, step_time, len(early)),
         peak_memory=tuple(max(size for _, size in held) for held in memory),
         events=tuple(sorted(step.events, key=attrgetter("begin", "rank"))),
         critical_path=critical_path(step.events, step.causes),

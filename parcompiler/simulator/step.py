@@ -9,6 +9,7 @@ from typing import assert_never
 
 from parcompiler.errors import PlanError
 from parcompiler.instruction import EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.schedules.gradients import Made
 from parcompiler.schedules.timing import StageCost
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.simulator.timeline import START, Event
@@ -62,6 +63,7 @@ class Step:
         self.arrival: dict[Use, int] = {}  # the transfer of each message, the event of a collective
         self.leaving: dict[_Tensor, float] = {}  # held for sends until
         self.waiting: dict[Use, list[int]] = defaultdict(list)  # ranks put aside for each
+        self.made = Made()
         self.shared = START  # the last collective of the vocabulary
         self.meetings: dict[Instruction, dict[int, int]] = defaultdict(dict)  # rank: its last event
         self.ready = deque(range(ranks))
@@ -122,7 +124,8 @@ class Step:
     def _account(self, rank: int, line: Instruction, cost: StageCost) -> None:
         """The memory that the last compute instruction takes and gives back."""
         program, event = self.programs[rank], self.events[self.last[rank]]
-        taken, given = cost.bytes(line.kind)
+        assert line.stage is not None
+        taken, given = self.made.bytes(line.stage, cost, line.kind)
         if (line.stage, line.microbatch) not in program.trained:
             given = -taken
         self._hold(rank, event.begin, taken)

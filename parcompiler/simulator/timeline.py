@@ -31,9 +31,10 @@ class Timeline:
     """A simulated step. Seconds and bytes; one entry per rank where it is a tuple of numbers.
 
     `bubble` is the fraction of the step in which a rank does not compute. `peak_memory` counts
-    resident bytes, activations of micro-batches in flight, and message buffers; `memory` are its
-    steps, for each rank (second, bytes from then on). `events` are sorted by their begin.
-    `critical_path` are events, each beginning when the one before ends, that last the whole step.
+    resident bytes, activations of micro-batches in flight, and message buffers, and at the end what
+    the optimizer's step takes; `memory` are its steps, for each rank (second, bytes from then on).
+    `events` are sorted by their begin. `critical_path` are events, each beginning when the one
+    before ends, that last the whole step.
     """
 
     step_time: float

@@ -85,7 +85,8 @@ class _Walk:
         self.shared: dict[int | None, list[Instruction]] = defaultdict(list)  # of the group, by mb
 
     def uses(self) -> Iterator[tuple[int, list[Use]]]:
-        """By position, what an instruction waits for; a backward uses its forward's too."""
+        """By position, what an instruction waits for; a backward uses its forward's too, but for
+        the part that is left for later: what of that it needs counts with what layers leave."""
         for position, line in enumerate(self.lines):
             if line.kind is Kind.RECV:
                 self._post(line, message(self.rank, line))
@@ -106,9 +107,12 @@ class _Walk:
     def _of_stage(self, line: Instruction) -> list[Use]:
         """What a compute instruction of a stage uses."""
         place, gradient = (line.stage, line.microbatch), line.kind in BACKWARDS
+        if line.kind is not Kind.FORWARD and place not in self.forwards:
+            text = f"rank {self.rank} at {line}: its FORWARD does not stand before it"
+            raise PlanError(text)
         if line.kind is Kind.BACKWARD_WEIGHT:
-            found = []
-        elif self.stages is None:
+            return []
+        if self.stages is None:
             found = self.posted.pop((line.microbatch, gradient, None), [])
         else:
             keys = [(line.microbatch, gradient, name) for name in _names(line, self.stages)]
@@ -116,9 +120,6 @@ class _Walk:
         if line.kind is Kind.FORWARD:
             self.forwards[place] = found
             return found
-        if place not in self.forwards:
-            text = f"rank {self.rank} at {line}: its FORWARD does not stand before it"
-            raise PlanError(text)
         return found + self.forwards[place]
 
     def _of_group(self, line: Instruction) -> Iterator[Instruction]:

@@ -1,11 +1,15 @@
 """The rule that what a rank holds fits into its memory, at every instruction of its list.
 
     held      resident                       all the time
+              gradients of parameters        from the first BACKWARD on, or from the first
+                                             BACKWARD_INPUT and the first BACKWARD_WEIGHT on
               activations of (stage, mb)     FORWARD      to   BACKWARD or BACKWARD_INPUT
               what linear layers left        BACKWARD_INPUT   to   BACKWARD_WEIGHT
               what is alive for a moment     while one of these runs
-              a received value               RECV         to   the last of these of its readers
+              a received value               RECV         to   the last BACKWARD or BACKWARD_INPUT
+                                                               of its readers
               a received gradient            RECV         to   BACKWARD or BACKWARD_INPUT
+              gradients of masters           in the optimizer's step behind the list
 
 and of the vocabulary, where every rank has rows of it,
 
@@ -29,6 +33,7 @@ from typing import NamedTuple
 from parcompiler.errors import InputError
 from parcompiler.instruction import COMPUTE, HEAD, TRANSFERS, Kind
 from parcompiler.schedules.action import NOWHERE
+from parcompiler.schedules.gradients import Made
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.simulator import StageCost
 from parcompiler.verifier.fault import Fault
@@ -57,6 +62,7 @@ class Ledger:
     leaving: Counter[int]
     changes: dict[int, tuple[int, int]]  # bytes of activations with its begin, and with its end
     flying: dict[int, tuple[int, int]]  # the stage of a micro-batch that begins (1) or ends (-1)
+    made: dict[int, int] = field(default_factory=dict)  # gradients of parameters, by place
     saving: dict[int, int] = field(default_factory=dict)  # what S saves, in bytes
     done: dict[int, int] = field(default_factory=dict)  # and where that ends
 
@@ -87,16 +93,18 @@ def faults(step: Step, memory: Memory) -> Iterator[Fault]:
     if step.wiring.spread is not None and memory.vocabulary is None:
         message = "what all ranks have of the vocabulary needs a cost (none given)"
         raise InputError(message)
-    resident = [memory.vocabulary.resident if memory.vocabulary else 0] * size
+    early = [memory.vocabulary.resident if memory.vocabulary else 0] * size
     for stage, cost in zip(stages, memory.costs, strict=True):
         if 0 <= stage.rank < size:
-            resident[stage.rank] += cost.resident
+            early[stage.rank] += cost.early
     ledgers = _ledgers(step, memory.costs)
     _share(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
     for rank, ledger in enumerate(ledgers[:size]):
         fullest = max(_moments(ledger), key=lambda moment: moment.total)
-        if resident[rank] + fullest.total > memory.limits[rank]:
-            yield _fault(step, rank, ledger, resident[rank], fullest, memory.limits[rank])
+        if early[rank] + fullest.total > memory.limits[rank]:
+            yield _fault(step, rank, ledger, early[rank], fullest, memory.limits[rank])
+        elif step.training:
+            yield from _late(step, rank, early[rank], memory)
 
 
 def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
@@ -105,9 +113,12 @@ def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
     for j, stage in enumerate(step.wiring.stages):
         if step.training and 0 <= stage.rank < len(ledgers):
             ledger = ledgers[stage.rank]
-            for kind in COMPUTE:
-                for place in step.computed[kind, j].values():
-                    ledger.changes[place] = costs[j].bytes(kind)
+            made = Made()
+            lines = [(at, kind) for kind in COMPUTE for at in step.computed[kind, j].values()]
+            for place, kind in sorted(lines):
+                before = made.of.get(j, 0)
+                ledger.changes[place] = made.bytes(j, costs[j], kind)
+                ledger.made[place] = made.of.get(j, 0) - before
             ledger.flying |= dict.fromkeys(step.computed[Kind.FORWARD, j].values(), (j, 1))
             ledger.flying |= dict.fromkeys(step.done[j].values(), (j, -1))
     for crossing in step.wiring.crossings:
@@ -116,7 +127,7 @@ def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
             continue
         way = (crossing.source, crossing.target, crossing.name, False)
         readers = [
-            step.done[j] if step.training else step.computed[Kind.FORWARD, j]
+            step.back[j] if step.training else step.computed[Kind.FORWARD, j]
             for j in crossing.readers
         ]
         _arrive(ledgers, crossing.target, step.received.get(way, {}), readers, value.nbytes)
@@ -156,7 +167,7 @@ def _summed(step: Step, rank: int, part: Part) -> list[Places]:
         return [step.back[home]] if wiring.rank_of(home) == rank else []
     stages = [j for j in wiring.readers.get(part.value, ()) if wiring.rank_of(j) == rank]
     if step.training:
-        return [step.done[j] for j in stages]
+        return [step.back[j] for j in stages]
     return [step.computed[Kind.FORWARD, j] for j in stages]
 
 
@@ -186,11 +197,29 @@ def _moments(ledger: Ledger) -> Iterator[Moment]:
         activations += given - ledger.done.get(place, 0)
 
 
-def _fault(
-    step: Step, rank: int, ledger: Ledger, resident: int, fullest: Moment, limit: int
-) -> Fault:
+def _late(step: Step, rank: int, early: int, memory: Memory) -> Iterator[Fault]:
+    """A fault where a rank has too little for the optimizer's step."""
+    own = [
+        x for stage, x in zip(step.wiring.stages, memory.costs, strict=True) if stage.rank == rank
+    ]
+    resident = early + sum(cost.first.gradients for cost in own)
+    update = sum(cost.update for cost in own)
+    update += memory.vocabulary.update if memory.vocabulary else 0
+    limit, total = memory.limits[rank], resident + update
+    if update and total > limit:
+        parts = (
+            f"limit {_in_units(limit)}; resident {_in_units(resident)}, gradients of masters "
+            f"{_in_units(update)} more"
+        )
+        excess = _in_units(total - limit)
+        where = f"rank {rank} holds {_in_units(total)} in the optimizer's step"
+        yield Fault(SUFFICES, f"{where}, {excess} too much ({parts})")
+
+
+def _fault(step: Step, rank: int, ledger: Ledger, early: int, fullest: Moment, limit: int) -> Fault:
     """Where a rank holds most, and what that consists of."""
-    place, total = fullest.position, resident + fullest.total
+    place, total = fullest.position, early + fullest.total
+    made = sum(size for when, size in ledger.made.items() if when < place)
     flying = Counter[int]()
     for when, (j, change) in ledger.flying.items():
         flying[j] += change if when < place or (when == place and change > 0) else 0
@@ -198,8 +227,8 @@ def _fault(
     counts = " + ".join(str(flying[j]) for j in stages)
     noun = "micro-batch" if counts == "1" else "micro-batches"
     parts = (
-        f"limit {_in_units(limit)}; resident {_in_units(resident)}, activations of {counts} "
-        f"{noun} {_in_units(fullest.activations)}, messages {_in_units(fullest.messages)}"
+        f"limit {_in_units(limit)}; resident {_in_units(early + made)}, activations of {counts} "
+        f"{noun} {_in_units(fullest.activations - made)}, messages {_in_units(fullest.messages)}"
     )
     at = step.at(rank, place) if step.lists[rank] else "its begin"
     excess = _in_units(total - limit)

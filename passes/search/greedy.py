@@ -64,12 +64,12 @@ class _Making:
         kinds = task.classes[rank]
         last = {k // 3: k for k in kinds}
         begun = {j: self.next[3 * j] + (3 * j == kind) for j in last}
-        used = self.used[rank] + task.sizes[kind // 3]
+        used = self.used[rank] + task.largest[kind // 3]
         oldest = min(self.next[k] for k in last.values())
         if self.next[kind] == oldest:
             return True  # the oldest one can always be finished
         for i in range(oldest, max(begun.values())):
-            if used + sum(task.sizes[j] for j in last if begun[j] <= i) > task.rooms[rank]:
+            if used + sum(task.largest[j] for j in last if begun[j] <= i) > task.rooms[rank]:
                 return False
             used -= sum(task.sizes[j] for j in last if self.next[last[j]] <= i < begun[j])
         return True

@@ -77,7 +77,15 @@ class Task:
         Between the two parts of a backward it takes what layers left, which may be less or more.
         """
         return tuple(
-            copies + (min(cost.saved, self.left(j)) if self.is_parted(j) else cost.saved)
+            min(copies + cost.saved, self.left(j)) if self.is_parted(j) else copies + cost.saved
+            for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True))
+        )
+
+    @cached_property
+    def largest(self) -> tuple[int, ...]:
+        """By stage, the bytes that it takes at most, but for what is alive for a moment."""
+        return tuple(
+            max(copies + cost.saved, self.left(j)) if self.is_parted(j) else copies + cost.saved
             for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True))
         )
 
@@ -97,7 +105,7 @@ class Task:
         """By class, the bytes that an action takes, or gives back."""
         found = []
         for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True)):
-            left = self.left(j) + copies if self.is_parted(j) else 0
+            left = self.left(j) if self.is_parted(j) else 0
             size = cost.saved + copies
             found += [size, left - size, -left]
         return tuple(found)

@@ -27,6 +27,8 @@ class Captured:
         nodes: Sequence[fx.Node] | None = None,
         inputs: Sequence[fx.Node] | None = None,
         outputs: Sequence[fx.Node] | None = None,
+        *,
+        split: bool = False,
     ) -> BlockCost:
         """The cost of the whole graph as one block, or of some of its nodes."""
         return trace_block(
@@ -36,6 +38,7 @@ class Captured:
             parameters=self.parameters,
             buffers=self.buffers,
             differentiable=self.differentiable,
+            split=split,
         )
 
 

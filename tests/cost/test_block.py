@@ -258,3 +258,18 @@ def test_a_block_that_reads_what_nobody_declared_is_refused() -> None:
     graph = capture(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(InputError, match="the block reads 'p_weight', which is none of its"):
         trace_block(graph.nodes, graph.inputs, graph.outputs, (), (), graph.differentiable)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_gradients_that_stay_are_in_the_peaks_of_a_first_backward(layers: int) -> None:
+    value, weight = 4 * 8 * 4, 8 * 8 * 4
+    chain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+    x = torch.randn(4, 8, requires_grad=True)
+    cost = capture(chain, x).cost(split=True)
+    assert cost.first_peak - cost.backward_peak == (layers - 1) * (weight - value)
+    assert cost.first_input_peak == cost.input_peak
+    assert cost.weight_left == layers * weight
+    assert cost.left == (2 * layers - 1) * value  # the first input is the block's
+    assert cost.left_inputs == (0,)
+    left = [cost.left - 2 * k * value for k in range(layers)]
+    assert cost.first_weight_peak == max(size + (k + 1) * weight for k, size in enumerate(left))

@@ -1,6 +1,7 @@
 """Models large enough that small tensors do not matter, and quick on a CPU."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ def _gpt(**options: Any) -> Case:
     return gpt.GPT(config), _tokens("tokens", "labels")
 
 
+def _frozen() -> Case:
+    """Without gradients of its tables and the first of its layers."""
+    model, inputs = _gpt(tied=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embedding" not in name and "layers.0." not in name)
+    return model, inputs
+
+
 def _llama() -> Case:
     config = llama.Config(
         layers=6, heads=4, kv_heads=2, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH
@@ -46,6 +55,7 @@ def _resnet() -> Case:
 
 MODELS: Mapping[str, Callable[[], Case]] = {
     "gpt": lambda: _gpt(tied=False),
+    "gpt-frozen": _frozen,
     "gpt-dropout": lambda: _gpt(tied=False, dropout=0.1),
     "llama": _llama,
     "t5": _t5,
@@ -53,10 +63,18 @@ MODELS: Mapping[str, Callable[[], Case]] = {
 }
 
 
-def compiled(name: str, dtype: torch.dtype, *, pipeline: int, **options: Any) -> pc.Program:
-    """The program of a model in a dtype; its vocabulary stays on stages."""
+@cache
+def captured(name: str, dtype: torch.dtype, precision: str | None = None) -> pc.Program:
+    """A model in a dtype, on one rank; `precision` has masters."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     inputs = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+    options: Any = {"vocabulary": "whole", "precision": precision, "progress": False}
+    return pc.compile(model.to(dtype), pc.Mesh(device="cpu"), inputs, **options)
+
+
+def compiled(name: str, dtype: torch.dtype, *, pipeline: int, **options: Any) -> pc.Program:
+    """The program of a model in a dtype; its vocabulary stays on stages."""
     options = {"vocabulary": "whole", "progress": False, **options}
-    return pc.compile(model.to(dtype), pc.Mesh(pipeline=pipeline, device="cpu"), inputs, **options)
+    given = captured(name, dtype, options.get("precision"))
+    return pc.compile(given, pc.Mesh(pipeline=pipeline, device="cpu"), **options)

@@ -1,13 +1,14 @@
 """What a rank of a program really holds: its stages run in this process under torch's MemTracker.
 
-The runtime's own interpreter executes the rank's list. Only the network is missing: a receive gives
+The runtime's own interpreter executes the rank's list, and its own `Updates` the step of a fused
+AdamW behind it, which takes nothing for itself. Only the network is missing: a receive gives
 a buffer of zeros, a send lets go of its tensor at once, and a sum of gradients leaves them as they
 are. Memory does not depend on what is in a message, so each rank can be looked at alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,13 +24,9 @@ from parcompiler.runtime.channels import Channels, Receipt
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram, Value
 from parcompiler.runtime.script import random_batch
+from parcompiler.runtime.updates import Updates
 
 CPU = torch.device("cpu")
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer] | None] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "none": None,
-}
 
 
 class Done:
@@ -113,27 +110,18 @@ class Rank:
         with torch.no_grad():
             for name, tensor in self.interpreter.tensors.items():
                 tensor.copy_(state[name])
-        self.optimizer = self._optimizer(program.plan.optimizer)
-
-    def _optimizer(self, kind: str) -> torch.optim.Optimizer | None:
-        """The optimizer behind its first step, so that its states are there."""
-        make = OPTIMIZERS[kind]
-        if make is None:
-            return None
-        optimizer = make(self.parameters())
-        for parameter in self.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return optimizer
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those of this rank."""
-        found = self.interpreter.tensors.values()
-        return [t for t in found if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        own = self.interpreter.tensors.items()
+        parameters = {name: t for name, t in own if isinstance(t, torch.nn.Parameter)}
+        self.updates = Updates(self.program, parameters, CPU, lambda _: None)
+        assert program.plan.optimizer == "adamw", "the optimizer is AdamW"
+        self.updates.set_optimizer(torch.optim.AdamW, None, {"fused": True})
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self.updates.apply()  # so that there are states
 
     def step(self, *, kinds: bool = False) -> Held:
-        """What a step holds; gradients are told from activations where `kinds` are wanted.
+        """What a step holds, the optimizer's among it; gradients are told from activations where
+        `kinds` are wanted.
 
         (The tracker's hook for that does not stand a gradient that comes in two parts.)
         """
@@ -141,7 +129,7 @@ class Rank:
         tracker = MemTracker()
         tracker._mod_tracker = cast(ModTracker, Quiet())
         external: list[Any] = [*self.stages.values(), *_tensors(batch)]
-        tracker.track_external(*external, *([self.optimizer] if self.optimizer else []))
+        tracker.track_external(*external, *self.updates.masters.trained(), self.updates.optimizer)
         for stage in self.stages.values() if kinds else ():
             tracker._track_module_params_and_buffers(stage, install_grad_hooks=True)
         levels: list[tuple[str, int, int]] = []
@@ -150,7 +138,7 @@ class Rank:
             verbs = self.interpreter._verbs
 
             def noted(verb: Any) -> Any:
-                def call(state: Any, line: Any) -> None:
+                def call(state: Any, line: object) -> None:
                     verb(state, line)
                     now = tracker.get_tracker_snapshot("current")[CPU]
                     top = tracker.get_tracker_snapshot("peak")[CPU]
@@ -159,8 +147,10 @@ class Rank:
                 return call
 
             self.interpreter._verbs = {kind: noted(verb) for kind, verb in verbs.items()}
-            self.interpreter.run(self.program.instructions, pieces, training=True)
+            lines, scale = self.program.instructions, self.updates.begin()
+            self.interpreter.run(lines, pieces, training=True, scale=scale)
             self.interpreter._verbs = verbs
+            noted(lambda *_: self.updates.apply())(None, "optimizer")
             peak = tracker.get_tracker_snapshot("peak")[CPU]
         parts = {getattr(kind, "value", str(kind)): int(size) for kind, size in peak.items()}
         return Held(parts.pop("Total"), parts, tuple(levels))

@@ -13,6 +13,7 @@ from parcompiler.instruction import COMPUTE
 from parcompiler.lower import Lowered, Value, communicate
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import backward, forward
+from parcompiler.schedules.gradients import First
 from parcompiler.schedules.timing import Message, StageCost, timing
 from parcompiler.schedules.v_shape import v_placement
 from parcompiler.simulator import Timeline, simulate
@@ -27,9 +28,22 @@ def random_costs(chance: random.Random, stages: int) -> list[StageCost]:
         StageCost(
             forward=chance.uniform(0.5, 2),
             backward=chance.uniform(1, 3),
-            resident=chance.randrange(100),
+            resident=chance.randrange(20, 100),
             saved=chance.randrange(50),
             weight=chance.uniform(0, 1),
+            left=chance.randrange(50),
+            forward_more=chance.randrange(30),
+            backward_more=chance.randrange(30),
+            input_more=chance.randrange(30),
+            weight_more=chance.randrange(30),
+            update=chance.choice([0, 0, 200]),
+            first=First(
+                gradients=chance.randrange(10, 20),
+                later=chance.randrange(10),
+                backward_more=chance.randrange(30),
+                input_more=chance.randrange(30),
+                weight_more=chance.randrange(30),
+            ),
         )
         for _ in range(stages)
     ]

@@ -38,6 +38,7 @@ def random_vocabulary(chance: random.Random, method: str, stages: int) -> Vocabu
         users=users,
         x_bytes=chance.randrange(30),
         embedded_bytes=len(users) * chance.randrange(30),
+        update=chance.choice([0, 100]),
     )
 
 

@@ -21,7 +21,18 @@ from parcompiler.symbolic.sizes import Sizes
 from tests.symbolic.models import problem_of
 
 OMITTED: Any = dict.fromkeys(
-    ("forward_peak", "backward_peak", "input_peak", "weight_peak", "left"), 0
+    (
+        "forward_peak",
+        "backward_peak",
+        "input_peak",
+        "weight_peak",
+        "left",
+        "first_peak",
+        "first_input_peak",
+        "first_weight_peak",
+        "weight_left",
+    ),
+    0,
 )
 ELSEWHERE = {"b": 6, "s": 20, "s2": 12}
 

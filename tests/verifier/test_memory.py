@@ -8,6 +8,7 @@ import pytest
 from parcompiler.errors import InputError, PlanError
 from parcompiler.lower import Lowered
 from parcompiler.schedules import SCHEDULES, stages_per_rank
+from parcompiler.schedules.gradients import First
 from parcompiler.simulator import StageCost, simulate_lowered
 from parcompiler.verifier import Memory, faults, verify
 from tests.verifier.edits import dropped, moved
@@ -19,7 +20,13 @@ MIB = 2**20
 def costs(lowered: Lowered) -> list[StageCost]:
     """Stages of which each keeps another number of bytes."""
     stages = range(len(lowered.stages))
-    return [StageCost(1.0, 2.0, 1000 * (j + 1), 10 + 3 * j, 1.0) for j in stages]
+    return [
+        StageCost(
+            1.0, 2.0, 1000 * (j + 1), 10 + 3 * j, 1.0,
+            update=300 * (j % 2), first=First(70 + j, 30, 5, 8, 6), backward_more=9,
+        )
+        for j in stages
+    ]  # fmt: skip
 
 
 def even(lowered: Lowered, saved: int) -> list[StageCost]:
@@ -93,6 +100,22 @@ def test_stages_of_one_rank_are_counted_together() -> None:
     lowered = program("deep chain", 2, "interleaved", 4, virtual_stages=2)
     (first, *_) = faults(lowered, Memory(even(lowered, MIB), [0, 0]))
     assert "resident 2 MiB, activations of 3 + 2 micro-batches 5 MiB" in first.detail
+
+
+def test_gradients_are_resident_from_the_first_backward_on(chain: Lowered) -> None:
+    cost = StageCost(1.0, 2.0, 2 * MIB, MIB // 4, first=First(MIB))
+    (fault, *_) = faults(chain, Memory([cost] * 4, [2 * MIB, 4 * MIB, 4 * MIB, 4 * MIB]))
+    assert "resident 2 MiB, activations of 4 micro-batches 1 MiB" in fault.detail
+
+
+def test_too_little_for_the_optimizers_step_is_told(chain: Lowered) -> None:
+    cost = StageCost(1.0, 2.0, 2 * MIB, 0, update=MIB, first=First(MIB))
+    memory = Memory([cost] * 4, [3 * MIB, 3 * MIB - 1, 3 * MIB, 3 * MIB])
+    found = [fault.detail for fault in faults(chain, memory)]
+    assert found == [
+        "rank 1 holds 3 MiB in the optimizer's step, 1 B too much (limit 3 MiB; resident 2 MiB, "
+        "gradients of masters 1 MiB more)"
+    ]
 
 
 def test_a_receive_that_is_posted_early_takes_memory(chain: Lowered) -> None:
