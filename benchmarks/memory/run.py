@@ -17,7 +17,11 @@ from parcompiler.errors import InfeasibleError, InputError
 from tests.memory.cases import MODELS, compiled
 from tests.memory.tracked import Rank
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "masters": (torch.float32, "bf16"),  # of a model in float32: bf16 with masters
+}
 
 
 class Row(NamedTuple):
@@ -42,14 +46,17 @@ class Row(NamedTuple):
         return f"| {' | '.join([*self[:5], *mib, f'{100 * self.error:+.2f} %'])} |"
 
 
-def rows(schedules: list[str], pipelines: list[int], microbatches: int) -> Iterator[Row]:
+def rows(
+    dtypes: list[str], schedules: list[str], pipelines: list[int], microbatches: int
+) -> Iterator[Row]:
     """Every rank of every program."""
-    grid = product(MODELS, DTYPES, pipelines, schedules, ("none", "full"))
+    grid = product(MODELS, dtypes, pipelines, schedules, ("none", "full"))
     for name, dtype, pipeline, schedule, recompute in grid:
+        own, precision = DTYPES[dtype]
         try:
             program = compiled(
-                name, DTYPES[dtype], pipeline=pipeline, schedule=schedule,
-                microbatches=microbatches, recompute=recompute,
+                name, own, pipeline=pipeline, schedule=schedule, microbatches=microbatches,
+                recompute=recompute, precision=precision,
             )  # fmt: skip
         except (InfeasibleError, InputError):  # more stages than blocks
             continue
@@ -61,6 +68,7 @@ def rows(schedules: list[str], pipelines: list[int], microbatches: int) -> Itera
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--schedules", default="1f1b")
     parser.add_argument("--pipeline", default="2,4")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -69,9 +77,8 @@ def main() -> None:
     print("| model | dtype | schedule | recompute | rank | tracked MiB | predicted MiB | error |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
-    for row in rows(
-        given.schedules.split(","), [*map(int, given.pipeline.split(","))], given.microbatches
-    ):
+    words = (given.dtypes.split(","), given.schedules.split(","))
+    for row in rows(*words, [*map(int, given.pipeline.split(","))], given.microbatches):
         print(row, flush=True)
         found.append(abs(row.error))
     print(
