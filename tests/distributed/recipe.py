@@ -75,13 +75,15 @@ def train(
 def _loss(
     model: nn.Module, own: Tensors, part: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """The cross-entropy of one micro-batch, from logits in 16 bits."""
-    inputs = {key: tensor for key, tensor in part.items() if key != "labels"}
-    if dtype is not None:
-        inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in inputs.items()}
-    tables = {n: b for n, b in model.named_buffers() if n in ("cos", "sin")}  # of Llama
-    if dtype is not None:
-        tables = {name: table.to(dtype) for name, table in tables.items()}
-    logits = torch.func.functional_call(model, own | tables, (), inputs)
-    logits = logits.to(torch.float32 if dtype is not None else logits.dtype)
+    """The loss of one micro-batch: the model's own, or in 16 bits cross-entropy of its logits."""
+    if dtype is None:
+        whole: torch.Tensor = torch.func.functional_call(model, own, (), dict(part))
+        return whole
+    inputs = {
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for key, tensor in part.items()
+        if key != "labels"
+    }
+    tables = {n: b.to(dtype) for n, b in model.named_buffers() if n in ("cos", "sin")}  # of Llama
+    logits = torch.func.functional_call(model, own | tables, (), inputs).float()
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), part["labels"].reshape(-1))

@@ -91,7 +91,7 @@ def test_tied_tables_in_rows_pieces_and_copies_count_once(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["odd", "gpt-tied", "gpt", "llama", "t5", "resnet"])
+@pytest.mark.parametrize("name", ["odd", "gpt-tied", "gpt", "llama", "t5", "resnet", "moe"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_norm_of_every_mesh_is_that_of_one_process(
     name: str, mesh: tuple[int, int, int, str], tmp_path: Path
