@@ -71,7 +71,7 @@ from parcompiler.passes.divide.data import (
     memory_parts,
 )
 from parcompiler.passes.divide.improve import balanced_runs
-from parcompiler.passes.divide.programme import lay_out, limit_memory, minimize_time
+from parcompiler.passes.divide.programme import is_large, lay_out, limit_memory, minimize_time
 from parcompiler.passes.divide.refusal import too_little_memory
 from parcompiler.passes.divide.runs import fastest_runs, nothing_better
 from parcompiler.passes.divide.spans import Spans
@@ -147,13 +147,16 @@ def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
     windows = find_windows(task, best)
     if windows is None or windows.slowest < least:
         return nothing_better(runs), None
+    bound = sum(task.compute) + sum(windows.received) + task.further * least
+    if runs is not None and is_large(task, windows):
+        return runs, bound
     layout = lay_out(task, windows)
     limit_memory(layout)
     minimize_time(layout, least)
     if runs is not None and task.each > 1:
         layout.hint(runs)
         if layout.is_large:
-            return runs, sum(task.compute) + sum(windows.received) + task.further * least
+            return runs, bound
         effort *= SHORTER
     try:
         solution = solve(layout.model, effort=effort)

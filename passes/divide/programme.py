@@ -79,6 +79,12 @@ def _sum(
     return [(a, variables[i, j]) for i, a in coefficients if a and (i, j) in variables]
 
 
+def is_large(task: Task, windows: Windows) -> bool:
+    """Whether the layout would be large by the places of its blocks alone: quickly said."""
+    places = sum(b - a + 1 for a, b in zip(windows.first, windows.last, strict=True))
+    return task.each > 1 and 2 * places - len(task.loads) > LARGE
+
+
 def lay_out(task: Task, windows: Windows) -> Layout:
     """The variables, and what every division satisfies."""
     layout = _place(task, windows)
