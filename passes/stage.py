@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes import given
@@ -49,10 +49,25 @@ class StagePass(Pass):
     gain: float = 0.1
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """Divide, and recompute what the user asked for or what memory forces."""
-        wanted = problem.options.recompute
+        """Divide, and recompute what the user asked for or what memory forces.
+
+        A division is remembered: who weighs schedules asks for it first.
+        """
         if plan.stages is not None:
             return plan
+        order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
+        asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
+        key = self, *order, *asked, plan.vocabulary and plan.vocabulary.method
+        known: dict[Any, Any] = problem.local
+        if key not in known:
+            known[key] = self._found(problem, plan)
+        found: Plan = known[key]
+        names = "granularity", "sent", "stages", "recompute", "solution"
+        return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
+
+    def _found(self, problem: Problem, plan: Plan) -> Plan:
+        """The same, for the first time."""
+        wanted = problem.options.recompute
         if wanted != "auto":
             return self._divided(problem, plan, wanted, explain=problem.explain)
         with suppress(InfeasibleError, UndecidedError):

@@ -54,6 +54,8 @@ def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
     total = math.fsum(load.seconds for load in task.loads)
     if total <= 0:
         return 0.0
+    if task.is_uniform and _even_parts_fit(task):
+        return total / task.ranks
     model = Model()
     slowest = model.continuous("T")
     here = _divide(model, task, again)
@@ -74,6 +76,15 @@ def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
         return math.inf
     except UndecidedError:  # the solver's rounding: what is even is a bound as well
         return total / task.ranks
+
+
+def _even_parts_fit(task: Task) -> bool:
+    """Whether every stage can have as much of every block as all others, which is the optimum."""
+    resident = sum(load.resident for load in task.loads) / task.ranks
+    saved = sum(load.saved for load in task.loads) / task.stages
+    fullest = (max(map(sum, counts)) for counts in task.held)
+    pairs = zip(fullest, task.limits, strict=True)
+    return all(resident + in_flight * saved <= limit for in_flight, limit in pairs)
 
 
 def _divide(
