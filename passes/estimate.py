@@ -29,7 +29,7 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
     choice = plan.vocabulary
     order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
     blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
-    key = "estimate", *order, *blocks, choice and choice.method
+    key = "estimate", problem.mesh, *order, *blocks, choice and choice.method
     known: dict[Any, Any] = problem.local
     if key not in known:
         everywhere = vocabulary_cost(problem, plan)

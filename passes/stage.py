@@ -57,7 +57,7 @@ class StagePass(Pass):
             return plan
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
-        key = self, *order, *asked, plan.vocabulary and plan.vocabulary.method
+        key = self, problem.mesh, *order, *asked, plan.vocabulary and plan.vocabulary.method
         known: dict[Any, Any] = problem.local
         if key not in known:
             known[key] = self._found(problem, plan)

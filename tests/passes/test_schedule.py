@@ -90,6 +90,7 @@ def test_quick_stages_do_for_the_choice_among_schedules(
     given: dict[str, Any] = {"microbatches": 6, "vocabulary": vocabulary}
     well = compiled(4, **given)
     monkeypatch.setattr("parcompiler.passes.schedule.LARGE", 0)
+    monkeypatch.setattr("parcompiler.passes.schedule.DOUBT", 0.02)  # the blocks are alike
     quickly = compiled(4, **given)
     assert quickly.simulate().step_time == pytest.approx(well.simulate().step_time, rel=0.01)
     reasons = [item.reason or "" for item in quickly.plan.weighed or ()]
