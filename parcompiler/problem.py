@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -26,6 +26,8 @@ from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 from parcompiler.times import Bench, measured, modelled, modelled_on
+
+Found = TypeVar("Found")
 
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
@@ -165,10 +167,10 @@ def _peaks(cost: BlockCost) -> tuple[int, int, int]:
 class Problem:
     """What is given. A pass reads it and never changes it.
 
-    `local` keeps the problems of one tensor rank, by sharding (see passes/shard/local.py), `times`
-    what was measured on the `bench`, by granularity and template, and `vocabulary_times` the same
-    of a spread vocabulary, by method. `explain` says whether it is worth time to say what would do
-    when nothing fits.
+    `local` keeps what was found out before (see `once`), the problems of one tensor rank among it
+    (see passes/shard/local.py), `times` what was measured on the `bench`, by granularity and
+    template, and `vocabulary_times` the same of a spread vocabulary, by method. `explain` says
+    whether it is worth time to say what would do when nothing fits.
     """
 
     graph: Graph
@@ -178,7 +180,7 @@ class Problem:
     _recomputing: dict[tuple[int, frozenset[str]], Priced] = field(
         default_factory=dict, repr=False, compare=False
     )
-    local: dict[Any, Problem] = field(default_factory=dict, repr=False, compare=False)
+    local: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     bench: Bench | None = None
     explain: bool = field(default=True, repr=False, compare=False)
     times: dict[tuple[int, str], TemplateTime] = field(
@@ -187,6 +189,17 @@ class Problem:
     vocabulary_times: dict[str, VocabularyTime] = field(
         default_factory=dict, repr=False, compare=False
     )
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What `find` returns, found once for each key and mesh: many schedules ask for the same.
+
+        Of the options it must depend on those in the key alone.
+        """
+        place = self.mesh, key
+        if place not in self.local:
+            self.local[place] = find()
+        found: Found = self.local[place]
+        return found
 
     @property
     def device(self) -> Device:

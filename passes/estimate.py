@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -29,14 +28,13 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
     choice = plan.vocabulary
     order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
     blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
-    key = "estimate", problem.mesh, *order, *blocks, choice and choice.method
-    known: dict[Any, Any] = problem.local
-    if key not in known:
+
+    def find() -> Timing:
         everywhere = vocabulary_cost(problem, plan)
         given = planned(plan), costs(problem, plan), messages(problem, plan), everywhere
-        known[key] = replace(timing(*given), spans=())
-    found: Timing = known[key]
-    return found
+        return replace(timing(*given), spans=())
+
+    return problem.once(("estimate", *order, *blocks, choice and choice.method), find)
 
 
 def costs(

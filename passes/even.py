@@ -3,7 +3,8 @@
 Even stages are best for every schedule that is known by name; whole blocks only add to their step.
 What memory forces to be recomputed adds as well, and that is found with blocks that may be cut
 anywhere (`divide.relaxed`). So a schedule whose even step is longer than one that was found need
-not be divided.
+not be divided. All that is said of the coarsest blocks, layers as a rule: that pieces of layers may
+be recomputed with less is left out, as the stage pass takes pieces only where layers are uneven.
 """
 
 from __future__ import annotations

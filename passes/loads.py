@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from parcompiler.graph import nbytes_of
 from parcompiler.passes.divide import Flow, Load, evaluate
@@ -30,13 +29,13 @@ def data(
     `recompute` keep what they read only; at most `left` micro-batches wait for weight gradients.
     """
     key = "loads", level, versions, frozenset(recompute), left
-    known: dict[Any, Any] = problem.local  # many schedules ask for the same
-    if key not in known:
+
+    def find() -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
         priced = problem.recomputing(level, recompute)
         loads = _loads(problem, priced, versions=versions, left=left)
-        known[key] = tuple(loads), tuple(_flows(problem, priced))
-    found: tuple[tuple[Load, ...], tuple[Flow, ...]] = known[key]
-    return found
+        return tuple(loads), tuple(_flows(problem, priced))
+
+    return problem.once(key, find)
 
 
 def data_under(

@@ -81,13 +81,17 @@ class SchedulePass(Pass):
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate whose step is about as short as any, and all that were weighed."""
         weighing = Weighing(self, problem, tuple(_candidates(problem, plan)))
-        for k in weighing.order():
+        order = weighing.order()
+        for k in filter(weighing.is_worth_it, order):
             weighing.divide(k)
         if not weighing.found and self.below < math.inf:
             raise InfeasibleError(weighing.reason(weighing.nearest()))
+        if not weighing.found:  # finer blocks may fit, and quick stages may have misled
+            for k in (k for k in order if k not in weighing.refused):
+                weighing.divide(k)
         if not weighing.found:
             self.stages.run(problem, weighing.candidates[0])  # which says why
-            raise next(iter(weighing.refused.values()))
+            raise weighing.refused[0]
         return weighing.chosen()
 
 
@@ -118,11 +122,13 @@ class Weighing:
         near = min(expected) / (1 - self.asked.gain)
         return sorted(range(len(expected)), key=lambda k: (max(near, expected[k]), k))
 
-    def divide(self, k: int) -> None:
-        """Find the best stages under a candidate, if it may be the one to choose."""
+    def is_worth_it(self, k: int) -> bool:
+        """Whether a candidate may be the one to choose, by what is known so far."""
         known = min(self.asked.below, *self.quick.values(), *self.found.values(), math.inf)
-        if not self._may_win(k, self.found) or (1 - DOUBT) * self.quick.get(k, 0) >= known:
-            return
+        return self._may_win(k, self.found) and (1 - DOUBT) * self.quick.get(k, 0) < known
+
+    def divide(self, k: int) -> None:
+        """Find the best stages under a candidate."""
         candidate = self.candidates[k]
         try:
             divided = self.asked.stages.run(_briefly(self.problem, candidate), candidate)
@@ -164,12 +170,21 @@ class Weighing:
 
 def _too_long(least: float) -> str:
     """Why even stages are not divided."""
-    return TOO_LARGE if least == math.inf else f"even stages would take {least:.3g} s"
+    return TOO_LARGE if least == math.inf else f"even stages would take {_in_units(least)}"
 
 
 def _too_slow(quick: float) -> str:
     """Why better stages than those that are quickly found are not looked for."""
-    return f"about {quick:.3g} s, with stages that are quickly found"
+    return f"about {_in_units(quick)}, with stages that are quickly found"
+
+
+def _in_units(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> _in_units(2.674), _in_units(0.00577)
+    ('2.67 s', '5.77 ms')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _is_large(problem: Problem, plan: Plan) -> bool:

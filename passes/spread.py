@@ -41,11 +41,7 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
 def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
     """Seconds and bytes, found once for each method."""
     key = "vocabulary", ranks, method
-    known: dict[Any, Any] = problem.local
-    if key not in known:
-        known[key] = _slowest(problem, ranks, method)
-    found: dict[str, Any] = known[key]
-    return found
+    return problem.once(key, lambda: _slowest(problem, ranks, method))
 
 
 def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:

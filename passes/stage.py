@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes import given
@@ -57,11 +57,8 @@ class StagePass(Pass):
             return plan
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
-        key = self, problem.mesh, *order, *asked, plan.vocabulary and plan.vocabulary.method
-        known: dict[Any, Any] = problem.local
-        if key not in known:
-            known[key] = self._found(problem, plan)
-        found: Plan = known[key]
+        key = self, *order, *asked, plan.vocabulary and plan.vocabulary.method
+        found = problem.once(key, lambda: self._found(problem, plan))
         names = "granularity", "sent", "stages", "recompute", "solution"
         return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
 

@@ -22,7 +22,7 @@ from parcompiler.schedules.planned import planned
 def number_of(name: str, given: object) -> int:
     """A degree or a number of micro-batches. Raises InputError where it is none."""
     if type(given) is not int or given < 1:
-        message = f"{name} must be a positive number of them ({given!r} given)"
+        message = f"{name} must be a positive integer ({given!r} given)"
         raise InputError(message)
     return given
 

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.base import Pass
@@ -58,10 +58,9 @@ class ShardPass(Pass):
             return plan
         if plan.sharding is not None:
             return plan
-        known: dict[Any, Any] = problem.local  # it is the same whatever the vocabulary's method
-        if ("sharding", self.part) not in known:
-            known["sharding", self.part] = decided(problem, self.part)
-        return dataclasses.replace(plan, sharding=known["sharding", self.part])
+        # It is the same whatever the vocabulary's method.
+        found = problem.once(("sharding", self.part), lambda: decided(problem, self.part))
+        return dataclasses.replace(plan, sharding=found)
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:

@@ -10,7 +10,8 @@ local(problem, plan)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.assign import assignment
@@ -36,20 +37,15 @@ def local(problem: Problem, plan: Plan) -> Problem:
     return problem
 
 
-def _known(problem: Problem, key: object, graph: Callable[[], Graph]) -> Problem:
+def _known(problem: Problem, key: Hashable, graph: Callable[[], Graph]) -> Problem:
     """The problem with another graph, made once for each key."""
-    if key not in problem.local:
-        problem.local[key] = dataclasses.replace(
-            problem,
-            graph=graph(),
-            _priced={},
-            _recomputing={},
-            local={},
-            times={},
-            vocabulary_times={},
-        )
-    found: Problem = problem.local[key]
-    return found
+
+    def made() -> Problem:
+        names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
+        fresh: dict[str, Any] = {name: {} for name in names}
+        return dataclasses.replace(problem, graph=graph(), **fresh)
+
+    return problem.once(key, made)
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:

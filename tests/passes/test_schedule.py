@@ -13,6 +13,8 @@ from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import even_step
 from parcompiler.passes.quick import quick_step
 from parcompiler.passes.schedule import CANDIDATES, DOUBT
+from parcompiler.passes.stage import StagePass
+from parcompiler.problem import Problem
 from parcompiler.schedules import build
 from parcompiler.schedules.planned import planned
 from tests import zoo
@@ -106,6 +108,41 @@ def test_the_best_stages_are_little_better_than_quick_ones(name: str) -> None:
         program = pc.compile(captured(), roomy(memory), **given)
         quick = quick_step(program.problem, program.plan)
         assert quick is None or (1 - DOUBT) * quick < program.simulate().step_time
+
+
+def test_schedules_are_divided_where_all_bounds_say_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are of whole layers, and pieces of them may fit."""
+    wanted = compiled(microbatches=6, vocabulary="whole").simulate().step_time
+    monkeypatch.setattr("parcompiler.passes.schedule.even_step", lambda *_: math.inf)
+    found = compiled(microbatches=6, vocabulary="whole")
+    assert found.simulate().step_time == pytest.approx(wanted, rel=0.01)
+    assert all(item.seconds for item in found.plan.weighed or ())
+
+
+def test_schedules_are_divided_where_quick_stages_mislead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that they favour does not fit in the end."""
+    stages = StagePass.run
+
+    def run(self: StagePass, problem: Problem, plan: pc.Plan) -> pc.Plan:
+        if plan.schedule == "gpipe":
+            message = "messages on their way take too much"
+            raise pc.InfeasibleError(message)
+        return stages(self, problem, plan)
+
+    monkeypatch.setattr(StagePass, "run", run)
+    monkeypatch.setattr("parcompiler.passes.schedule.LARGE", 0)
+    favoured = {"gpipe": 1e-9}
+    monkeypatch.setattr(
+        "parcompiler.passes.schedule.quick_step",
+        lambda _, plan: favoured.get(plan.schedule or "", 1.0),
+    )
+    monkeypatch.setattr("parcompiler.passes.schedule.even_step", lambda *_: 1e-10)
+    found = compiled(microbatches=6, vocabulary="whole")
+    assert found.plan.schedule != "gpipe"
+    reasons = {item.schedule: item.reason for item in found.plan.weighed or ()}
+    assert reasons["gpipe"] == "messages on their way take too much"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])

@@ -80,8 +80,8 @@ def test_a_stage_is_the_sum_of_its_blocks_and_keeps_what_is_between_them() -> No
     [
         ({"rows": 4}, "the costs are in no size 'rows' (known: batch, sequence)"),
         ({"batch": 0}, "batch must be a positive whole number (0 given)"),
-        ({"microbatches": 0}, "microbatches must be a positive number of them (0 given)"),
-        ({"data": True}, "data must be a positive number of them (True given)"),
+        ({"microbatches": 0}, "microbatches must be a positive integer (0 given)"),
+        ({"data": True}, "data must be a positive integer (True given)"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(given: dict[str, int], said: str) -> None:

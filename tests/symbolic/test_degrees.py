@@ -160,7 +160,7 @@ def test_measured_seconds_change_as_the_figures_of_the_device_do() -> None:
     ("program", "given", "said"),
     [
         ({}, {"tensor": 2}, "the plan splits no tensors: compile for 2 tensor ranks"),
-        ({}, {"pipeline": 0}, "pipeline must be a positive number of them (0 given)"),
+        ({}, {"pipeline": 0}, "pipeline must be a positive integer (0 given)"),
         ({"stages": (2, 2)}, {"pipeline": 4}, "was given for 2 pipeline ranks (4 given)"),
         ({"schedule": ORDER}, {"pipeline": 4}, "order is for 2 pipeline ranks (4 given)"),
         ({"schedule": ORDER}, {"microbatches": 8}, "is for 4 micro-batches (8 given)"),
