@@ -15,7 +15,7 @@ from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
-from parcompiler.cost import OPTIMIZERS
+from parcompiler.checks import check_given, check_kinds, checked
 from parcompiler.errors import InputError, LaunchError
 from parcompiler.garbage import rarely_collected
 from parcompiler.given_plan import check_plan, granularity_of
@@ -24,14 +24,13 @@ from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import (
     GIVEN,
-    Check,
     Sizes,
     Wanted,
     global_microbatches,
     search,
     wanted_rows,
 )
-from parcompiler.options import Options, offered
+from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
 from parcompiler.passes.shard.local import local
@@ -42,8 +41,7 @@ from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.runtime.device import rank_device
-from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules import Schedule
 from parcompiler.verifier import Memory, verify
 
 
@@ -94,11 +92,8 @@ def compile(
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
     """
-    _check_kinds(mesh, plan)
-    if isinstance(mesh, Cluster):
-        microbatches = global_microbatches(mesh, microbatches)
-    elif microbatches is None:
-        microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
+    check_kinds(mesh, plan)
+    microbatches = _microbatches(mesh, microbatches, plan)
     source, criterion = _source(model, loss)
     wanted = wanted_rows(microbatch, mesh, costs, again=source is not None)
     options = Options(
@@ -114,29 +109,20 @@ def compile(
         costs=costs,
     )
     bench = _bench(mesh, options)
-    if isinstance(mesh, Mesh):
-        _check_order(mesh, options)
-        _check_replicas(mesh, model, plan)
-    offered("optimizer", optimizer, tuple(sorted(OPTIMIZERS)))
+    check_given(mesh, model, options, plan)
     with rarely_collected(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
         with steps("simplify"):
-            graph = _prepared(captured, options)
             alone = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            problem = Problem(graph, alone, options, bench=bench)
-        if plan is None:
-            chosen = DEFAULT if passes is None else tuple(passes)
-            if isinstance(mesh, Cluster):
-                sizes = _sizes(problem, captured, wanted, source, criterion)
-                captured, problem, plan = search(sizes, mesh, chosen, _checked(model), steps)
-            else:
-                plan = decide(problem, chosen, steps)
+            problem = Problem(_prepared(captured, options), alone, options, bench=bench)
+        chosen = DEFAULT if passes is None else tuple(passes)
+        if isinstance(mesh, Cluster):
+            sizes = _sizes(problem, captured, wanted, source, criterion)
+            captured, problem, plan = search(sizes, mesh, chosen, checked(model), steps)
             plan = _with_costs(local(problem, plan), plan)
         else:
-            with steps("check plan"):
-                check_plan(problem, plan)
-                plan = reconsidered(local(problem, plan), plan)
+            plan = _planned(problem, chosen, plan, steps)
         with steps("lower"):
             own = local(problem, plan)
             lowered = lower(own.graph, plan, own.priced(granularity_of(plan)).cut)
@@ -145,6 +131,25 @@ def compile(
             own_costs = stage_costs(own, plan, lowered)
             verify(lowered, Memory(own_costs, limits, vocabulary_cost(own, plan)))
     return Program(captured, problem, plan, lowered, source, criterion)
+
+
+def _microbatches(mesh: Mesh | Cluster, given: int | None, plan: Plan | None) -> int:
+    """The micro-batches of a step: as given, the plan's, or as many as keep the ranks busy."""
+    if isinstance(mesh, Cluster):
+        return global_microbatches(mesh, given)
+    if given is not None:
+        return given
+    return 4 * mesh.pipeline if plan is None else plan.microbatches
+
+
+def _planned(problem: Problem, passes: Sequence[Pass], given: Plan | None, steps: Progress) -> Plan:
+    """What the passes decide, or a given plan that breaks no rules."""
+    if given is None:
+        plan = decide(problem, passes, steps)
+        return _with_costs(local(problem, plan), plan)
+    with steps("check plan"):
+        check_plan(problem, given)
+        return reconsidered(local(problem, given), given)
 
 
 def _captured(
@@ -215,81 +220,6 @@ def _sizes(
 def _kind(narrow: torch.dtype | None) -> str:
     """How a model was captured, in words."""
     return "as it is" if narrow is None else str(narrow).removeprefix("torch.")
-
-
-def _check_kinds(mesh: object, plan: object) -> None:
-    """Refuse what is no mesh and what is no plan."""
-    if not isinstance(mesh, Mesh | Cluster):
-        message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
-        raise InputError(message)
-    if isinstance(mesh, Cluster) and plan is not None:
-        message = "a plan has its mesh: give that, not a Cluster, with plan="
-        raise InputError(message)
-    if plan is not None and not isinstance(plan, Plan):
-        message = f"plan must be a Plan: read JSON by Plan.from_json ({type(plan).__name__} given)"
-        raise InputError(message)
-
-
-def _check_order(mesh: Mesh, options: Options) -> None:
-    """Refuse a schedule that cannot have these ranks, micro-batches or stages on a rank."""
-    wanted, ranks = options.schedule, mesh.pipeline
-    if isinstance(wanted, Schedule):
-        found = wanted.ranks, wanted.microbatches
-        if found != (ranks, options.microbatches):
-            message = (
-                f"the schedule {wanted.name!r} has {found[0]} ranks and {found[1]} micro-batches "
-                f"(given: pipeline={ranks}, microbatches={options.microbatches})"
-            )
-            raise InputError(message)
-        schedule = wanted
-    elif wanted in SCHEDULES:
-        virtual_stages = stages_per_rank(wanted, options.virtual_stages)
-        schedule = build(wanted, ranks, options.microbatches, virtual_stages)
-    else:
-        return
-    _check_updates(mesh, schedule)
-    if schedule.asynchronous and options.narrow is not None:
-        message = (
-            f"{schedule.name!r} updates parameters inside the step, and keeps no masters of them "
-            f"in float32 (precision={options.precision!r}): take a synchronous schedule or 'fp32'"
-        )
-        raise InputError(message)
-
-
-def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
-    """Refuse what several data ranks cannot have: updates inside the step, statistics of some."""
-    if mesh.data == 1:
-        return
-    found = model.model if isinstance(model, Program) else model
-    for path, module in found.named_modules() if isinstance(found, nn.Module) else ():
-        if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
-            message = (
-                f"{path!r} is a SyncBatchNorm over a process group of its own, which may not be "
-                f"the data ranks of the mesh (data={mesh.data}): make it without process_group"
-            )
-            raise InputError(message)
-    if plan is not None and plan.schedule is not None:
-        _check_updates(mesh, planned(plan))
-
-
-def _checked(model: object) -> Check:
-    """What a mesh that is weighed must pass: the checks of one that is given."""
-
-    def check(mesh: Mesh, options: Options) -> None:
-        _check_order(mesh, options)
-        _check_replicas(mesh, model, None)
-
-    return check
-
-
-def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
-    """Refuse an asynchronous schedule on several data ranks."""
-    if schedule.asynchronous and mesh.data > 1:
-        message = (
-            f"{schedule.name!r} updates parameters inside the step, which data ranks cannot do "
-            f"together (data={mesh.data}): take data=1 or a synchronous schedule"
-        )
-        raise InputError(message)
 
 
 def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # A room is a module or folder directly under parcompiler. It imports its own layer and those
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
-6  compiler given_plan program loaded verification reference joint reenactment batches draws
+6  compiler checks given_plan program loaded verification reference joint reenactment batches draws
 6  pool member bench cli meshes __main__ __init__
 5  lower verifier simulator codegen report changes prices ranks symbolic
 4  passes
