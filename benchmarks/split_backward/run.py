@@ -31,8 +31,8 @@ from parcompiler.problem import Problem
 from parcompiler.runtime import Stage
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.deferred import Deferral, finish
-from parcompiler.runtime.interpreter import tensors_of
 from parcompiler.runtime.script import random_batch
+from parcompiler.runtime.state import tensors_of
 
 Model = tuple[nn.Module, Mapping[str, torch.Tensor]]
 COLUMNS = (

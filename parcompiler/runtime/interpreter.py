@@ -13,31 +13,28 @@ gradient edge, so that its memory is free once it is sent.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import active
 from parcompiler.runtime.chance import mixed, seeded
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.deferred import Deferral, Product, finish
+from parcompiler.runtime.deferred import Deferral, finish
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
 from parcompiler.runtime.spread import Spread
 from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.state import Key, Saved, State, shared
 from parcompiler.runtime.turns import Turn
 from parcompiler.runtime.versions import Versions
 from parcompiler.runtime.vocabulary import Vocabulary
 
 Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
-Key = tuple[str, int]  # the name of a value and its micro-batch
 
 
 class Record(NamedTuple):
@@ -47,32 +44,6 @@ class Record(NamedTuple):
     begin: float
     end: float
     waited: float = 0.0
-
-
-class Saved(NamedTuple):
-    """What the backward of one stage and micro-batch needs: edges of the outputs, and leaves."""
-
-    edges: dict[str, GradientEdge]
-    loss: torch.Tensor | None
-
-
-@dataclass
-class State:
-    """The tensors alive during one step."""
-
-    microbatches: Sequence[Mapping[str, torch.Tensor]]
-    training: bool
-    receipts: dict[Key, Turn] = field(default_factory=dict)
-    gradient_receipts: dict[Key, list[Turn]] = field(default_factory=dict)
-    arrived: dict[Key, torch.Tensor] = field(default_factory=dict)
-    results: dict[Key, torch.Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
-    products: dict[tuple[int, int], list[Product]] = field(default_factory=dict)
-    used: Counter[Key] = field(default_factory=Counter)  # by stages of this rank
-    sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    mean: torch.Tensor | None = None
-    scale: float = 1.0  # of the loss in the backward
 
 
 class Interpreter:
@@ -377,30 +348,6 @@ class Interpreter:
         """Wait for the device, so that measured times are those of the instruction."""
         if self.channels.device.type == "cuda":
             torch.cuda.synchronize(self.channels.device)
-
-
-def tensors_of(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of stages by their name in the model, each once."""
-    found: dict[str, torch.Tensor] = {}
-    for module, leaf, name in _places(stages):
-        found.setdefault(name, getattr(module, leaf))
-    return found
-
-
-def shared(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """`tensors_of`, and from now on every stage holds these."""
-    tensors = tensors_of(stages)
-    for module, leaf, name in _places(stages):
-        setattr(module, leaf, tensors[name])
-    return tensors
-
-
-def _places(stages: Mapping[int, Stage]) -> Iterator[tuple[nn.Module, str, str]]:
-    """Where each tensor stands, and its name in the model."""
-    for stage in stages.values():
-        for attribute, name in stage.tensor_names().items():
-            owner, _, leaf = attribute.rpartition(".")
-            yield stage.get_submodule(owner), leaf, name
 
 
 def _numbers(instruction: Instruction) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +21,7 @@ from parcompiler.instruction import Instruction, Kind
 from parcompiler.runtime import head, lookup
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.state import Key, State
 from parcompiler.runtime.statistics import (
     Factors,
     Statistics,
@@ -33,9 +33,6 @@ from parcompiler.runtime.statistics import (
 )
 from parcompiler.runtime.turns import Turn
 from parcompiler.runtime.vocabulary import Batch, Vocabulary
-
-if TYPE_CHECKING:
-    from parcompiler.runtime.interpreter import Key, State
 
 FUSED = "PARCOMPILER_FUSED"  # "1": what is done to logits is compiled into few kernels
 ASKS_FIRST = frozenset({"naive", "interlaced"})  # for the largest logit, and normalizes by it

@@ -19,7 +19,7 @@ from parcompiler.codegen.modules import stage_classes
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
 from parcompiler.runtime import Stage
-from parcompiler.runtime.interpreter import tensors_of
+from parcompiler.runtime.state import tensors_of
 from tests.codegen import models
 from tests.codegen.emitting import graph_of, lowered_by
 
