@@ -11,7 +11,6 @@ Graph                              parameters, buffers, inputs, loss, who carrie
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,21 +26,20 @@ from torch.utils import _pytree as pytree
 from parcompiler.capture import clean
 from parcompiler.capture.adaptive import computing_all_rows
 from parcompiler.capture.beneath import set_aside
-from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.cuttable import make_cuttable
-from parcompiler.capture.effects import Effects, is_random, mutated_operands
 from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import as_if_eager, compiled_late, quiet, unmoved
-from parcompiler.capture.inputs import Batch, arguments, flat
+from parcompiler.capture.inputs import Batch, arguments
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
-from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.loss import WithLoss
+from parcompiler.capture.read import read
 from parcompiler.capture.replay import Replay, replaying
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.trace import shared, traced
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
-from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
+from parcompiler.graph import Graph
 
 
 def capture(
@@ -66,7 +64,7 @@ def capture(
     keep_memory(graph)
     make_cuttable(graph, _input_nodes(exported))
     mark(graph, WithLoss(model, loss))
-    return _graph(model, exported, graph, inputs, positional=not kwargs)
+    return read(model, exported, graph, inputs, positional=not kwargs)
 
 
 def _on_device_of(
@@ -173,176 +171,7 @@ def _check_operators(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _graph(
-    model: nn.Module,
-    exported: torch.export.ExportedProgram,
-    graph: fx.Graph,
-    sample: Batch,
-    positional: bool,
-) -> Graph:
-    """Read parameters, inputs and loss off the exported program."""
-    mutated = set(Effects(graph).writers)
-    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    names = _canonical_names(model)
-    parameters: dict[str, Parameter] = {}
-    inputs: list[Input] = []
-    tensors: dict[str, torch.Tensor] = {}
-    remaining = iter(flat(sample))
-    for spec in exported.graph_signature.input_specs:
-        node = (
-            nodes[spec.arg.name] if hasattr(spec.arg, "name") and spec.arg.name in nodes else None
-        )
-        if spec.kind is InputKind.USER_INPUT:
-            key, example = next(remaining)
-            if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                bound = high(node) or high_of_example(example)
-                label = _label(model, key)
-                inputs.append(Input(key, node.name, shape_of(node), dtype_of(node), bound, label))
-            elif node is not None:
-                graph.erase_node(node)  # a constant: already burnt in
-            continue
-        if node is None or spec.target is None:
-            message = f"the model holds an object that is no tensor ({spec.target})"
-            raise CaptureError(message)
-        source = spec.target.removeprefix(PREFIX)
-        name = names.get(source, source)
-        known = parameters.get(name)
-        if known is not None:  # a tied tensor that arrives twice
-            node.replace_all_uses_with(nodes[known.node])
-            graph.erase_node(node)
-            continue
-        tensors[name] = _tensor(exported, spec.target)
-        parameters[name] = Parameter(
-            name=name,
-            node=node.name,
-            shape=shape_of(node),
-            dtype=dtype_of(node),
-            trainable=spec.kind is InputKind.PARAMETER and tensors[name].requires_grad,
-            buffer=spec.kind is not InputKind.PARAMETER,
-            mutated=node in mutated,
-            aliases=tuple(sorted(a for a, first in names.items() if first == name and a != name)),
-        )
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    loss = output.args[0][0]
-    output.args = ((loss,),)
-    if not isinstance(loss, fx.Node):
-        message = "the loss does not depend on the model or its inputs (a constant)"
-        raise CaptureError(message)
-    trainable = {item.node for item in parameters.values() if item.trainable}
-    return Graph(
-        name=type(model).__name__,
-        fx_graph=graph,
-        parameters=tuple(parameters.values()),
-        inputs=tuple(inputs),
-        loss=loss,
-        tensors=tensors,
-        differentiable=differentiable(graph, trainable),
-        sample=sample,
-        fingerprint=fingerprint(graph, {item.node: name for name, item in parameters.items()}),
-        positional=positional,
-        random=any(is_random(node) for node in graph.nodes),
-    )
-
-
 def _input_nodes(exported: torch.export.ExportedProgram) -> set[str]:
     """The placeholders of tensors of the batch."""
     specs = exported.graph_signature.input_specs
     return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")}
-
-
-def _label(model: nn.Module, key: str) -> str:
-    """The argument of the model's forward that a key of the batch fills."""
-    if not key.isdigit():
-        return key
-    names = [
-        name
-        for name, item in inspect.signature(model.forward).parameters.items()
-        if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
-    ]
-    return names[int(key)] if int(key) < len(names) else f"input_{key}"
-
-
-def _tensor(exported: torch.export.ExportedProgram, target: str) -> torch.Tensor:
-    """The tensor of a parameter, buffer or lifted constant."""
-    if target in exported.state_dict:
-        tensor: torch.Tensor = exported.state_dict[target]
-        return tensor
-    constant = exported.constants[target]
-    assert isinstance(constant, torch.Tensor)
-    return constant
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-_NO_GRADIENT = frozenset(
-    "detach zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones "
-    "new_empty new_full bernoulli".split()
-)
-
-
-def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
-    """Names of the nodes that carry gradients: floating, and reached from a trainable parameter."""
-    found, effects = set(trainable), Effects(graph)
-    for node in graph.nodes:
-        if node.op != "call_function" or not _is_floating(node):
-            continue
-        contexts = node.meta.get("contexts", ())
-        modes = [context[0] for context in contexts if context[0].endswith("_grad")]
-        if modes and modes[-1] == "no_grad":
-            # What is updated in place there is the tensor that it was, and is used as such.
-            if any(operand.name in found for operand in mutated_operands(node)):
-                found.add(node.name)
-            continue
-        if getattr(node.target, "_opname", "") in _NO_GRADIENT:
-            continue
-        if any(operand.name in found for operand in node.all_input_nodes):
-            found.add(node.name)
-            # An update in place makes its target carry the gradient too, with what that is a view
-            # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
-            for operand in mutated_operands(node):
-                found.update(_in_memory_of(operand, graph, effects))
-    return frozenset(found)
-
-
-def _in_memory_of(updated: fx.Node, graph: fx.Graph, effects: Effects) -> Iterator[str]:
-    """The names of the floating nodes, no placeholders, that lie in the memory of one."""
-    root = effects.root(updated)
-    for node in graph.nodes:
-        if node.op == "call_function" and effects.root(node) is root and _is_floating(node):
-            if getattr(node.target, "_opname", "") != "detach":
-                yield node.name
-
-
-def _is_floating(node: fx.Node) -> bool:
-    """Whether a node yields a floating or complex tensor, or several of which one is."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-
-
-def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:
-    """A digest of operators, wiring, shapes and parameter names: equal for equal models."""
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        shape = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-        arguments = fx.map_arg((node.args, node.kwargs), lambda item: f"%{number[item]}")
-        # Node names of parameters repeat their names with dots lost; the names say it better.
-        line = (
-            node.op,
-            str(node.target) if node.op == "call_function" else names.get(node.name),
-            arguments,
-            shape,
-        )
-        digest.update(repr(line).encode())
-    return digest.hexdigest()[:16]

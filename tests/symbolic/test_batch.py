@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.capture import fingerprint
+from parcompiler.capture.read import fingerprint
 from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh

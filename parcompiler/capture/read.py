@@ -1,0 +1,170 @@
+"""An exported program -> Graph: parameters, buffers, inputs and the loss are read off it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, InputSpec
+
+from parcompiler.capture.bounds import high, high_of_example
+from parcompiler.capture.effects import Effects, is_random
+from parcompiler.capture.gradients import differentiable
+from parcompiler.capture.inputs import Batch, flat
+from parcompiler.capture.loss import PREFIX
+from parcompiler.errors import CaptureError
+from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
+
+
+def read(
+    model: nn.Module,
+    exported: torch.export.ExportedProgram,
+    graph: fx.Graph,
+    sample: Batch,
+    positional: bool,
+) -> Graph:
+    """The value of a cleaned graph. Raises CaptureError where the model holds what is no tensor."""
+    found = _Signature(model, exported, graph)
+    found.read(sample)
+    parameters = found.parameters.values()
+    trainable = {item.node for item in parameters if item.trainable}
+    return Graph(
+        name=type(model).__name__,
+        fx_graph=graph,
+        parameters=tuple(parameters),
+        inputs=tuple(found.inputs),
+        loss=_loss(graph),
+        tensors=found.tensors,
+        differentiable=differentiable(graph, trainable),
+        sample=sample,
+        fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
+        positional=positional,
+        random=any(is_random(node) for node in graph.nodes),
+    )
+
+
+@dataclass
+class _Signature:
+    """What the placeholders of an exported program stand for."""
+
+    model: nn.Module
+    exported: torch.export.ExportedProgram
+    graph: fx.Graph
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look up nodes and names."""
+        self._names = _canonical_names(self.model)
+        self._mutated = set(Effects(self.graph).writers)
+        self._nodes = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+
+    def read(self, sample: Batch) -> None:
+        """Go through the placeholders, and with those of the batch through `sample`."""
+        remaining = iter(flat(sample))
+        for spec in self.exported.graph_signature.input_specs:
+            node = self._nodes.get(getattr(spec.arg, "name", ""))
+            if spec.kind is InputKind.USER_INPUT:
+                self._input(node, *next(remaining))
+            elif node is None or spec.target is None:
+                message = f"the model holds an object that is no tensor ({spec.target})"
+                raise CaptureError(message)
+            else:
+                self._parameter(node, spec, spec.target)
+
+    def _input(self, node: fx.Node | None, key: str, example: Any) -> None:
+        """A value of the batch."""
+        if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            bound = high(node) or high_of_example(example)
+            label = _label(self.model, key)
+            self.inputs.append(Input(key, node.name, shape_of(node), dtype_of(node), bound, label))
+        elif node is not None:
+            self.graph.erase_node(node)  # a constant: already burnt in
+
+    def _parameter(self, node: fx.Node, spec: InputSpec, target: str) -> None:
+        """A parameter, buffer or lifted constant."""
+        source = target.removeprefix(PREFIX)
+        name = self._names.get(source, source)
+        known = self.parameters.get(name)
+        if known is not None:  # a tied tensor that arrives twice
+            node.replace_all_uses_with(self._nodes[known.node])
+            self.graph.erase_node(node)
+            return
+        tensor = self.tensors[name] = _tensor(self.exported, target)
+        self.parameters[name] = Parameter(
+            name=name,
+            node=node.name,
+            shape=shape_of(node),
+            dtype=dtype_of(node),
+            trainable=spec.kind is InputKind.PARAMETER and tensor.requires_grad,
+            buffer=spec.kind is not InputKind.PARAMETER,
+            mutated=node in self._mutated,
+            aliases=tuple(sorted(a for a, n in self._names.items() if n == name and a != name)),
+        )
+
+
+def _loss(graph: fx.Graph) -> fx.Node:
+    """The loss, which becomes all that the graph returns."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    loss = output.args[0][0]
+    output.args = ((loss,),)
+    if not isinstance(loss, fx.Node):
+        message = "the loss does not depend on the model or its inputs (a constant)"
+        raise CaptureError(message)
+    return loss
+
+
+def _label(model: nn.Module, key: str) -> str:
+    """The argument of the model's forward that a key of the batch fills."""
+    if not key.isdigit():
+        return key
+    names = [
+        name
+        for name, item in inspect.signature(model.forward).parameters.items()
+        if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+    ]
+    return names[int(key)] if int(key) < len(names) else f"input_{key}"
+
+
+def _tensor(exported: torch.export.ExportedProgram, target: str) -> torch.Tensor:
+    """The tensor of a parameter, buffer or lifted constant."""
+    if target in exported.state_dict:
+        tensor: torch.Tensor = exported.state_dict[target]
+        return tensor
+    constant = exported.constants[target]
+    assert isinstance(constant, torch.Tensor)
+    return constant
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:
+    """A digest of operators, wiring, shapes and parameter names: equal for equal models."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+        arguments = fx.map_arg((node.args, node.kwargs), lambda item: f"%{number[item]}")
+        # Node names of parameters repeat their names with dots lost; the names say it better.
+        line = (
+            node.op,
+            str(node.target) if node.op == "call_function" else names.get(node.name),
+            arguments,
+            shape,
+        )
+        digest.update(repr(line).encode())
+    return digest.hexdigest()[:16]
