@@ -32,8 +32,9 @@ from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
 from parcompiler.spmd.call import Call, call_of, is_random
 from parcompiler.spmd.exchange import Exchange, converting, local_size
+from parcompiler.spmd.local import local_parameter, local_value
 from parcompiler.spmd.needs import common_need
-from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
+from parcompiler.spmd.placement import I, Placement, R, shard_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import Strategy
 from parcompiler.spmd.substitutes import substitute
@@ -141,17 +142,8 @@ class _Sharding:
         item = self.whole.by_node.get(node.name)
         if item is not None:
             if placement.kind == "S":
-                item = self._cut(item, placement)
+                item = local_parameter(item, placement, self.n)
             self.parameters[item.name] = item
-
-    def _cut(self, item: Parameter, placement: Placement) -> Parameter:
-        """A tensor of the model of which ranks hold pieces."""
-        found = shard_of(placement, item.shape[placement.dim])
-        shape = list(item.shape)
-        # Segments are split evenly, a dimension without them perhaps not.
-        parts = [local_size(size, self.n) for size in found.sizes]
-        shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
-        return dataclasses.replace(item, shape=tuple(shape), shard=found)
 
     def _node(self, node: fx.Node) -> None:
         """One call: its operands as the strategy needs them, then what a rank computes."""
@@ -328,7 +320,7 @@ class _Sharding:
             return value
         key = value.shape, value.stride(), value.dtype, value.device, type(value), placement
         if key not in self.pieces:
-            self.pieces[key] = _local_value(value, placement, self.n)
+            self.pieces[key] = local_value(value, placement, self.n)
         return self.pieces[key]
 
     def _converted(
@@ -419,18 +411,3 @@ def _placed(node: fx.Node, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], d
         names = [str(index) for index in range(len(node.args))]
     args = tuple(given[name] for name in names[: len(node.args)])
     return args, {name: given[name] for name in node.kwargs}
-
-
-def _local_value(value: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
-    """A tensor without data as rank 0 has it, in the same order in memory."""
-    if placement.kind != "S":
-        return value
-    shape = local_shape(tuple(value.shape), placement, n)
-    before = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: -before[dim])
-    strides, step = [0] * value.dim(), 1
-    for dim in reversed(order):
-        if before[dim]:
-            strides[dim] = step
-            step *= max(1, shape[dim])
-    return value.new_empty_strided(shape, strides)
