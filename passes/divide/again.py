@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parcompiler.passes.divide.data import Load, memory_parts
+from parcompiler.passes.divide.data import Flow, Load, blocks_on, received_on, sizes
 from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.twice import Kind, cheapest
 
@@ -111,42 +111,38 @@ class Repeatable:
 
         Ranks do not depend on each other then. Of blocks of one kind the first ones are taken.
         """
+        task = self.task
+        blocks = blocks_on(stage_of, task.stages)
+        received = received_on(task.flows, stage_of, task.placement)
         found: set[int] = set()
-        for rank in range(self.task.ranks):
-            own = self._spared(rank, stage_of)
+        for rank, stages in enumerate(task.on):
+            here = [blocks[j] for j in stages]
+            own = self._spared(rank, here, [received[j] for j in stages])
             if own is None:
                 return None
             found |= own
         return frozenset(found)
 
-    def _spared(self, rank: int, stage_of: Sequence[int]) -> set[int] | None:
-        """Those of one rank: kinds are of one stage each."""
+    def _spared(
+        self, rank: int, blocks: Sequence[Sequence[int]], received: Sequence[Sequence[Flow]]
+    ) -> set[int] | None:
+        """Those of one rank, whose stages have these blocks: kinds are of one stage each."""
         task = self.task
-        stages = task.on[rank]
         groups: dict[tuple[int, int], list[int]] = {}
-        for i, j in enumerate(stage_of):
-            if task.placement[j] == rank:
-                groups.setdefault((self.kind_of[i], stages.index(j)), []).append(i)
+        for i, place in sorted((i, place) for place, own in enumerate(blocks) for i in own):
+            groups.setdefault((self.kind_of[i], place), []).append(i)
         vectors = task.held[rank]
         kinds = [
-            self.kind(number, len(blocks), [vector[place] for vector in vectors], rank)
-            for (number, place), blocks in groups.items()
+            self.kind(number, len(own), [vector[place] for vector in vectors], rank)
+            for (number, place), own in groups.items()
         ]
         moment = max(self.kinds[number].load.moment for number, _ in groups)
-        over = [
-            self._bytes(rank, stage_of, vector) - moment - task.room[rank] for vector in vectors
-        ]
-        choice = cheapest(kinds, over)
+        nbytes = sizes(task.loads, blocks, received, vectors)
+        choice = cheapest(kinds, [size - moment - task.room[rank] for size in nbytes])
         if choice is None:
             return None
         pairs = zip(choice.counts, groups.values(), strict=True)
-        return {i for count, blocks in pairs for i in blocks[:count]}
-
-    def _bytes(self, rank: int, stage_of: Sequence[int], vector: tuple[int, ...]) -> int:
-        """Bytes on a rank with so many micro-batches in flight on its stages."""
-        task, held = self.task, [[vector]] * self.task.ranks
-        parts = memory_parts(task.loads, task.flows, stage_of, task.placement, held, rank)
-        return sum(part.size for part in parts)
+        return {i for count, own in pairs for i in own[:count]}
 
     def kind(self, number: int, count: int, flying: Sequence[int], rank: int) -> Kind:
         """Blocks of a kind on a stage, with its micro-batches in flight in each vector."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 
@@ -97,15 +98,16 @@ def evaluate(
     >>> evaluate(loads, [Flow(0, (1,), 0.5, saved=3)], (0, 1), (0, 1), 4, held=[[(2,)], [(1,)]])
     Evaluation(seconds=(1.0, 2.5), memory=(12, 28), objective=11.0)
     """
-    received = _received(flows, stage_of, placement)
+    received = received_on(flows, stage_of, placement)
     work = [[flow.seconds for flow in arriving] for arriving in received]
     for load, j in zip(loads, stage_of, strict=True):
         work[j].append(load.on(placement[j]))
     seconds = tuple(math.fsum(stage) for stage in work)
     on = stages_on(placement)
+    blocks = blocks_on(stage_of, len(placement))
     memory = tuple(
-        sum(part.size for part in memory_parts(loads, flows, stage_of, placement, held, rank))
-        for rank in range(len(on))
+        max(sizes(loads, [blocks[j] for j in stages], [received[j] for j in stages], vectors))
+        for stages, vectors in zip(on, held, strict=True)
     )
     slowest = max(math.fsum(seconds[j] for j in stages) for stages in on)
     objective = math.fsum(seconds) / len(on[0]) + (microbatches - 1) * slowest
@@ -124,7 +126,7 @@ def memory_parts(
     """What the memory of one rank consists of, when it is fullest; the sizes add up to that."""
     names = names or [f"block {i}" for i in range(len(loads))]
     stages = stages_on(placement)[rank]
-    received = _received(flows, stage_of, placement)
+    received = received_on(flows, stage_of, placement)
     here = [[i for i, at in enumerate(stage_of) if at == j] for j in stages]
 
     def growing(counts: Sequence[int]) -> int:
@@ -162,6 +164,39 @@ def memory_parts(
     )
 
 
+def sizes(
+    loads: Sequence[Load],
+    blocks: Sequence[Sequence[int]],
+    received: Sequence[Sequence[Flow]],
+    vectors: Sequence[tuple[int, ...]],
+) -> list[int]:
+    """Bytes on a rank whose stages have these blocks and receive these values, for each vector of
+    micro-batches in flight: what `memory_parts` adds up to for the largest.
+
+    >>> loads = [Load(1.0, 10, 1), Load(2.0, 20, 2, moment=7)]
+    >>> sizes(loads, [[0], [1]], [[], [Flow(0, (1,), 0.5, saved=3)]], [(2, 1), (1, 4)])
+    [47, 61]
+    """
+    own = [loads[i] for group in blocks for i in group]
+    copies = [sum(flow.saved for flow in flows) for flows in received]
+    saved = [
+        sum([loads[i].saved for i in group]) + size
+        for group, size in zip(blocks, copies, strict=True)
+    ]
+    shared = sum(size for _, size in {item for load in own for item in load.shared})
+    moment = max([load.moment for load in own], default=0)
+    fixed = sum([load.resident for load in own]) + shared + sum(copies) + moment
+    return [fixed + sum(map(mul, counts, saved)) for counts in vectors]
+
+
+def blocks_on(stage_of: Sequence[int], stages: int) -> list[list[int]]:
+    """The blocks of each stage."""
+    found: list[list[int]] = [[] for _ in range(stages)]
+    for i, j in enumerate(stage_of):
+        found[j].append(i)
+    return found
+
+
 def stages_on(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank.
 
@@ -179,7 +214,7 @@ def _total(what: str, parts: Sequence[Part]) -> Part:
     return Part(sum(part.size for part in parts), f"{what} {largest.what}")
 
 
-def _received(
+def received_on(
     flows: Sequence[Flow], stage_of: Sequence[int], placement: Sequence[int]
 ) -> list[list[Flow]]:
     """The values that each stage receives for its rank."""

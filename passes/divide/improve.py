@@ -15,13 +15,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from parcompiler.passes.divide.glimpse import Glimpse, glimpses
 from parcompiler.passes.divide.ledger import Ledger
 from parcompiler.passes.divide.pairs import tighten
 from parcompiler.passes.divide.runs import Run, all_runs, best_runs, generous
 from parcompiler.passes.divide.task import Task
 
 Measure = Callable[[Ledger], tuple[float, ...]]
+Sight = Callable[[Ledger | Glimpse], tuple[float, ...]]  # a measure of what a glimpse says too
 SWEEPS = 60  # over all cuts; a dozen is usual
 
 
@@ -33,10 +36,10 @@ def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float
     runs = all_runs(task)
     for start in (even_runs, lean_runs):
         book = Ledger(task, start(task, runs))
-        descend(book, lambda book: _overload(book, least))
-        descend(book, _step)
+        descend(book, overload := partial(_overload, least=least), overload)
+        descend(book, _step, _step)
         if max(book.busy) > least and tighten(book, runs, least):
-            descend(book, _step)
+            descend(book, _step, _step)
         if not book.excess():
             return tuple(book.at), book.objective()
     return None, math.inf
@@ -56,13 +59,13 @@ def slimmed(task: Task, stage_of: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(book.at)
 
 
-def _overload(book: Ledger, least: int) -> tuple[float, ...]:
+def _overload(book: Ledger | Glimpse, least: int) -> tuple[float, ...]:
     """Memory above the limits, then squared seconds above `least`, then unevenness."""
     above = sum((units - least) ** 2 for units in book.busy if units > least)
     return book.excess(), above, book.squares()
 
 
-def _step(book: Ledger) -> tuple[float, ...]:
+def _step(book: Ledger | Glimpse) -> tuple[float, ...]:
     """Memory above the limits, then the step, then unevenness."""
     return book.excess(), book.objective(), book.squares()
 
@@ -103,26 +106,38 @@ def lean_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     return found[0]
 
 
-def descend(book: Ledger, measure: Measure) -> None:
-    """Move cuts until the measure falls no further."""
+def descend(book: Ledger, measure: Measure, sight: Sight | None = None) -> None:
+    """Move cuts until the measure falls no further.
+
+    `sight` is the measure if a glimpse can tell it: nothing is moved in vain then, as a rule.
+    """
+    if not book.task.is_chain:
+        sight = None
     best = measure(book)
     for _ in range(SWEEPS):
         before = best
         for j in range(1, book.task.stages):
-            best = _shift(book, range(j, book.task.stages), 0, best, measure)
-            best = _shift(book, range(j, 0, -1), 1, best, measure)
+            best = _shift(book, range(j, book.task.stages), 0, best, measure, sight)
+            best = _shift(book, range(j, 0, -1), 1, best, measure, sight)
         if best == before:
             return
 
 
 def _shift(
-    book: Ledger, cuts: Sequence[int], side: int, best: tuple[float, ...], measure: Measure
+    book: Ledger,
+    cuts: Sequence[int],
+    side: int,
+    best: tuple[float, ...],
+    measure: Measure,
+    sight: Sight | None,
 ) -> tuple[float, ...]:
     """Move the first few of these cuts, as many as is best, by a block; the measure then.
 
     With side 0 the block behind cut j goes to the stage before it, j - 1; with side 1 the block
     before it goes to the stage behind it, j.
     """
+    if sight is not None and all(sight(seen) >= best for seen in glimpses(book, cuts, side)):
+        return best
     moved: list[tuple[int, int]] = []  # blocks and their stages before
     kept = 0
     for j in cuts:

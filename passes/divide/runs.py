@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.task import Task
@@ -75,10 +75,42 @@ def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
     return weigh if task.is_uniform else by_rank
 
 
-def all_runs(task: Task) -> list[list[Run]]:
+class Longer(Sequence[Run]):
+    """The runs that begin with a block, each longer than the one before; found when asked for."""
+
+    def __init__(self, task: Task, a: int) -> None:
+        self._size = len(task.loads) - a
+        self._known: list[Run] = []
+        self._more = _runs_from(task, a)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, n: int) -> Run: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Run]: ...
+    def __getitem__(self, n: int | slice) -> Run | list[Run]:
+        last = n.indices(self._size)[1] if isinstance(n, slice) else n
+        self._find(last if last >= 0 else self._size)
+        return self._known[n]
+
+    def __iter__(self) -> Iterator[Run]:
+        yield from self._known
+        for n in range(len(self._known), self._size):
+            self._find(n)
+            yield self._known[n]
+
+    def _find(self, n: int) -> None:
+        """Know the runs up to number n."""
+        self._known += itertools.islice(self._more, max(0, n + 1 - len(self._known)))
+
+
+def all_runs(task: Task) -> Sequence[Sequence[Run]]:
     """`runs[a][n]` are the blocks a … a + n. Each number grows with n."""
-    found = [list(_runs_from(task, a)) for a in range(len(task.loads))]
-    return found if task.is_uniform else [_by_rank(task, a, own) for a, own in enumerate(found)]
+    if task.is_uniform:
+        return [Longer(task, a) for a in range(len(task.loads))]
+    return [_by_rank(task, a, list(_runs_from(task, a))) for a in range(len(task.loads))]
 
 
 def _by_rank(task: Task, a: int, runs: Sequence[Run]) -> list[Run]:

@@ -164,6 +164,17 @@ class Task:
         return links if all(links[1:]) else None
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether every value goes to the next block, and to no other."""
+        return all(flow.consumers == (flow.producer + 1,) for flow in self.flows)
+
+    @cached_property
+    def entry(self) -> list[int]:
+        """Units that each block of a chain receives when it is the first of its stage; and none
+        behind the last."""
+        return [*(sum(self.move[f] for f in flows) for flows in self.arriving), 0]
+
+    @cached_property
     def flows_of(self) -> list[list[int]]:
         """The flows that each block consumes or produces: consumed ones first."""
         made: list[list[int]] = [[] for _ in self.loads]

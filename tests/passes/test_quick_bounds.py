@@ -1,11 +1,17 @@
-"""What a division may be told at once: that nothing fits; and what a ledger remembers."""
+"""What a division may be told at once: that nothing fits; what a ledger remembers, and what is
+seen before anything moves."""
 
+import bisect
+import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 
 from parcompiler.passes.divide.bounds import crowded
 from parcompiler.passes.divide.data import Flow, Load
+from parcompiler.passes.divide.glimpse import glimpses
 from parcompiler.passes.divide.ledger import Ledger
+from parcompiler.passes.divide.runs import all_runs
 from parcompiler.passes.divide.task import Task
 
 
@@ -55,3 +61,38 @@ def test_a_ledger_remembers_what_a_new_one_finds() -> None:
             assert book.excess() == new.excess()
             assert book.squares() == new.squares() == sum(s * s for s in book.seconds)
             assert [book.memory(r) for r in range(2)] == [new.memory(r) for r in range(2)]
+
+
+def moved(book: Ledger, cuts: range, side: int) -> Iterator[tuple[object, ...]]:
+    """What a ledger says while cuts move one after the other, where no stage is empty."""
+    for j in cuts:
+        book.move(bisect.bisect_left(book.at, j) - side, j - 1 + side)
+        if set(book.at) == set(range(book.task.stages)):
+            yield list(book.busy), book.objective(), book.squares()
+
+
+def test_a_glimpse_says_of_moved_cuts_what_a_ledger_says_after_the_moves() -> None:
+    draw, seen = random.Random(2), 0
+    for _ in range(40):
+        task = chain(draw, 11, 2, draw.randint(1, 3))
+        if task.each == 2:  # the ranks turn back: stages beside each other are of one rank
+            task = dataclasses.replace(task, placement=(0, 1, 1, 0))
+        ends = [*sorted(draw.sample(range(1, 11), task.stages - 1)), 11]
+        at = [bisect.bisect_right(ends, i) for i in range(11)]
+        for j in range(1, task.stages):
+            for side, cuts in enumerate((range(j, task.stages), range(j, 0, -1))):
+                told = glimpses(Ledger(task, at), cuts, side)
+                found = [(list(x.busy), x.objective(), x.squares()) for x in told]
+                assert found == list(moved(Ledger(task, at), cuts, side))
+                seen += len(found)
+    assert seen > 300
+
+
+def test_runs_are_the_same_in_whatever_order_one_asks() -> None:
+    task = chain(random.Random(3), 9, 2, 2)
+    whole = [list(longer) for longer in all_runs(task)]
+    again = all_runs(task)
+    assert [again[a][8 - a] for a in range(9)] == [longer[-1] for longer in whole]
+    assert again[2][1:3] == whole[2][1:3]
+    assert [list(longer) for longer in again] == whole
+    assert list(map(len, again)) == list(map(len, whole))
