@@ -19,12 +19,12 @@ from parcompiler.passes.divide import Load
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.task import Task
 from parcompiler.passes.forced import joint_task
-from parcompiler.passes.loads import data, data_under, held, reserved
+from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import planned, trunk
+from parcompiler.schedules.planned import held, planned, trunk
 from parcompiler.schedules.timing import Message, StageCost, step_time
 
 
@@ -64,7 +64,7 @@ def task_of(problem: Problem, plan: Plan) -> tuple[Task, list[Load | None]]:
         return joint_task(problem, plan, level, limits)
     schedule, given = planned(plan), data_under(problem, plan, level)
     rooms = [float(max(1, limit)) for limit in limits]
-    task = Task(*given, schedule.placement, plan.microbatches, held(schedule), rooms)
+    task = Task(*given, schedule.placement, plan.microbatches, held(plan), rooms)
     return task, [None] * len(task.loads)
 
 

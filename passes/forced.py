@@ -15,11 +15,11 @@ from parcompiler.passes.divide import Division, Load
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.joint import divide_twice
 from parcompiler.passes.divide.task import Task
-from parcompiler.passes.loads import data_under, held
+from parcompiler.passes.loads import data_under
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import held, identity, planned
 
 
 def jointly(
@@ -52,7 +52,18 @@ def names_of(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str,
 def joint_task(
     problem: Problem, plan: Plan, level: int, limits: Sequence[float]
 ) -> tuple[Task, list[Load | None]]:
-    """The blocks as they are, and as they are when recomputed; None where that does not help."""
+    """The blocks as they are, and as they are when recomputed; None where that does not help.
+
+    Found once for a schedule: who bounds it, divides it quickly and divides it well asks for it.
+    """
+    key = "joint task", level, tuple(limits), identity(plan)
+    return problem.once(key, lambda: _joint_task(problem, plan, level, limits))
+
+
+def _joint_task(
+    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
+) -> tuple[Task, list[Load | None]]:
+    """The same, for the first time."""
     schedule = planned(plan)
     every = chosen(problem, level, "full")
     loads, flows = data_under(problem, dataclasses.replace(plan, recompute=()), level)
@@ -66,7 +77,7 @@ def joint_task(
         for name, load, other in zip(names, kept, full, strict=True)
     ]
     rooms = [float(max(1, limit)) for limit in limits]
-    given = kept, flows, schedule.placement, plan.microbatches, held(schedule), rooms
+    given = kept, flows, schedule.placement, plan.microbatches, held(plan), rooms
     return Task(*given), again
 
 

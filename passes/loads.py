@@ -10,9 +10,7 @@ from parcompiler.passes.divide import Flow, Load, evaluate
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules import Schedule
-from parcompiler.schedules.planned import planned
-from parcompiler.schedules.waiting import waiting
+from parcompiler.schedules.planned import held, left, planned
 
 
 def data(
@@ -42,24 +40,17 @@ def data_under(
     problem: Problem, plan: Plan, level: int
 ) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
     """The programme's data under the schedule and the recomputation of a plan."""
-    schedule = planned(plan)
-    left = _left(schedule)
-    recompute = plan.recompute or ()
-    return data(problem, level, versions=schedule.asynchronous, recompute=recompute, left=left)
-
-
-def _left(schedule: Schedule) -> int:
-    """The most micro-batches that wait for their weight gradients on a stage."""
-    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
+    versions, recompute = planned(plan).asynchronous, plan.recompute or ()
+    return data(problem, level, versions=versions, recompute=recompute, left=left(plan))
 
 
 def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> Iterator[Load]:
     """One load per block; tensors that several blocks read are counted once per rank."""
     blocks = priced.cut.blocks
     names = [sorted({binding.name for binding in block.tensors}) for block in blocks]
-    users = Counter(name for held in names for name in held)
-    for b, held in enumerate(names):
-        items = [problem.graph.by_name[name] for name in held]
+    users = Counter(name for read in names for name in read)
+    for b, read in enumerate(names):
+        items = [problem.graph.by_name[name] for name in read]
         own = [item for item in items if users[item.name] == 1]
         weights = sum(item.nbytes for item in own if item.trainable) if versions else 0
         times = tuple(one.forward[b] + one.backward[b] for one in priced.ranks)
@@ -84,11 +75,6 @@ def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
                 yield Flow(b, tuple(consumers), problem.message_seconds(node), nbytes_of(node))
 
 
-def held(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Micro-batches that the stages of each rank keep activations of."""
-    return tuple(map(schedule.held, range(schedule.ranks)))
-
-
 def reserved(problem: Problem, plan: Plan) -> int:
     """Bytes on every rank besides its blocks: for the layers of the vocabulary, for a bucket of
     gradients that data ranks sum, and for the batch."""
@@ -105,7 +91,7 @@ def needed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) ->
     """What a division takes on each rank: as the programme counts it, or to update parameters."""
     schedule = planned(plan)
     loads, flows = data_under(problem, plan, level)
-    found = evaluate(loads, flows, stage_of, schedule.placement, plan.microbatches, held(schedule))
+    found = evaluate(loads, flows, stage_of, schedule.placement, plan.microbatches, held(plan))
     updates = _updates(problem, level, stage_of, schedule.placement)
     return [max(pair) + reserved(problem, plan) for pair in zip(found.memory, updates, strict=True)]
 

@@ -11,7 +11,6 @@ import dataclasses
 
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.improve import even_runs, lean_runs
-from parcompiler.passes.divide.runs import all_runs
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import as_asked, task_of
 from parcompiler.passes.forced import names_of
@@ -26,9 +25,8 @@ def quick_step(problem: Problem, plan: Plan) -> float | None:
     task, again = task_of(problem, trial)
     if task.stages > len(task.loads):
         return None
-    runs = all_runs(task)
     for start in (even_runs, lean_runs):
-        stage_of = start(task, runs)
+        stage_of = start(task)
         twice = Repeatable(task, tuple(again)).spared(stage_of)
         if twice is not None:
             names = (*(trial.recompute or ()), *names_of(problem, level, twice))

@@ -23,12 +23,12 @@ from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.forced import jointly, spared
-from parcompiler.passes.loads import data, data_under, held, needed, reserved
+from parcompiler.passes.loads import data, data_under, needed, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import held, planned
 from parcompiler.solver import UndecidedError, relative_gap
 
 NEARLY = 0.9  # of the memory; below it messages are no matter
@@ -203,7 +203,7 @@ def _divide(
             *data_under(problem, plan, level),
             schedule.placement,
             plan.microbatches,
-            held(schedule),
+            held(plan),
             [float(max(1, limit)) for limit in limits],
             names=[block.name for block in problem.priced(level).cut.blocks],
             explain=explain,
@@ -258,7 +258,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     """A division that the user gave, with its predicted step time. Its memory must fit."""
     schedule = planned(plan)
     loads, flows = data_under(problem, plan, level)
-    kept, placement = held(schedule), schedule.placement
+    kept, placement = held(plan), schedule.placement
     found = evaluate(loads, flows, stage_of, placement, plan.microbatches, kept)
     memory, devices = [size + reserved(problem, plan) for size in found.memory], problem.devices
     worst = max(range(len(memory)), key=lambda r: memory[r] / devices[r].memory)

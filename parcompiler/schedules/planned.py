@@ -1,4 +1,4 @@
-"""The schedule that a plan names, or holds."""
+"""The schedule that a plan names, or holds; and what it holds on each rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary import spread
+from parcompiler.schedules.waiting import waiting
+
+Identity = tuple[str | None, tuple[str, ...] | None, int, int, int, str | None]
 
 
 def planned(plan: Plan) -> Schedule:
@@ -16,11 +19,7 @@ def planned(plan: Plan) -> Schedule:
 
     Raises PlanError as `trunk` does.
     """
-    choice = plan.vocabulary
-    shared = choice is not None and choice.spread and choice.head is not None
-    method = choice.method if choice is not None and shared else None
-    size = plan.mesh.pipeline, plan.microbatches, plan.virtual_stages
-    return _planned(plan.schedule, plan.orders, *size, method)
+    return _planned(*identity(plan))
 
 
 def trunk(plan: Plan) -> Schedule:
@@ -28,8 +27,27 @@ def trunk(plan: Plan) -> Schedule:
 
     Raises PlanError when the schedule is undecided, unknown, or of another size than the plan.
     """
+    return _planned(*identity(plan)[:-1], None)
+
+
+def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Micro-batches that the stages of each rank keep activations of."""
+    return _held(*identity(plan))
+
+
+def left(plan: Plan) -> int:
+    """The most micro-batches that wait for their weight gradients on a stage."""
+    return _left(*identity(plan))
+
+
+def identity(plan: Plan) -> Identity:
+    """What decides the order of compute: name, orders, ranks, micro-batches, stages on a rank, and
+    the method of a head that all ranks share."""
+    choice = plan.vocabulary
+    shared = choice is not None and choice.spread and choice.head is not None
+    method = choice.method if choice is not None and shared else None
     size = plan.mesh.pipeline, plan.microbatches, plan.virtual_stages
-    return _planned(plan.schedule, plan.orders, *size, None)
+    return plan.schedule, plan.orders, *size, method
 
 
 @lru_cache(maxsize=64)  # a plan is asked for its schedule again and again
@@ -59,6 +77,20 @@ def _planned(
     schedule = Schedule.parse(name, orders)
     check_size(schedule, ranks, microbatches)
     return schedule
+
+
+@lru_cache(maxsize=64)
+def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The same as `held`."""
+    schedule = _planned(*known)
+    return tuple(map(schedule.held, range(schedule.ranks)))
+
+
+@lru_cache(maxsize=64)
+def _left(*known: *Identity) -> int:
+    """The same as `left`."""
+    schedule = _planned(*known)
+    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
 
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:

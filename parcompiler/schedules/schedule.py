@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
+from operator import le
 from pathlib import Path
 
 from parcompiler.instruction import Kind
@@ -132,14 +133,11 @@ class Schedule:
 
 def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Those of which no other is at least as large everywhere."""
-    return [
-        one
-        for one in vectors
-        if not any(
-            other != one and all(a <= b for a, b in zip(one, other, strict=True))
-            for other in vectors
-        )
-    ]
+    found: list[tuple[int, ...]] = []
+    for one in sorted(vectors, reverse=True):  # whatever is larger comes first
+        if not any(all(map(le, one, other)) for other in found):
+            found.append(one)
+    return found
 
 
 def _most_alive(actions: Iterable[Action]) -> int:

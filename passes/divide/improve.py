@@ -15,8 +15,9 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
+from parcompiler.passes.divide.data import Flow, Load
 from parcompiler.passes.divide.glimpse import Glimpse, glimpses
 from parcompiler.passes.divide.ledger import Ledger
 from parcompiler.passes.divide.pairs import tighten
@@ -35,7 +36,7 @@ def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float
     """
     runs = all_runs(task)
     for start in (even_runs, lean_runs):
-        book = Ledger(task, start(task, runs))
+        book = Ledger(task, start(task))
         descend(book, overload := partial(_overload, least=least), overload)
         descend(book, _step, _step)
         if max(book.busy) > least and tighten(book, runs, least):
@@ -70,8 +71,24 @@ def _step(book: Ledger | Glimpse) -> tuple[float, ...]:
     return book.excess(), book.objective(), book.squares()
 
 
-def even_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
+def even_runs(task: Task) -> tuple[int, ...]:
     """The runs whose seconds are most even, whatever their memory."""
+    placement = tuple(task.placement)
+    if task.is_uniform:  # then it is no matter which rank a stage is on
+        placement = tuple(j % task.ranks for j in range(task.stages))
+    bare = tuple(Load(load.seconds, 0, 0, by_rank=load.by_rank) for load in task.loads)
+    return _even_runs(bare, tuple(task.flows), placement, task.microbatches)
+
+
+@lru_cache(maxsize=64)  # schedules differ in what they hold, mostly
+def _even_runs(
+    loads: tuple[Load, ...], flows: tuple[Flow, ...], placement: tuple[int, ...], microbatches: int
+) -> tuple[int, ...]:
+    """The same, of blocks without bytes."""
+    ranks = max(placement) + 1
+    held = [[(1,) * (len(placement) // ranks)]] * ranks
+    task = Task(loads, flows, placement, microbatches, held, [math.inf] * ranks)
+    runs = all_runs(task)
     for most in (generous(task), math.inf):
 
         def weigh(j: int, run: Run, most: float = most) -> float | None:
@@ -84,8 +101,9 @@ def even_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     raise AssertionError  # there are enough blocks
 
 
-def lean_runs(task: Task, runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
+def lean_runs(task: Task) -> tuple[int, ...]:
     """The runs whose largest share of a limit is smallest; the start for little memory."""
+    runs = all_runs(task)
     room = [max(1, task.room[rank]) for rank in task.placement]
     factor = task.in_flight
     # No longer runs need be tried than some division has: that of even lengths.

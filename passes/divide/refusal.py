@@ -11,7 +11,7 @@ from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.data import memory_parts
 from parcompiler.passes.divide.improve import lean_runs, slimmed
 from parcompiler.passes.divide.programme import Layout, lay_out, limit_memory
-from parcompiler.passes.divide.runs import all_runs, nothing_better
+from parcompiler.passes.divide.runs import nothing_better
 from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import UndecidedError, solve
@@ -60,7 +60,7 @@ def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
 
     Each round asks for a division strictly below the last, until there is none.
     """
-    stage_of, finished = lean_runs(task, all_runs(task)), True
+    stage_of, finished = lean_runs(task), True
     if task.each > 1:
         stage_of = slimmed(task, stage_of)
     while finished:
