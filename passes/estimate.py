@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -11,13 +11,14 @@ from torch import fx
 
 from parcompiler.cost import collective
 from parcompiler.graph import Parameter, nbytes_of
+from parcompiler.instruction import HEAD
 from parcompiler.passes.footprint import Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned
 from parcompiler.schedules.staleness import versions
-from parcompiler.schedules.timing import Message, StageCost, Timing, timing
+from parcompiler.schedules.timing import Message, StageCost, Timing, step_time, timing
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
@@ -25,30 +26,52 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
     It is remembered: passes that weigh the same plan ask again.
     """
-    choice = plan.vocabulary
-    order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
-    blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
 
     def find() -> Timing:
         everywhere = vocabulary_cost(problem, plan)
         given = planned(plan), costs(problem, plan), messages(problem, plan), everywhere
         return replace(timing(*given), spans=())
 
-    return problem.once(("estimate", *order, *blocks, choice and choice.method), find)
+    return problem.once(("estimate", *_known(plan)), find)
+
+
+def _known(plan: Plan) -> tuple[Hashable, ...]:
+    """What the step of a plan depends on."""
+    choice = plan.vocabulary
+    order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
+    blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
+    return *order, *blocks, choice and choice.method
+
+
+def alone(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
+    of `estimate`, and sooner found."""
+    schedule = planned(plan)
+    orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
+    trunk = replace(schedule, orders=orders)
+    return step_time(trunk, costs(problem, plan), messages(problem, plan))
 
 
 def costs(
     problem: Problem, plan: Plan, tensors: Sequence[Collection[str]] | None = None
 ) -> tuple[StageCost, ...]:
-    """Seconds and bytes of one micro-batch on each stage.
+    """Seconds and bytes of one micro-batch on each stage, remembered for a plan.
 
     `tensors` are the names of those that each stage holds, if not only what its blocks read. What
     several stages of a rank hold counts with the first of them, and so does what data ranks need
     to reduce gradients, and the batch. An asynchronous schedule holds versions of the weights
     besides the current one.
     """
+    if tensors is None:
+        every = _blocks(problem, plan)
+        key = "stage costs", *_known(plan)
+        return problem.once(key, lambda: _costs(problem, plan, _held(problem, plan, every)))
+    return _costs(problem, plan, tensors)
+
+
+def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tuple[StageCost, ...]:
+    """The same, for stages that hold these tensors."""
     blocks = _blocks(problem, plan)
-    held = _held(problem, plan, blocks) if tensors is None else tensors
     placement = planned(plan).placement
     users = Counter(
         (rank, name) for rank, names in zip(placement, held, strict=True) for name in names

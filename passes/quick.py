@@ -8,10 +8,11 @@ that were found under another schedule, the best ones are as well.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.improve import even_runs, lean_runs
-from parcompiler.passes.estimate import estimate
+from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import as_asked, task_of
 from parcompiler.passes.forced import names_of
 from parcompiler.passes.stage import placed
@@ -19,8 +20,12 @@ from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 
 
-def quick_step(problem: Problem, plan: Plan) -> float | None:
-    """Seconds of a step under the schedule of a plan; None where the quick stages do not fit."""
+def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float | None:
+    """Seconds of a step under the schedule of a plan; None where the quick stages do not fit.
+
+    Where the stages alone take `below` seconds or more, it is their seconds, without those of a
+    vocabulary on all ranks.
+    """
     level, trial = problem.levels[0], as_asked(problem, plan)
     task, again = task_of(problem, trial)
     if task.stages > len(task.loads):
@@ -31,5 +36,7 @@ def quick_step(problem: Problem, plan: Plan) -> float | None:
         if twice is not None:
             names = (*(trial.recompute or ()), *names_of(problem, level, twice))
             found = dataclasses.replace(trial, recompute=names)
-            return estimate(problem, placed(problem, found, level, stage_of)).step_time
+            trial = placed(problem, found, level, stage_of)
+            least = alone(problem, trial) if below < math.inf else 0.0
+            return least if least >= below else estimate(problem, trial).step_time
     return None

@@ -59,10 +59,14 @@ class SchedulePass(Pass):
             least = even_step(problem, decided)
             if least >= self.below:
                 raise InfeasibleError(_too_long(least))
-            quick = quick_step(problem, decided) if _is_large(problem, decided) else None
+            quick = self.quick_step(problem, decided) if _is_large(problem, decided) else None
             if quick is not None and (1 - DOUBT) * quick >= self.below:
                 raise InfeasibleError(_too_slow(quick))
         return decided
+
+    def quick_step(self, problem: Problem, plan: Plan) -> float | None:
+        """Seconds of stages that are quickly found; or what is too much in any case."""
+        return quick_step(problem, plan, self.below / (1 - DOUBT))
 
     def _chosen(self, problem: Problem, plan: Plan) -> Plan:
         """What was asked for or is fastest."""
@@ -116,7 +120,7 @@ class Weighing:
         expected = list(self.least)
         for k in sorted(range(len(expected)), key=expected.__getitem__):
             if _is_large(self.problem, self.candidates[k]) and self._may_win(k, self.quick):
-                quick = quick_step(self.problem, self.candidates[k])
+                quick = self.asked.quick_step(self.problem, self.candidates[k])
                 if quick is not None:
                     self.quick[k] = expected[k] = quick
         near = min(expected) / (1 - self.asked.gain)

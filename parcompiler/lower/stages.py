@@ -35,6 +35,7 @@ class Division:
             for node in block.nodes
         }
         self.prologue = set(cut.prologue)
+        self.inputs = [n for n in graph.fx_graph.nodes if n.name in graph.input_nodes]
         self.recompute = frozenset(plan.recompute or ())
         spread = graph.vocabulary
         self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
@@ -84,7 +85,6 @@ class Division:
         needed = {node for block in blocks for node in block.inputs}
         prologue = self._prologue(needed)
         read = {operand for node in prologue for operand in node.all_input_nodes}
-        inputs = [n for n in self.graph.fx_graph.nodes if n.name in self.graph.input_nodes]
         made = (n for b in self.cut.blocks for n in b.outputs if self.stage_of[n] != j)
         received = [n for n in (*self.embedded, *made) if n in needed]
         given = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
@@ -94,7 +94,7 @@ class Division:
             rank=self.ranks[j],
             calls=tuple(self._call(block) for block in blocks),
             prologue=prologue,
-            inputs=tuple(self.variables[n] for n in inputs if n in needed | read),
+            inputs=tuple(self.variables[n] for n in self.inputs if n in needed | read),
             receives=tuple(self.variables[n] for n in received),
             gives=tuple(self.variables[n] for n in given),
             loss=self.variables[self.graph.loss] if has_loss else None,

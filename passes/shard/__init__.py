@@ -70,11 +70,19 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     other.
     """
     pins = demands.read(problem.options.sharding, problem.graph)
-    folded = fold(problem.graph, pins.wish)
-    prices = Prices(problem.graph, problem.slowest_device, problem.mesh.tensor)
-    candidates = Candidates(folded, prices, pins.wish)
+    candidates = _candidates(problem, pins)
     told, answer = _fitting(problem, candidates, pins, part)
     return sharding(candidates, told, answer, problem.mesh.pipeline)
+
+
+def _candidates(problem: Problem, pins: Pins) -> Candidates:
+    """What is open to the nodes: the same for every mesh with so many tensor ranks of a device."""
+    graph, device, ranks = problem.graph, problem.slowest_device, problem.mesh.tensor
+
+    def find() -> Candidates:
+        return Candidates(fold(graph, pins.wish), Prices(graph, device, ranks), pins.wish)
+
+    return graph.once(("candidates", repr(problem.options.sharding), device, ranks), find)
 
 
 def _fitting(

@@ -220,6 +220,9 @@ class _Built:
         if isinstance(event, Choosing):
             return [(1, self.chosen[event.group][choice]) for choice in sorted(event.choices)]
         passing = self.passing[event.edge]
+        if len(event.pairs) == 1:  # as nearly all have
+            (only,) = event.pairs
+            return passing.get(only, [])
         return [term for pair, terms in passing.items() if pair in event.pairs for term in terms]
 
     def _cost(self, terms: Sequence[Term], seconds: float, nbytes: float) -> None:

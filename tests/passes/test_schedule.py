@@ -9,10 +9,11 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.device import device
-from parcompiler.passes.estimate import estimate
+from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import even_step
 from parcompiler.passes.quick import quick_step
 from parcompiler.passes.schedule import CANDIDATES, DOUBT
+from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.problem import Problem
 from parcompiler.schedules import build
@@ -110,6 +111,27 @@ def test_the_best_stages_are_little_better_than_quick_ones(name: str) -> None:
         assert quick is None or (1 - DOUBT) * quick < program.simulate().step_time
 
 
+@pytest.mark.parametrize("vocabulary", ["whole", "vocab-2", "vocab-1"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_stages_alone_take_no_longer_than_with_a_vocabulary_on_all_ranks(
+    name: str, vocabulary: str
+) -> None:
+    program = compiled(schedule=name, microbatches=6, vocabulary=vocabulary)
+    problem, plan = local(program.problem, program.plan), program.plan
+    step, least = estimate(problem, plan).step_time, alone(problem, plan)
+    if vocabulary == "whole":
+        assert least == step
+    else:
+        assert least < step
+    undecided = dataclasses.replace(plan, stages=None, granularity=None, recompute=None)
+    quick = quick_step(problem, undecided)
+    assert quick is not None
+    few, many = (quick_step(problem, undecided, below) for below in (quick / 100, 100 * quick))
+    assert few is not None
+    assert few <= quick == many
+    assert (few < quick) == (vocabulary != "whole")
+
+
 def test_schedules_are_divided_where_all_bounds_say_that_nothing_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,7 +158,7 @@ def test_schedules_are_divided_where_quick_stages_mislead(monkeypatch: pytest.Mo
     favoured = {"gpipe": 1e-9}
     monkeypatch.setattr(
         "parcompiler.passes.schedule.quick_step",
-        lambda _, plan: favoured.get(plan.schedule or "", 1.0),
+        lambda _, plan, __: favoured.get(plan.schedule or "", 1.0),
     )
     monkeypatch.setattr("parcompiler.passes.schedule.even_step", lambda *_: 1e-10)
     found = compiled(microbatches=6, vocabulary="whole")
