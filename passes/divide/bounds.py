@@ -16,9 +16,8 @@ def reach(task: Task) -> tuple[list[int], list[int]]:
     Stages beside a block's take blocks that are not above, or not below it.
     """
     blocks, final = len(task.loads), task.stages - 1
-    below = Counter(q for group in task.above for q in group)
     first = [max(0, final - blocks + len(group)) for group in task.above]
-    last = [min(final, blocks - below[i]) for i in range(blocks)]
+    last = [min(final, blocks - len(task.below[i])) for i in range(blocks)]
     return first, last
 
 

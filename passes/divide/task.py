@@ -155,6 +155,15 @@ class Task:
         return above
 
     @cached_property
+    def below(self) -> list[set[int]]:
+        """The blocks that depend on each block, itself included."""
+        below: list[set[int]] = [set() for _ in self.loads]
+        for q, group in enumerate(self.above):
+            for i in group:
+                below[i].add(q)
+        return below
+
+    @cached_property
     def links(self) -> list[set[int]] | None:
         """The flows from each block to the next when no two lack one: all divisions are runs."""
         links = [

@@ -44,9 +44,7 @@ class _Resource:
 def find_windows(task: Task, best: float) -> Windows | None:
     """The windows of the divisions better than `best`; None when there is no such division."""
     blocks, final = len(task.loads), task.stages - 1
-    above = task.above
-    below = [{q for q in range(blocks) if i in above[q]} for i in range(blocks)]
-    mirrored_below = [{blocks - 1 - q for q in group} for group in reversed(below)]
+    mirrored_below = [{blocks - 1 - q for q in group} for group in reversed(task.below)]
     first, last = reach(task)
     while True:
         received = least_received(task, first, last)
@@ -60,7 +58,7 @@ def find_windows(task: Task, best: float) -> Windows | None:
         if task.each > 1 and overfull(task, capacity):
             return None
         resources = _resources(task, capacity)
-        earlier = _earliest(above, first, resources)
+        earlier = _earliest(task.above, first, resources)
         mirror = [resource.mirrored() for resource in resources]
         later = _earliest(mirrored_below, [final - high for high in reversed(last)], mirror)
         narrowed = earlier, [final - low for low in reversed(later)]
