@@ -11,13 +11,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import parse
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
-from parcompiler.report import Report
 from parcompiler.runtime import Worker
+
+if TYPE_CHECKING:
+    from parcompiler.report import Report
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class LoadedProgram:
 
         Raises InputError when it is not there or damaged.
         """
+        # Here, because a rank that only trains then starts without the passes and their solvers.
+        from parcompiler.report import Report
+
         path = self.path / "report.json"
         try:
             text = path.read_text(encoding="utf-8")

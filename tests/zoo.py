@@ -4,11 +4,11 @@
 built from configurations.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
@@ -77,11 +77,16 @@ def own_dlrm() -> Case:
     return dlrm.DLRM(config), inputs
 
 
+def of_transformers(name: str) -> Any:
+    """A class of transformers, which ranks that train other models need not import."""
+    return getattr(importlib.import_module("transformers"), name)
+
+
 def language_model(name: str, **sizes: Any) -> Callable[[], Case]:
     """A language model of transformers: causal, masked, or encoder and decoder."""
 
     def make() -> Case:
-        kind = getattr(transformers, name)
+        kind = of_transformers(name)
         config = kind.config_class(**sizes)
         inputs: dict[str, Any] = {"input_ids": tokens(), "labels": tokens()}
         if hasattr(config, "use_cache"):
@@ -95,7 +100,7 @@ def image_model(name: str, **sizes: Any) -> Callable[[], Case]:
     """An image classifier of transformers."""
 
     def make() -> Case:
-        kind = getattr(transformers, name)
+        kind = of_transformers(name)
         images = torch.randn(ROWS, 3, 32, 32, generator=torch.Generator().manual_seed(1))
         labels = torch.tensor([0, 1])
         return kind(kind.config_class(**sizes)), {"pixel_values": images, "labels": labels}

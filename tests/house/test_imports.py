@@ -209,13 +209,16 @@ def test_imports_go_one_way() -> None:
 
 
 def test_the_runtime_loads_nothing_of_the_planning_half() -> None:
+    """A rank of a loaded program, and one that proves, load a little more, and no solver."""
     script = "import parcompiler.runtime, sys; print(*sys.modules)"
+    script += "; import parcompiler.loaded, parcompiler.member; print(*sys.modules)"
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    loaded = set(run.stdout.split())
+    loaded, more = map(set, map(str.split, run.stdout.splitlines()))
     assert not {"ortools", "safetensors", "transformers", "parcompiler.passes"} & loaded
     ours = {room_of(name) for name in loaded if name.split(".")[0] == "parcompiler"}
     assert ours <= {"__init__", *ASIDE["runtime"]}
+    assert not {"ortools", "plotly", "transformers", "parcompiler.passes"} & more
 
 
 def test_passes_and_models_are_seen() -> None:
