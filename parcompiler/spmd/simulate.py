@@ -60,8 +60,8 @@ def faults(call: Call, strategy: Strategy, n: int, seed: int = 0) -> tuple[str, 
     """
     if strategy.draws == "own" or (strategy.special and strategy.special not in LOCAL):
         return ()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # torch.manual_seed would seed other devices for good
+        torch.default_generator.manual_seed(seed)
         return tuple(_faults(call, strategy, n))
 
 
@@ -192,7 +192,7 @@ def _seeded(
 ) -> Any:
     """The call with copies of the leaves (it may update them in place), drawing by `seed`."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return _run(call, [leaf.clone() for leaf in leaves], strategy, spot)
 
 
