@@ -10,7 +10,12 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 GOLDEN = Path(__file__).parent / "golden"
-STARTING_RANKS = ("tests/distributed/", "tests/runtime/", "tests/examples/")
+STARTING_RANKS = (
+    "tests/distributed/",
+    "tests/examples/",
+    "tests/runtime/test_tensor.py",
+    "tests/runtime/test_vocabulary_ranks.py",
+)
 
 collect_ignore = ["golden"]  # emitted scripts: they are compared and linted, not imported
 

@@ -239,8 +239,14 @@ def test_the_division_is_as_good_as_any(seed: int) -> None:
     check_against_all(random_case(seed))
 
 
-@pytest.mark.parametrize("seed", range(180))
+@pytest.mark.parametrize("seed", range(90))
 def test_the_division_with_several_stages_per_rank_is_as_good_as_any(seed: int) -> None:
+    check_against_all(random_laps(seed))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(90, 1000))
+def test_more_divisions_with_several_stages_per_rank_are_as_good_as_any(seed: int) -> None:
     check_against_all(random_laps(seed))
 
 

@@ -122,10 +122,12 @@ def gains(cases: Sequence[Case], effort: float = QUICK) -> tuple[float, float]:
     return gained / len(cases), possible / len(cases)
 
 
-# With limits from that of 1F1B up, no order can gain more than 6.4 % on average; 6.1 % are gained.
+# With limits from that of 1F1B up, no order can gain more than 6.4 % on average over 50 vectors;
+# 6.1 % are gained.
+@pytest.mark.parametrize("vectors", [25, pytest.param(50, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("leanest", "least"), [("naive", 0.15), ("1f1b", 0.05)])
-def test_uneven_stages_are_worth_a_search(leanest: str, least: float) -> None:
-    gained, possible = gains([case(seed, leanest=leanest) for seed in range(50)])
+def test_uneven_stages_are_worth_a_search(leanest: str, least: float, vectors: int) -> None:
+    gained, possible = gains([case(seed, leanest=leanest) for seed in range(vectors)])
     assert gained >= least
     assert possible - gained <= 0.02
 

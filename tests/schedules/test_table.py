@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,7 +37,17 @@ EVEN = Times(1, 1, 1)
 UNEVEN = [Times(1, 1.5, 0.5), Times(2, 1, 1)]
 SIZES = [(p, m) for p in (2, 3, 4, 8, 16, 32) for m in sorted({1, p - 1, p, 2 * p, 4 * p, 8 * p})]
 SMALL = [(p, m) for p, m in SIZES if p <= 8]
-CASES = [(p, m, EVEN) for p, m in SIZES] + [(p, m, times) for p, m in SMALL for times in UNEVEN]
+TIMED = [(p, m, EVEN) for p, m in SIZES] + [(p, m, times) for p, m in SMALL for times in UNEVEN]
+MOST = 1024  # p * m: 16 ranks with up to 4p micro-batches, 32 with up to p; more are swept
+
+
+def swept(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The cases; the few largest, which take longer than all others, only in the long sweep."""
+    sweep = pytest.mark.sweep
+    return [pytest.param(*c, marks=sweep) if c[0] * c[1] > MOST else c for c in cases]
+
+
+CASES = swept(TIMED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ def test_interleaved_fills_the_pipe_in_a_vth_of_the_time(p: int, m: int, times: 
 
 
 @pytest.mark.parametrize("v", [2, 3, 4, 5])
-@pytest.mark.parametrize(("p", "m", "times"), [case for case in CASES if case[0] <= 4])
+@pytest.mark.parametrize(("p", "m", "times"), [case for case in TIMED if case[0] <= 4])
 def test_interleaved_with_any_number_of_stages(p: int, m: int, times: Times, v: int) -> None:
     short = max(p - m, 0) * times.sum * (v - 1) / v
     found = measure("interleaved", p, m, times, v).idle
@@ -152,7 +162,7 @@ def test_zb_h2_fills_twice_as_much_of_it(p: int, m: int, times: Times) -> None:
 
 # With m < 2p - 1 it idles, but never longer than the way of one micro-batch to and fro, with
 # nothing to fill in but its own weights.
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), swept(SIZES))
 def test_zb_v_has_no_bubble_when_all_times_are_equal(p: int, m: int) -> None:
     found = measure("zb-v", p, m)
     if m >= 2 * p - 1:
@@ -173,7 +183,7 @@ def test_one_microbatch_on_a_v_idles_for_its_way(name: str, p: int) -> None:
 
 
 # "About half": the bounds hold for p = 2 to 40, and the bubble does not depend on m from m = p on.
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
+@pytest.mark.parametrize(("p", "m"), swept([(p, m) for p, m in SIZES if m >= p]))
 def test_v_half_has_about_half_the_bubble_of_1f1b(p: int, m: int) -> None:
     ratio = measure("v-half", p, m).idle / measure("1f1b", p, m).idle
     assert 0.41 < ratio < 0.57
@@ -181,7 +191,7 @@ def test_v_half_has_about_half_the_bubble_of_1f1b(p: int, m: int) -> None:
 
 
 # "About two thirds" is 2/3 - 1/(6(p - 1)) exactly, for every m.
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), swept(SIZES))
 def test_v_min_has_about_two_thirds_of_the_bubble_of_1f1b(p: int, m: int) -> None:
     found = measure("v-min", p, m)
     assert found.idle == 2 * (p - 1) - 1 / 2
@@ -235,7 +245,7 @@ def peaks(name: str, p: int, m: int) -> Sequence[Fraction | int]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), swept(SIZES))
 def test_activations_are_those_of_the_table(name: str, p: int, m: int) -> None:
     found = measure(name, p, m).peaks
     wanted = peaks(name, p, m)

@@ -20,7 +20,7 @@ from tests.verifier.oracle import same_meaning
 from tests.verifier.programs import DEEP, OWN, TIED, blocks, program, several
 from tests.verifier.reorderings import REORDERINGS
 
-EACH = 60  # mutants of each kind
+EACH = 40  # mutants of each kind
 LONG = 500  # of each kind, in the long sweep
 
 # What these change is read by the runtime, not by the oracle; or it is a second copy of the truth.
