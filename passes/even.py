@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 from parcompiler.cost import collective
 from parcompiler.passes.divide import Load
@@ -24,41 +25,85 @@ from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import held, planned, trunk
+from parcompiler.schedules.planned import held, identity, planned, trunk
 from parcompiler.schedules.timing import Message, StageCost, step_time
+
+TINY = 1e-9  # sums of the same numbers in another order
+STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
+
+
+class Even(NamedTuple):
+    """Seconds of a step with even stages, infinite where they do not fit; and whether memory makes
+    them recompute."""
+
+    seconds: float
+    is_forced: bool
 
 
 def even_step(problem: Problem, plan: Plan) -> float:
     """Seconds of a step under the schedule of a plan with even stages; infinite where they do not
-    fit.
+    fit. It is remembered.
 
     What all ranks do for the vocabulary is added to the work of each; they may do it while stages
     wait for each other.
     """
-    trial = as_asked(problem, plan)
-    priced = problem.recomputing(problem.levels[0], trial.recompute or ())
-    task, again = task_of(problem, trial)
+    level = problem.levels[0]
+    return problem.once(
+        _key("even", problem, plan), lambda: _even(problem, plan, plan, level)
+    ).seconds
+
+
+def even_bound(problem: Problem, plan: Plan) -> float:
+    """Seconds that the same is not below, sooner: many micro-batches add to the first few what the
+    slowest rank takes for them, at least. Where memory forces layers to run twice, it may be the
+    bound of pieces of them."""
+    key = _key("even bound", problem, plan)
+    return problem.once(key, lambda: min(_bounds(problem, plan)))
+
+
+def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:
+    """The bounds of ever finer blocks, as long as these may be shorter."""
+    ranks, m = plan.mesh.pipeline, plan.microbatches
+    few = dataclasses.replace(plan, microbatches=min(m, STEADY * ranks + m % ranks))
+    for level in problem.levels:
+        found = _even(problem, plan, few, level)
+        yield found.seconds
+        if not found.is_forced:
+            return
+
+
+def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
+    """What an even step depends on."""
+    return what, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
+
+
+def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
+    """The even step of blocks at a granularity, timed with the micro-batches of another plan; those
+    besides take what the slowest rank takes."""
+    trial = as_asked(problem, few, level)
+    priced = problem.recomputing(level, trial.recompute or ())
+    task, again = task_of(problem, trial, level)
     slowest = least_slowest_rank(task, again)
     if slowest == math.inf:
-        return math.inf
+        return Even(math.inf, is_forced=True)
     pace = float(sum(task.worth))  # the ranks, where all are alike
     even = sum((*priced.forward, *priced.backward)) / pace
-    spread = vocabulary_cost(problem, plan)
+    more = max(0.0, slowest - even)
+    spread = vocabulary_cost(problem, few)
     busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
-    waits = _step(problem, plan, priced, pace) + (plan.microbatches - 1) * max(0.0, slowest - even)
-    return max(busy, waits)
+    waits = _step(problem, few, priced, pace) + (plan.microbatches - few.microbatches) * even
+    return Even(max(busy, waits + (plan.microbatches - 1) * more), more > even * TINY)
 
 
-def as_asked(problem: Problem, plan: Plan) -> Plan:
+def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
     """The plan with what is recomputed anyway, whatever memory forces."""
     wanted = problem.options.recompute
-    names = () if wanted == "auto" else chosen(problem, problem.levels[0], wanted)
+    names = () if wanted == "auto" else chosen(problem, level, wanted)
     return dataclasses.replace(plan, recompute=names)
 
 
-def task_of(problem: Problem, plan: Plan) -> tuple[Task, list[Load | None]]:
-    """The coarsest blocks as the stage pass divides them, and as they are when they run twice."""
-    level = problem.levels[0]
+def task_of(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load | None]]:
+    """The blocks as the stage pass divides them, and as they are when they run twice."""
     limits = [memory - reserved(problem, plan) for memory in problem.memories]
     if problem.options.recompute == "auto":
         return joint_task(problem, plan, level, limits)

@@ -26,8 +26,9 @@ def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float |
     Where the stages alone take `below` seconds or more, it is their seconds, without those of a
     vocabulary on all ranks.
     """
-    level, trial = problem.levels[0], as_asked(problem, plan)
-    task, again = task_of(problem, trial)
+    level = problem.levels[0]
+    trial = as_asked(problem, plan, level)
+    task, again = task_of(problem, trial, level)
     if task.stages > len(task.loads):
         return None
     for start in (even_runs, lean_runs):

@@ -84,7 +84,7 @@ class SchedulePass(Pass):
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
         """The plainest candidate whose step is about as short as any, and all that were weighed."""
-        weighing = Weighing(self, problem, tuple(_candidates(problem, plan)))
+        weighing = Weighing(self, problem, tuple(candidates_for(problem, plan)))
         order = weighing.order()
         for k in filter(weighing.is_worth_it, order):
             weighing.divide(k)
@@ -204,7 +204,7 @@ def _briefly(problem: Problem, plan: Plan) -> Problem:
     return dataclasses.replace(problem, explain=False)
 
 
-def _candidates(problem: Problem, plan: Plan) -> Iterator[Plan]:
+def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
     """What "auto" chooses from: all that have as many stages as were asked for."""
     ranks, wanted, counts = (
         plan.mesh.pipeline,

@@ -36,10 +36,14 @@ NOTHING = "it looks up no words of the batch and has no head with a cross-entrop
 
 @dataclass(frozen=True)
 class VocabularyPass(Pass):
-    """Decides `plan.vocabulary`, and where methods were weighed what `others` decide with it."""
+    """Decides `plan.vocabulary`, and where methods were weighed what `others` decide with it.
+
+    A step of `below` seconds is known: others are of no use.
+    """
 
     name: ClassVar[str] = "vocabulary"
     gain: float = 0.02
+    below: float = math.inf
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
@@ -60,8 +64,8 @@ class VocabularyPass(Pass):
         for choice in choices:
             trial = dataclasses.replace(known if choice.spread else plan, vocabulary=choice)
             try:
-                below = math.inf if best is None else (1 - self.gain) * best[0]
-                decided = self._decided(problem, trial, below)
+                saved = math.inf if best is None else (1 - self.gain) * best[0]
+                decided = self._decided(problem, trial, min(self.below, saved))
             except (InfeasibleError, InputError) as error:  # of the plainest, if all fail
                 refusal = refusal or error
                 weighed.append(Method(choice.method, None, None, None, str(error)))

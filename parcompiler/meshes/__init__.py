@@ -13,7 +13,10 @@
                          the same plan; where a model asks how many rows there are, perhaps
                          another: then all are weighed once more, with what is known now
 
-What is left out by a bound cannot be better, so the best is that of weighing all. Of equal steps
+What is left out by a bound cannot be better, so the best is that of weighing all; one of the bounds
+(`even`) takes for granted, as the schedule pass does, that no stages are better than even ones.
+Where a bound leaves it open, the passes divide what may be shorter than the best step, and all that
+they would weigh for the mesh alone only if something is. Of equal steps
 the plainest mesh is taken: that with least tensor, then least pipeline ranks, and the micro-batch
 that is given. Deep pipelines with few layers on each rank (`space`) are weighed where nothing else
 fits; else they are told by their bounds, or as not weighed where these leave it open.
@@ -23,22 +26,33 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from parcompiler.errors import InputError, ParcompilerError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds
+from parcompiler.meshes.even import as_one, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sharper import filled_seconds, least_seconds
 from parcompiler.meshes.sizes import GIVEN, Sizes, Wanted, wanted_rows
 from parcompiler.meshes.space import Candidate, global_microbatches, space
-from parcompiler.meshes.weigh import Check, given, named, planned
+from parcompiler.meshes.weigh import Check, given, may_be_below, named, planned
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import Observer
+from parcompiler.passes.schedule import TOO_LARGE
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
+
+# What no plan of a mesh is below, as the report says it behind these seconds.
+WORK = "its work alone takes that"
+FILL = "filling the pipeline takes that"
+EVEN = "even stages take that"
+EXCHANGE = "exchange of tensor ranks takes that"
+SCHEDULES = "no schedule takes less"
 
 __all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
 
@@ -162,21 +176,26 @@ class _Search:
 
         Each bound takes longer than the one before, and is found for what stands first by that.
         """
-        sharper = (self._filled, self._sharp) if self._by_default else ()
-        heap: list[tuple[float, int, int, Candidate]] = []
+        sharper = self._sharper
+        heap: list[tuple[float, int, int, str, Candidate]] = []
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
                 bound = self.bounds[candidate.rows].seconds(candidate)
-                heap.append((bound, candidate.place, 0, candidate))
+                heap.append((bound, candidate.place, 0, WORK, candidate))
         heapq.heapify(heap)
         while heap:
-            bound, place, known, candidate = heapq.heappop(heap)
+            bound, place, known, why, candidate = heapq.heappop(heap)
             if self.best is not None and (bound, place) > self.best.rank:
-                self._beaten(bound, candidate)
+                self._beaten(bound, candidate, why)
             elif known < len(sharper):
-                better = max(bound, sharper[known](candidate))
-                heapq.heappush(heap, (better, place, known + 1, candidate))
+                find, what = sharper[known]
+                better = find(candidate)
+                if better == math.inf:
+                    self._too_large(candidate)
+                    continue
+                bound, why = max((bound, why), (better, what), key=itemgetter(0))
+                heapq.heappush(heap, (bound, place, known + 1, why, candidate))
             else:
                 self._weigh(candidate)
 
@@ -184,6 +203,19 @@ class _Search:
     def _by_default(self) -> bool:
         """Whether it is known what the passes do and how long blocks take."""
         return tuple(self.passes) == DEFAULT and self.sizes.problem.bench is None
+
+    @property
+    def _evenly(self) -> bool:
+        """Whether it is known besides that no stages are better than even ones."""
+        return self._by_default and is_known(self.sizes.problem)
+
+    @property
+    def _sharper(self) -> Sequence[tuple[Callable[[Candidate], float], str]]:
+        """The bounds that take longer, one after the other, and what they say."""
+        filled, sharp = (self._filled, FILL), (self._sharp, EXCHANGE)
+        if self._evenly:
+            return filled, (self._even_as_one, EVEN), sharp, (self._even, EVEN)
+        return (filled, sharp) if self._by_default else ()
 
     def _filled(self, candidate: Candidate) -> float:
         """Seconds at least, with the time until the ranks of a pipeline can begin."""
@@ -194,6 +226,18 @@ class _Search:
         """Seconds at least, with what tensor ranks really do."""
         with self.observer(self._title("bound of", candidate)):
             return least_seconds(self._given(candidate))
+
+    def _even_as_one(self, candidate: Candidate) -> float:
+        """Seconds with even stages, when tensor ranks exchange nothing."""
+        if candidate.mesh.tensor == 1:
+            return 0.0  # that is the last bound
+        with self.observer(self._title("bound of", candidate)):
+            return even_seconds(as_one(self._given(candidate)))
+
+    def _even(self, candidate: Candidate) -> float:
+        """Seconds with even stages, and with what tensor ranks really do."""
+        with self.observer(self._title("bound of", candidate)):
+            return even_seconds(self._given(candidate))
 
     def _given(self, candidate: Candidate) -> Problem:
         """The problem of a candidate; it keeps what was found for a bound."""
@@ -209,11 +253,11 @@ class _Search:
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
-                bound = self.bounds[candidate.rows].seconds(candidate)
+                bound, why = self.bounds[candidate.rows].seconds(candidate), WORK
                 if self._by_default and bound <= self.best.seconds:
-                    bound = max(bound, self._filled(candidate))
+                    bound, why = max(bound, self._filled(candidate)), FILL
                 if bound > self.best.seconds:
-                    self._beaten(bound, candidate)
+                    self._beaten(bound, candidate, why)
                     continue
                 stages = candidate.mesh.pipeline
                 self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")
@@ -236,9 +280,15 @@ class _Search:
         self._note(candidate, memory=nbytes, reason=reason)
         return False
 
-    def _beaten(self, bound: float, candidate: Candidate) -> None:
-        """Note that no plan of a mesh is as fast as the best."""
-        self._note(candidate, seconds=bound, reason="no plan can be faster than that")
+    def _too_large(self, candidate: Candidate) -> None:
+        """Note that the blocks of a mesh fit on no ranks."""
+        self.full = True
+        self._note(candidate, reason=TOO_LARGE)
+
+    def _beaten(self, bound: float, candidate: Candidate, why: str) -> None:
+        """Note that no plan of a mesh is as fast as the best, and what takes so long."""
+        self.problems.pop(candidate.place, None)
+        self._note(candidate, seconds=bound, reason=why)
 
     def _weigh(self, candidate: Candidate) -> None:
         """Plan a mesh in full."""
@@ -246,6 +296,10 @@ class _Search:
         try:
             with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
+                if self.best is not None and self._evenly:
+                    if not may_be_below(problem, self.passes, self.best.seconds):
+                        self._beaten(self.best.seconds, candidate, SCHEDULES)
+                        return
                 plan, choice = planned(problem, self.passes, candidate.rows)
         except InputError as error:
             self.wrong = self.wrong or error

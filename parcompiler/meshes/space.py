@@ -47,15 +47,17 @@ def space(
     >>> found = list(space(Cluster(devices_per_node=4), {1: 6}, layers=3, blocks=3))
     >>> [(c.mesh.data, c.microbatches) for c in found if c.reason is None]
     [(2, 3), (2, 3), (1, 6), (1, 6)]
-    >>> found[0].reason, found[2].reason
-    ('4 data ranks cannot share 6 micro-batches equally', '4 stages need as many blocks (3)')
+    >>> found[0].reason
+    '4 data ranks need a multiple of so many micro-batches (6)'
+    >>> found[2].reason
+    '4 stages need as many blocks (3)'
     """
     pairs = itertools.product(cluster.meshes(), microbatches.items())
     for place, (mesh, (rows, count)) in enumerate(pairs):
         each, left = divmod(count, mesh.data)
         reason = None
         if left:
-            reason = f"{mesh.data} data ranks cannot share {count} micro-batches equally"
+            reason = f"{mesh.data} data ranks need a multiple of so many micro-batches ({count})"
         elif mesh.pipeline > blocks:
             reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"
         deep = mesh.pipeline > max(DEEP, layers // FEW)

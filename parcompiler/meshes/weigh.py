@@ -7,18 +7,24 @@ from collections.abc import Callable, Sequence
 
 from parcompiler.cost import seconds
 from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.errors import PlanError
 from parcompiler.instruction import COMPUTE
 from parcompiler.lower import lower
 from parcompiler.mesh import Mesh
+from parcompiler.meshes.bounds import ROUNDING
 from parcompiler.meshes.space import Candidate
 from parcompiler.options import Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import decide
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.vocabulary import VocabularyPass
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 
+SAVED = (1 - VocabularyPass.gain) * (1 - SchedulePass.gain)  # plainer plans may take more
 Check = Callable[[Mesh, Options], None]
 
 
@@ -35,6 +41,28 @@ def planned(
     own = local(problem, plan)
     lowered = lower(own.graph, plan, own.priced(plan.granularity).cut)
     return plan, _figures(Program(problem.graph, problem, plan, lowered), rows)
+
+
+def may_be_below(problem: Problem, passes: Sequence[Pass], seconds: float) -> bool:
+    """Whether the passes find something whose step may be as short as one that is known, or
+    shorter; of what is no shorter by their bounds they divide nothing. What they find for that they
+    find again without finding it anew.
+
+    Raises InputError for options that this mesh cannot have.
+    """
+    below = seconds / ROUNDING
+    hurried = [
+        dataclasses.replace(item, below=below)
+        if isinstance(item, SchedulePass | VocabularyPass)
+        else item
+        for item in passes
+    ]
+    try:
+        plan = decide(problem, hurried)
+        shortest = estimate(local(problem, plan), plan).step_time * SAVED
+    except PlanError:
+        return False
+    return shortest <= below
 
 
 def named(candidate: Candidate) -> MeshChoice:

@@ -38,7 +38,7 @@ ASYNCHRONOUS = "pipedream"  # updates after every backward
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", *V, ASYNCHRONOUS)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def build(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """The named schedule on `ranks` ranks for `microbatches` per step.
 

@@ -50,7 +50,7 @@ def identity(plan: Plan) -> Identity:
     return plan.schedule, plan.orders, *size, method
 
 
-@lru_cache(maxsize=64)  # a plan is asked for its schedule again and again
+@lru_cache(maxsize=256)  # a plan is asked for its schedule again and again
 def _planned(
     name: str | None,
     orders: tuple[str, ...] | None,
@@ -79,14 +79,14 @@ def _planned(
     return schedule
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The same as `held`."""
     schedule = _planned(*known)
     return tuple(map(schedule.held, range(schedule.ranks)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _left(*known: *Identity) -> int:
     """The same as `left`."""
     schedule = _planned(*known)

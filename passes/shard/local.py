@@ -15,7 +15,7 @@ from typing import Any
 
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.assign import assignment
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
 from parcompiler.vocabulary import spread
@@ -30,11 +30,17 @@ def local(problem: Problem, plan: Plan) -> Problem:
     if plan.vocabulary is not None and plan.vocabulary.spread:
         whole, choice = problem, plan.vocabulary
         key = choice.lookups, choice.head  # it is the same for all methods
-        problem = _known(whole, key, lambda: spread(whole.graph, choice, ranks))
+        problem = _known(whole, key, lambda: _spread(whole.graph, choice, ranks))
     if plan.sharding is not None:
         unsplit = problem
         problem = _known(unsplit, plan.sharding, lambda: _sharded(unsplit, plan, unsplit.graph))
     return problem
+
+
+def _spread(graph: Graph, choice: VocabularyChoice, ranks: int) -> Graph:
+    """The graph with its vocabulary on all ranks: the same for every mesh with so many."""
+    key = "spread", choice.lookups, choice.head, ranks
+    return graph.once(key, lambda: spread(graph, choice, ranks))
 
 
 def _known(problem: Problem, key: Hashable, graph: Callable[[], Graph]) -> Problem:

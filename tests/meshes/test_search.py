@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import parcompiler as pc
+from parcompiler.meshes import EVEN, EXCHANGE, FILL, SCHEDULES, WORK
 from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.sharper import filled_seconds, least_seconds
 from parcompiler.meshes.space import Candidate
@@ -23,7 +24,7 @@ from parcompiler.plan import MeshChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules import build
 
-BEATEN = "no plan can be faster than that"
+BEATEN = {WORK, FILL, EVEN, EXCHANGE, SCHEDULES}
 SMALL = gpt.Config(layers=4, heads=2, hidden=16, vocabulary=64, sequence=8, tied=False)
 LARGE = dataclasses.replace(SMALL, hidden=512, heads=8, vocabulary=8192, sequence=128)
 
@@ -189,7 +190,7 @@ def test_the_report_says_which_meshes_were_considered() -> None:
     text = report.to_text(140)
     assert "Meshes considered" in text
     assert "parameters, gradients and optimizer states alone are" in text
-    assert "more idle" in text
+    assert any(why in text for why in BEATEN)
     assert pc.Report.from_json(report.to_json()) == report
     assert report.meshes[0].data == program.problem.mesh.data
 
@@ -219,8 +220,8 @@ def test_a_batch_that_few_ranks_can_share_says_so() -> None:
     assert found.plan.mesh.data == 1
     assert found.plan.meshes is not None
     reasons = [item.reason for item in found.plan.meshes if item.data == 4]
-    assert reasons == ["4 data ranks cannot share 3 micro-batches equally"]
-    with pytest.raises(pc.InputError, match="no mesh of the cluster can be: 16 data ranks cannot"):
+    assert reasons == ["4 data ranks need a multiple of so many micro-batches (3)"]
+    with pytest.raises(pc.InputError, match="no mesh of the cluster can be: 16 data ranks need"):
         pc.compile(model, pc.Cluster(16, 1, "h100"), microbatches=3, schedule="1f1b")
 
 
@@ -232,7 +233,7 @@ def test_a_deep_pipeline_is_weighed_where_nothing_else_can_be() -> None:
 
 @pytest.mark.parametrize(
     ("microbatches", "reason"),
-    [(16, "not weighed: few layers on each of 32 ranks"), (32, BEATEN)],
+    [(16, "not weighed: few layers on each of 32 ranks"), (32, FILL)],
 )
 def test_where_others_fit_a_deep_pipeline_is_told_by_its_bound(
     microbatches: int, reason: str
@@ -274,4 +275,4 @@ def test_a_model_without_a_vocabulary_is_searched_too() -> None:
         model, pc.Cluster(1, 2, "cpu"), (torch.zeros(2, 8),), loss=torch.sum, schedule="1f1b"
     )
     assert found.problem.mesh.size == 2
-    assert {item.reason for item in found.plan.meshes or ()} <= {None, BEATEN}
+    assert {item.reason for item in found.plan.meshes or ()} <= {None, *BEATEN}

@@ -1,0 +1,67 @@
+"""Bounds that know the schedules: even stages are soon bounded, what fits nowhere is told."""
+
+import dataclasses
+import math
+
+import pytest
+
+import parcompiler as pc
+from parcompiler.meshes.even import as_one, even_seconds
+from parcompiler.meshes.weigh import may_be_below, planned
+from parcompiler.options import Options
+from parcompiler.passes import DEFAULT
+from parcompiler.passes.decide import start
+from parcompiler.passes.even import even_bound, even_step
+from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.problem import Problem
+from parcompiler.schedules import stages_per_rank
+from tests.meshes.test_search import LARGE, captured, fits
+
+DEEP = dataclasses.replace(LARGE, layers=9)
+
+
+def given(
+    microbatches: int, ranks: int = 2, tensor: int = 1, memory: int = 80 * 10**9, **options: str
+) -> Problem:
+    """A GPT on a mesh with so much memory a device."""
+    mesh = pc.Mesh(ranks, tensor, device=fits(memory))
+    graph = captured(DEEP).problem.graph
+    return Problem(graph, mesh, Options(microbatches, **options), explain=False)  # type: ignore[arg-type]  # words
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("memory", [80 * 10**9, 400 * 2**20])
+def test_a_few_micro_batches_bound_the_even_step_of_many(name: str, memory: int) -> None:
+    for ranks, microbatches in ((2, 3), (2, 15), (3, 20), (4, 33)):
+        problem = given(microbatches, ranks, memory=memory)
+        plan = dataclasses.replace(
+            start(problem), schedule=name, virtual_stages=stages_per_rank(name, 1)
+        )
+        whole, bound = even_step(problem, plan), even_bound(problem, plan)
+        assert bound <= whole * (1 + 1e-9)
+        assert bound == math.inf or bound >= 0.8 * whole  # v-min waits in every round
+
+
+def test_tensor_ranks_are_no_faster_than_one_device_that_is_as_fast_as_all() -> None:
+    for tensor in (2, 4):
+        problem = given(8, 2, tensor, schedule="1f1b")
+        together = as_one(problem)
+        assert together.device.memory == tensor * problem.device.memory
+        assert 0 < even_seconds(together) < even_seconds(problem)
+
+
+def test_what_fits_nowhere_is_infinite_and_cannot_be_planned() -> None:
+    problem = given(4, 2, memory=150 * 2**20)
+    assert even_seconds(problem) == math.inf
+    with pytest.raises(pc.InfeasibleError):
+        planned(problem, DEFAULT)
+
+
+@pytest.mark.parametrize("vocabulary", ["auto", "whole"])
+def test_passes_are_asked_only_where_a_step_may_be_shorter(vocabulary: str) -> None:
+    problem = given(8, 2, schedule="auto", vocabulary=vocabulary)
+    _, choice = planned(problem, DEFAULT)
+    assert choice.seconds is not None
+    assert even_seconds(problem) <= choice.seconds
+    assert may_be_below(problem, DEFAULT, choice.seconds)
+    assert not may_be_below(problem, DEFAULT, 0.9 * even_seconds(problem))
