@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parcompiler.report.report import Report
 
 SHOWN = 10
+DEEP = "not weighed: few layers on each of many ranks"
 Belongs = Callable[[data.MeshChoice], object]  # to a group of those that are left out
 
 
@@ -104,9 +105,10 @@ def _others(rest: Sequence[data.MeshChoice]) -> Iterator[tuple[str, int]]:
     groups: tuple[tuple[str, Belongs], ...] = (
         ("slower", lambda item: item.reason is None),
         ("no plan can be as fast", lambda item: item.reason and item.seconds),
-        ("too little memory", lambda item: item.reason and item.memory),
+        ("too little memory", lambda item: item.memory or "memory" in str(item.reason)),
         *((why, _says(why)) for why in _kept(rest)),
-        ("nothing fits, or the batch or the blocks cannot be shared", lambda item: True),
+        (DEEP, lambda item: str(item.reason).startswith("not weighed")),
+        ("the batch or the blocks cannot be shared", lambda item: item.reason),
     )
     left = list(rest)
     for why, belongs in groups:
