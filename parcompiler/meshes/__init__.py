@@ -51,7 +51,7 @@ from parcompiler.problem import Problem
 WORK = "its work alone takes that"
 FILL = "filling the pipeline takes that"
 EVEN = "even stages take that"
-EXCHANGE = "exchange of tensor ranks takes that"
+EXCHANGE = "tensor exchange takes that"
 SCHEDULES = "no schedule takes less"
 
 __all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
@@ -273,7 +273,7 @@ class _Search:
         if nbytes <= memory:
             return True
         self.full = True
-        alone = "parameters, gradients and optimizer states"
+        alone = "parameters and their states"
         if nbytes > bounds.states_of(candidate):
             alone = f"micro-batches of {candidate.rows} rows in one block"
         reason = f"{alone} alone are {nbytes / memory:.1f} times the memory"

@@ -189,7 +189,7 @@ def test_the_report_says_which_meshes_were_considered() -> None:
     report = program.report()
     text = report.to_text(140)
     assert "Meshes considered" in text
-    assert "parameters, gradients and optimizer states alone are" in text
+    assert "parameters and their states alone are" in text
     assert any(why in text for why in BEATEN)
     assert pc.Report.from_json(report.to_json()) == report
     assert report.meshes[0].data == program.problem.mesh.data
