@@ -23,6 +23,8 @@ from parcompiler.cost.collective import slowest
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
+from parcompiler.naming.arguments import argument_names
+from parcompiler.naming.lifetimes import overwritten
 from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 from parcompiler.times import Bench, measured, modelled, modelled_on
@@ -133,7 +135,7 @@ class Priced:
         """Bytes that each block takes besides those saved while it computes: in the forward or in
         the backward, which for a recomputed block begins with its forward."""
         return tuple(
-            max(cost.forward_peak + cost.gradient_bytes, cost.backward_peak)
+            max(cost.bare_peak, cost.again_peak + cost.gradient_bytes, cost.backward_peak)
             if block.name in self.recomputed
             else max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
             - cost.saved
@@ -232,10 +234,10 @@ class Problem:
         if level not in self._priced:
             sent = self._cheaper_sent(cut(self.graph, level))
             parts = cut(self.graph, level, sent)
-            by_template: dict[str, BlockCost] = {}
+            instances: dict[str, list[Block]] = {}
             for block in parts.blocks:
-                if block.template not in by_template:
-                    by_template[block.template] = self._trace(block)
+                instances.setdefault(block.template, []).append(block)
+            by_template = {name: self._trace(blocks) for name, blocks in instances.items()}
             costs = (by_template[block.template] for block in parts.blocks)
             times = self._times(level, parts, by_template)
             self._priced[level] = Priced.timed(parts, costs, sent, times)
@@ -333,35 +335,40 @@ class Problem:
             found[name] = known
         return found
 
-    def _trace(self, block: Block) -> BlockCost:
-        """The cost of one block."""
+    def arguments(self, instances: Sequence[Block]) -> dict[fx.Node, str]:
+        """What the blocks of a template call their inputs; those of the first."""
+        return argument_names(self.graph, [block.inputs for block in instances], {})
+
+    def _trace(self, instances: Sequence[Block]) -> BlockCost:
+        """The cost of each block of a template."""
         split = self.mesh.pipeline > 1  # some schedule may divide its backward
-        return self._cost(block.nodes, block.inputs, block.outputs, split=split)
+        block = instances[0]
+        return self._cost(block.nodes, self.arguments(instances), block.outputs, split=split)
 
     def _cost(
         self,
         nodes: tuple[fx.Node, ...],
-        inputs: tuple[fx.Node, ...],
+        arguments: Mapping[fx.Node, str],
         outputs: tuple[fx.Node, ...],
         *,
         split: bool = False,
     ) -> BlockCost:
-        """The cost of some nodes: the same on every mesh."""
-        key = "cost", nodes, inputs, outputs, split
-        return self.graph.once(key, lambda: self._traced(nodes, inputs, outputs, split))
+        """The cost of some nodes that read others under these names: the same on every mesh."""
+        key = "cost", nodes, tuple(arguments.items()), outputs, split
+        return self.graph.once(key, lambda: self._traced(nodes, arguments, outputs, split))
 
     def _traced(
         self,
         nodes: tuple[fx.Node, ...],
-        inputs: tuple[fx.Node, ...],
+        arguments: Mapping[fx.Node, str],
         outputs: tuple[fx.Node, ...],
         split: bool,
     ) -> BlockCost:
         """The same, found by running them."""
         trainable = {item.node for item in self.graph.parameters if item.trainable}
         others = {item.node for item in self.graph.parameters} - trainable
-        given = nodes, inputs, outputs, trainable, others, self.graph.differentiable
-        return trace_block(*given, split=split)
+        given = nodes, tuple(arguments), outputs, trainable, others, self.graph.differentiable
+        return trace_block(*given, split=split, gone=overwritten(nodes, arguments, outputs))
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:
         """Prologue values that take longer to recompute than to receive; on some device."""
@@ -373,7 +380,7 @@ class Problem:
                 members = cone(node, effects)
                 nodes = tuple(n for n in parts.prologue if n in members)
                 outside = {o: None for n in nodes for o in n.all_input_nodes if o not in members}
-                inputs = tuple(o for o in outside if o.name in self.graph.input_nodes)
+                inputs = {o: o.name for o in outside if o.name in self.graph.input_nodes}
                 cost = self._cost(nodes, inputs, (node,))
                 if any(seconds(cost.forward, one) > self.carried(node) for one in devices):
                     found.append(node)

@@ -56,7 +56,9 @@ class Footprint:
         """More than `saved` during the forward."""
         alive, before = [0], 0
         for k, b in enumerate(self.blocks):
-            alive.append(before + self._passing(k) + self.priced.costs[b].forward_peak)
+            cost = self.priced.costs[b]
+            peak = cost.bare_peak if self._again(k) else cost.forward_peak
+            alive.append(before + self._passing(k) + peak)
             before += self._saved[k]
         return max(0, max(alive) - self.saved)
 
@@ -124,15 +126,21 @@ class Footprint:
             before -= self._saved[k]
             cost, peak = self._costs[k], peaks[k]
             if self._again(k):
-                peak = max(peak, cost.forward_peak + cost.gradient_bytes)
+                peak = max(peak, cost.again_peak + cost.gradient_bytes)
             alive.append(before + behind + peak + self._waiting[k])
             behind += left[k]
         return max(0, max(alive) - self.saved)
 
     @cached_property
     def _waiting(self) -> list[int]:
-        """Bytes of gradients that are there while a block goes back, but for messages."""
-        return [self._summed(k) - self._received(k) for k in range(len(self.blocks))]
+        """Bytes of gradients that are there while a block goes back, but for messages; the runtime
+        holds those of a stage's results to the end of its backward."""
+        found = []
+        for k, cost in enumerate(self._costs):
+            last = sum(nbytes_of(node) for node in self._results(k))
+            sent = sum(nbytes_of(node) for node in self._results(k) if self._is_sent(node))
+            found.append(self._summed(k) - sent + min(last, cost.held_peak - cost.backward_peak))
+        return found
 
     @cached_property
     def _costs(self) -> list[BlockCost]:
@@ -238,13 +246,11 @@ class Footprint:
         values = sum(size for maker, reader, size in self._long if maker < k < reader)
         return values + sum(size for first, last, size in self._tied if first <= k < last)
 
-    def _received(self, k: int) -> int:
-        """Bytes of the gradients of a block's outputs that are messages."""
-        return sum(
-            nbytes_of(node)
-            for node in self._parts[k].outputs
-            if self._uses[node][1] < 0 and self._has_gradient(node) and self._is_sent(node)
-        )
+    def _results(self, k: int) -> Iterator[fx.Node]:
+        """The outputs of a block that no block here reads, and that have gradients."""
+        for node in self._parts[k].outputs:
+            if self._uses[node][1] < 0 and self._has_gradient(node):
+                yield node
 
     def _has_gradient(self, node: fx.Node) -> bool:
         """Whether the backward makes a gradient of a value that blocks make."""

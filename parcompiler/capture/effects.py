@@ -66,6 +66,20 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
             yield from _nodes(arguments.get(name))
 
 
+def is_statement(node: fx.Node) -> bool:
+    """Is the node there for its effect alone, such as an in-place update that nobody reads?
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> is_statement(graph.call_function(torch.ops.aten.add_.Tensor, (x, 1)))
+    True
+    """
+    if node.users or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return bool(schema.is_mutable) or not schema.returns
+
+
 @lru_cache(maxsize=1024)
 def _may_write(target: torch._ops.OpOverload) -> bool:
     """Whether there are nodes of an operator that update one of their operands."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -10,13 +9,14 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.effects import Effects
-from parcompiler.capture.templates import EMITTED, relative_name
+from parcompiler.capture.templates import relative_name
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.codegen.tensors import constructor, names_table
 from parcompiler.graph import Block, Graph
-from parcompiler.lower.source import Frame, frames, spoken_name
+from parcompiler.naming.arguments import argument_names
+from parcompiler.naming.source import Frame, frames
 from parcompiler.report.names import ranges
 
 
@@ -33,7 +33,7 @@ def block_class(
     The weight gradients of its linear layers can be left for later where the backward is `split`.
     """
     block = instances[0]
-    arguments = _argument_names(graph, instances, variables)
+    arguments = argument_names(graph, [item.inputs for item in instances], variables)
     tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
     nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
     operands = {nodes[name]: text for name, text in tensors.items()} | arguments
@@ -55,31 +55,6 @@ def block_class(
         wrap(f"return {results}" if results else "return ()", 8),
     ]
     return "\n".join(parts)
-
-
-def _argument_names(
-    graph: Graph, instances: Sequence[Block], variables: Mapping[fx.Node, str]
-) -> dict[fx.Node, str]:
-    """Names of the arguments: what the source mostly calls the values that are given."""
-    names: dict[fx.Node, str] = {}
-    taken: set[str] = set(EMITTED)
-    for node, *others in zip(*(block.inputs for block in instances), strict=True):
-        counts = Counter(_argument_name(graph, item, variables) for item in (node, *others))
-        wish = counts.most_common(1)[0][0]
-        candidate, count = wish, 1
-        while candidate in taken:
-            count += 1
-            candidate = f"{wish}_{count}"
-        taken.add(candidate)
-        names[node] = candidate
-    return names
-
-
-def _argument_name(graph: Graph, node: fx.Node, variables: Mapping[fx.Node, str]) -> str:
-    """The name of one value. That of a layer's result names the layer: no name for an argument."""
-    if node.op == "placeholder":
-        return variables[node]
-    return spoken_name(node) or ("x" if node.name in graph.differentiable else variables[node])
 
 
 def _title(instances: Sequence[Block]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import Loop, sources
 from parcompiler.lower.lowered import Call, Stage
-from parcompiler.lower.source import spoken_name
+from parcompiler.naming.source import spoken_name
 
 ALWAYS = 1 << 30  # later than any call of a round
 INDENT = 8

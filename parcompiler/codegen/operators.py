@@ -73,21 +73,6 @@ def expression(node: fx.Node, operand: Operand, *, deferring: bool = False) -> s
     return text or _in_full(call)
 
 
-def is_statement(node: fx.Node) -> bool:
-    """Is the node there for its effect alone, such as an in-place update that nobody reads?
-
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> update = graph.call_function(torch.ops.aten.add_.Tensor, (x, 1))
-    >>> is_statement(update), expression(update, str)
-    (True, 'x.add_(1)')
-    """
-    if node.users or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    return bool(schema.is_mutable) or not schema.returns
-
-
 def _of_runtime(node: fx.Node, operand: Operand) -> str:
     """A function of the runtime; an operator among its arguments goes by its full name."""
     texts = [_full_name(item) if isinstance(item, torch._ops.OpOverload) else literal(item, operand)

@@ -31,6 +31,7 @@ class Alive:
     def __init__(self, outside: Iterable[torch.UntypedStorage] = ()) -> None:
         self.now = self.most = 0
         self.kept = self.fullest = 0  # what is gone but would stay, and the most with it
+        self.given = self.held = 0  # of what a caller holds, what is gone here; the most with it
         self._outside = {id(storage): storage for storage in outside}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -42,14 +43,28 @@ class Alive:
             if key not in self._known and key not in self._outside:
                 self._add(key, storage)
 
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is among those that are counted."""
+        return id(storage) in self._known
+
     def keep(self, nbytes: int) -> None:
         """Something is let go that stays the first time: a gradient that is added to none."""
         self.kept += nbytes
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """A caller may hold a tensor that was noted for longer than it is needed here."""
+        storage = storage_of(tensor)
+        nbytes = storage.nbytes()
+
+        def ended() -> None:
+            self.given += nbytes
+
+        weakref.finalize(storage, ended).atexit = False
+
     def restart(self) -> None:
         """Forget what there was at most."""
-        self.most = self.fullest = self.now
-        self.kept = 0
+        self.most = self.fullest = self.held = self.now
+        self.kept = self.given = 0
 
     def _add(self, key: int, storage: torch.UntypedStorage) -> None:
         """Count a storage until it ends."""
@@ -63,3 +78,4 @@ class Alive:
         self.now += nbytes
         self.most = max(self.most, self.now)
         self.fullest = max(self.fullest, self.now + self.kept)
+        self.held = max(self.held, self.now + self.given)

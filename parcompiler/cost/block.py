@@ -19,6 +19,7 @@ from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.cost.alive import Alive
 from parcompiler.cost.boundary import Boundary, boundary
 from parcompiler.cost.execution import differentiate, doubled, execute
+from parcompiler.cost.held import Gone, Held
 from parcompiler.cost.operation import Operation, describe
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.saved import Saved
@@ -50,7 +51,10 @@ class BlockCost:
     it. Of a backward in two parts, `input_peak` is that of the first; `left` are the bytes that
     its linear layers leave to the second, besides the inputs at the positions `left_inputs`, and
     it has a gradient of `weight_peak` bytes at a time.
-    `gradient_bytes` is the size of the outputs that receive gradients. In the first backward of a
+    `gradient_bytes` is the size of the outputs that receive gradients; `held_peak` is the
+    `backward_peak` where somebody holds these to the end. Of a block that is
+    recomputed, `bare_peak` is that of its forward, which keeps nothing, and `again_peak` that of
+    its second run, which ends when all is there that the backward needs. In the first backward of a
     step gradients of parameters stay: with them the peaks are `first_peak`, `first_input_peak` and
     `first_weight_peak`, which is that of the second part, where those of weights of `weight_left`
     bytes come.
@@ -79,6 +83,9 @@ class BlockCost:
     first_input_peak: int = 0
     first_weight_peak: int = 0
     weight_left: int = 0
+    bare_peak: int = 0
+    again_peak: int = 0
+    held_peak: int = 0
 
 
 def trace_block(
@@ -90,24 +97,28 @@ def trace_block(
     differentiable: Collection[str],
     *,
     split: bool = False,
+    gone: Gone | None = None,
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
     `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside.
     `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
     `differentiable` the names of the nodes that carry gradients. With `split` it is asked as well
-    what a backward in two parts holds. Raises InputError when the block reads a node that is none
-    of these.
+    what a backward in two parts holds. `gone` says with which node the values of others are let go,
+    if nothing keeps them (see `naming.lifetimes`); the rest live to the end. Raises InputError when
+    the block reads a node that is none of these.
     """
     given = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
         outside = boundary(*given)
         recorder = Recorder(Alive(_storages(outside.values)))
-        results, kept, estimated = _forward(nodes, outputs, outside, recorder)
-        forward, forward_peak = recorder.take(), recorder.alive.most
+        held = Held(recorder.alive, gone or {})
+        results, saved, estimated = _forward(nodes, outputs, outside, recorder, held)
+        forward, forward_peak, kept = recorder.take(), recorder.alive.most, saved.storages()
         roots = roots_of(results, differentiable)
         cost = _known(nodes, inputs, outputs, parameters, differentiable, outside, results, kept)
-        gradients, seed = sum(root.numel() * root.itemsize for root in roots), seeding(roots)
+        gradients = sum(root.numel() * root.itemsize for root in roots)
+        seed = seeding(roots, recorder.alive.hold)
         del results, kept, roots  # the backward frees what it has used
         if not _backward(seed, outside, recorder):
             estimated.append("backward")
@@ -129,6 +140,9 @@ def trace_block(
         first_input_peak=parts.first,
         first_weight_peak=parts.second,
         weight_left=parts.weights,
+        bare_peak=held.most,
+        again_peak=saved.most,
+        held_peak=recorder.alive.held if seed is not None else 0,
     )
 
 
@@ -164,18 +178,22 @@ def _known(
 
 
 def _forward(
-    nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], outside: Boundary, recorder: Recorder
-) -> tuple[dict[fx.Node, Any], Storages, list[str]]:
-    """Run the nodes: the outputs, the storages kept for their backward, what was estimated.
+    nodes: Sequence[fx.Node],
+    outputs: Iterable[fx.Node],
+    outside: Boundary,
+    recorder: Recorder,
+    held: Held,
+) -> tuple[dict[fx.Node, Any], Saved, list[str]]:
+    """Run the nodes: the outputs, what is kept for their backward, what was estimated.
 
     Only the outputs survive, so that what just led to dropped values is not kept.
     """
     values = outside.values
-    with Saved() as saved, recorder:
-        estimated = execute(nodes, values, recorder)
+    with Saved(recorder.alive) as saved, recorder:
+        estimated = execute(nodes, values, recorder, held)
     results = {node: values[node] for node in outputs}
     del values
-    return results, saved.storages(), estimated
+    return results, saved, estimated
 
 
 def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from parcompiler.cost.exchange import exchanged, note
+from parcompiler.cost.held import Held
 from parcompiler.cost.operation import Operation, describe, label
 from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.stand_in import CPU, is_differentiable, stand_in, tensors
@@ -21,17 +22,24 @@ from parcompiler.graph import dtype_of
 Environment = dict[fx.Node, Any]
 
 
-def execute(nodes: Iterable[fx.Node], values: Environment, recorder: Recorder) -> list[str]:
+def execute(
+    nodes: Iterable[fx.Node],
+    values: Environment,
+    recorder: Recorder,
+    held: Held | None = None,
+) -> list[str]:
     """Run `nodes` in order; their results are added to `values`.
 
-    Returns the operators that could not run without data: their cost is estimated from the shapes
-    that were recorded.
+    `held` lets values go again. Returns the operators that could not run without data: their cost
+    is estimated from the shapes that were recorded.
     """
     estimated = []
     for contexts, run in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
         with entered(contexts):
             for node in run:
                 target, (args, kwargs) = _target(node), _arguments(node, values)
+                if held is not None:
+                    held.before()
                 noted, grad_mode = len(recorder.operations), torch.is_grad_enabled()
                 try:
                     values[node] = _run(node, target, args, kwargs, recorder)
@@ -40,6 +48,8 @@ def execute(nodes: Iterable[fx.Node], values: Environment, recorder: Recorder) -
                     torch.set_grad_enabled(grad_mode)
                     values[node] = _estimate(node, args, kwargs, recorder)
                     estimated.append(label(node.target))
+                if held is not None:
+                    held.after(node, values)
     return estimated
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from parcompiler.cost.alive import Alive
 from parcompiler.cost.stand_in import storage_of
 
 
@@ -28,7 +29,9 @@ class Saved:
     only the block's outputs are still alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Alive | None = None) -> None:
+        self.most = 0  # bytes alive until the last tensor was saved
+        self._alive = alive
         self._kept: list[weakref.ref[_Kept]] = []
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
 
@@ -50,6 +53,8 @@ class Saved:
         return {storage_of(kept.tensor) for kept in alive if kept is not None}
 
     def _pack(self, tensor: torch.Tensor) -> _Kept:
+        if self._alive is not None:
+            self.most = self._alive.most
         kept = _Kept(tensor.detach())  # an output would keep its own node, and so itself, alive
         self._kept.append(weakref.ref(kept))
         return kept

@@ -21,11 +21,16 @@ def roots_of(results: Mapping[fx.Node, Any], differentiable: Collection[str]) ->
     return [tensor for value in found for tensor in tensors(value) if tensor.requires_grad]
 
 
-def seeding(roots: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A number whose backward gives the roots their gradients; None when there are no roots."""
+def seeding(
+    roots: Sequence[torch.Tensor], held: Callable[[torch.Tensor], None] | None = None
+) -> torch.Tensor | None:
+    """A number whose backward gives the roots their gradients; None when there are no roots.
+
+    `held` is told each of these gradients.
+    """
     if not roots:
         return None
-    seed: torch.Tensor = _Seed.apply(*roots)  # type: ignore[no-untyped-call]
+    seed: torch.Tensor = _Seed.apply(held, *roots)  # type: ignore[no-untyped-call]
     return seed
 
 
@@ -52,11 +57,16 @@ class _Seed(torch.autograd.Function):
     """Nothing is computed from the roots, and their gradients are made in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, *roots: torch.Tensor) -> torch.Tensor:
-        ctx.likes = [stand_in(root) for root in roots]
+    def forward(
+        ctx: Any, held: Callable[[torch.Tensor], None] | None, *roots: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.held, ctx.likes = held, [stand_in(root) for root in roots]
         seed: torch.Tensor = stand_in(torch.empty((), device="meta"))
         return seed
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(torch.empty_like, ctx.likes))
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = tuple(map(torch.empty_like, ctx.likes))
+        for gradient in gradients if ctx.held else ():
+            ctx.held(gradient)
+        return None, *gradients

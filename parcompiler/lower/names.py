@@ -15,7 +15,7 @@ from torch import fx
 from parcompiler.capture.blocks import Cut, steps
 from parcompiler.capture.templates import EMITTED, identifier
 from parcompiler.graph import Graph
-from parcompiler.lower.source import spoken_name
+from parcompiler.naming.source import spoken_name
 
 
 def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:

@@ -20,7 +20,9 @@ import torch
 from torch import fx
 
 from parcompiler.cost import BlockCost, trace_block
+from parcompiler.cost.held import Gone
 from parcompiler.graph import Graph
+from parcompiler.naming.lifetimes import overwritten
 from parcompiler.problem import Priced, Problem
 from parcompiler.symbolic import questions
 from parcompiler.symbolic.fit import Least, Number, Polynomials, Space, constants, fit
@@ -29,7 +31,7 @@ from parcompiler.symbolic.probes import probes
 from parcompiler.symbolic.quantities import caps, kind, numbers, without
 from parcompiler.symbolic.questions import Again
 from parcompiler.symbolic.reading import Unfit
-from parcompiler.symbolic.resize import Resizer, Run
+from parcompiler.symbolic.resize import Resized, Resizer, Run
 from parcompiler.symbolic.sizes import Size, Sizes, now, sizes_of
 
 
@@ -265,9 +267,22 @@ class _Search:
                 others,
                 graph.differentiable,
                 split=split,
+                gone=self._gone(name, own),
             )
             for name, own in run.blocks.items()
         }
+
+    def _gone(self, name: str, own: Resized) -> Gone:
+        """Which values a block at other sizes lets go: those that its template does."""
+        blocks = [block for block in self.priced.cut.blocks if block.template == name]
+        nodes, outputs = blocks[0].nodes, blocks[0].outputs
+        copies = dict(zip(nodes, own.nodes, strict=True))
+
+        def find() -> Gone:
+            return overwritten(nodes, self.problem.arguments(blocks), outputs)
+
+        found = self.problem.graph.once(("gone", nodes, outputs), find)
+        return {copies[node]: [copies[item] for item in items] for node, items in found.items()}
 
     def _compare(self, costs: dict[str, BlockCost], *, one: bool) -> None:
         """Refuse templates that run other operators at other sizes."""

@@ -47,7 +47,7 @@ def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
         else:
             continue
         copies[item].name = item.name
-    # What the source's lines go on with, see lower/source.py.
+    # What the source's lines go on with, see naming/source.py.
     copies[node].meta = {**copies[node].meta, "readers": tuple(node.users)}
     made.output(copies[node])
     return made

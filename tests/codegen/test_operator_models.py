@@ -19,7 +19,8 @@ from torch.export.graph_signature import InputKind
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from parcompiler.codegen.operators import expression, is_statement
+from parcompiler.capture.effects import is_statement
+from parcompiler.codegen.operators import expression
 
 Environment = dict[fx.Node, Any]
 Step = Callable[[fx.Node, Environment], Any]

@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from parcompiler.capture.effects import is_statement
 from parcompiler.codegen.literals import literal
-from parcompiler.codegen.operators import SPECIALS, expression, is_statement
+from parcompiler.codegen.operators import SPECIALS, expression
 from parcompiler.codegen.spellings import SPELLINGS, SWITCHES, Spelling
 from parcompiler.errors import InputError
 from tests.codegen.operator_cases import CASES

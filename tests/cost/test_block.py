@@ -273,3 +273,40 @@ def test_gradients_that_stay_are_in_the_peaks_of_a_first_backward(layers: int) -
     assert cost.left_inputs == (0,)
     left = [cost.left - 2 * k * value for k in range(layers)]
     assert cost.first_weight_peak == max(size + (k + 1) * weight for k, size in enumerate(left))
+
+
+class Doubled(nn.Module):
+    """Sines keep what they read, sums nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().sin()
+        y = y + y
+        y = y + y
+        return y + y
+
+
+def test_a_block_that_keeps_nothing_holds_what_its_variables_hold() -> None:
+    x = 4 * 8 * 4
+    layer = capture(Doubled(), torch.randn(4, 8, requires_grad=True))
+    first, second, *sums = layer.nodes
+    ends = {sums[0]: [second], sums[1]: [sums[0]]}
+    cost, freed = layer.cost(), layer.cost(gone=ends)
+    assert (cost.saved, cost.saved_inputs) == (freed.saved, freed.saved_inputs) == (x, x)
+    assert (cost.bare_peak, freed.bare_peak) == (5 * x, 3 * x)
+    assert (cost.forward_peak, freed.forward_peak) == (5 * x, 3 * x)
+    freed = layer.cost(gone=ends | {second: [first]})
+    assert (freed.bare_peak, freed.forward_peak) == (2 * x, 3 * x)  # which the backward needs
+
+
+def test_a_second_run_ends_with_the_last_that_the_backward_needs() -> None:
+    x = 4 * 8 * 4
+    cost = capture(Doubled(), torch.randn(4, 8, requires_grad=True)).cost()
+    assert cost.again_peak == x  # before the second sine
+    assert cost.backward_peak > cost.again_peak + cost.gradient_bytes
+
+
+def test_the_gradients_of_outputs_may_be_held_to_the_end_of_the_backward() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    short, long = capture(nn.ReLU(), x).cost(), capture(Doubled(), x).cost()
+    assert short.held_peak == short.backward_peak  # fullest while its gradient is needed
+    assert long.held_peak == long.backward_peak + x.nbytes

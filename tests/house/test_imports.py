@@ -21,7 +21,7 @@ PICTURE = """\
 5  lower verifier simulator codegen report changes prices ranks symbolic
 4  passes
 3  problem options progress calibrate times garbage
-2  capture cost spmd vocabulary schedules solver
+2  capture cost naming spmd vocabulary schedules solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces
 """

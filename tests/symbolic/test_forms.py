@@ -31,6 +31,9 @@ OMITTED: Any = dict.fromkeys(
         "first_input_peak",
         "first_weight_peak",
         "weight_left",
+        "bare_peak",
+        "again_peak",
+        "held_peak",
     ),
     0,
 )

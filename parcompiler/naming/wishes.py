@@ -13,7 +13,7 @@ from torch import fx
 
 from parcompiler.capture.effects import overload_name
 from parcompiler.capture.templates import identifier
-from parcompiler.lower.source import FORMS, assigned_name, chained_name, module_name
+from parcompiler.naming.source import FORMS, assigned_name, chained_name, module_name
 from parcompiler.spmd.exchange import is_conversion
 
 # Operators whose names mean something else to Python, or little to a reader.

@@ -1,0 +1,1 @@
+"""What the values of a forward are called: the names that emitted code assigns, and until when."""

@@ -1,0 +1,134 @@
+"""The local variables of an emitted forward: which names its lines assign, one node after another.
+
+A name is free again once the value that has it is not needed any more. Until then, or to the end
+of the forward, the variable keeps the value alive, which is why costs ask for these names too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from parcompiler.capture.effects import is_statement, mutated_operands
+from parcompiler.capture.templates import EMITTED
+from parcompiler.naming.wishes import wishes
+from parcompiler.spmd.exchange import is_conversion
+
+
+class Variables:
+    """Names the nodes of a forward in order.
+
+    `operands` names what is there before; `fixed` are names that no variable may take. `outputs`
+    live to the end, under a given name or one of their own. `same` are nodes that are not written,
+    each with the one that has its value.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        outputs: Mapping[fx.Node, str | None],
+        operands: Mapping[fx.Node, str],
+        fixed: Iterable[str] = (),
+        same: Mapping[fx.Node, fx.Node] | None = None,
+    ) -> None:
+        self.names = dict(operands)  # so far
+        self._fixed = {*EMITTED, *fixed}
+        self._same = same or {}
+        self.written = [node for node in nodes if node not in self._same]
+        self.position = {node: i for i, node in enumerate(self.written)}
+        self._last = {read: i for i, node in enumerate(self.written) for read in self._reads(node)}
+        self._last |= dict.fromkeys(outputs, len(self.written))
+        self._given = {node: name for node, name in outputs.items() if name is not None}
+
+    def name(self, node: fx.Node) -> str:
+        """The text that stands for a node's value."""
+        return self.names[self._same.get(node, node)]
+
+    def assign(self, node: fx.Node) -> tuple[str, ...] | None:
+        """The names that a node's line assigns: several take a tuple apart; none where there is
+        nothing to assign. None where no line is needed: the tuple was taken apart already."""
+        if node.target is operator.getitem and node in self.names:
+            return None
+        target = _updated(node)
+        if is_statement(node) or (target is not None and node not in self._given):
+            if target is not None:
+                self.names[node] = self.names[target]
+            return ()
+        pieces = self._pieces(node)
+        if pieces:
+            return tuple(self._unpacked(node, pieces))
+        self.names[node] = self._given.get(node) or self._choose(node)
+        return (self.names[node],)
+
+    def _reads(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The operands of a node, each as the node that is written for it."""
+        return (self._same.get(operand, operand) for operand in node.all_input_nodes)
+
+    def _pieces(self, node: fx.Node) -> dict[int, fx.Node]:
+        """The nodes that take a tuple apart, if that is all that is done with it."""
+        value = node.meta.get("val")
+        users = list(node.users)
+        if not isinstance(value, list | tuple) or self._last.get(node) == len(self.position):
+            return {}
+        if not all(u.target is operator.getitem and u in self.position for u in users):
+            return {}
+        if len(users) != len({str(u.args[1]) for u in users}) or len(users) < 2:
+            return {}
+        return {int(str(u.args[1])): u for u in users}
+
+    def _unpacked(self, node: fx.Node, pieces: Mapping[int, fx.Node]) -> Iterator[str]:
+        """`q`, `k`, `v`: the names of a tuple's parts."""
+        now = self.position[node]
+        for index in range(len(node.meta["val"])):
+            piece = pieces.get(index)
+            if piece is None:
+                yield "_"
+            else:
+                self.names[piece] = self._given.get(piece) or self._choose(piece, now, index)
+                yield self.names[piece]
+
+    def _choose(self, node: fx.Node, now: int | None = None, index: int | None = None) -> str:
+        """A name for a value that is not still needed; a part of a tuple is given its `index`."""
+        position = self.position[node] if now is None else now
+        operand = next(self._reads(node if index is None else node.all_input_nodes[0]), None)
+        text = self.names.get(operand, "") if operand is not None else ""
+        if is_conversion(node):
+            text = text.removeprefix("self.")  # a tensor of the layer, held in another way
+        candidates = list(wishes(node, text if text.isidentifier() else None, index))
+        for candidate in candidates:
+            if self._is_free(candidate, node, position):
+                return candidate
+        numbered = (f"{candidates[-1]}_{count}" for count in itertools.count(2))
+        return next(name for name in numbered if self._is_free(name, node, position))
+
+    def _is_free(self, name: str, node: fx.Node, position: int) -> bool:
+        """Whether a name may be given to `node`: nothing that is read later has it."""
+        if name in self._fixed:
+            return False
+        end = self._last.get(node, position)
+        if any(
+            given == name and self.position.get(owner, -1) < end
+            for owner, given in self._given.items()
+            if owner is not node
+        ):
+            return False
+        return not any(
+            self._last.get(other, -1) > position
+            for other, text in self.names.items()
+            if text == name
+        )
+
+
+def _updated(node: fx.Node) -> fx.Node | None:
+    """The operand that a node updates in place and returns: `x.relu_()` is `x`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    returns = node.target._schema.returns
+    writes = [item.alias_info for item in returns if item.alias_info is not None]
+    if len(returns) != 1 or not any(item.is_write for item in writes):
+        return None
+    return next(mutated_operands(node), None)
