@@ -1,6 +1,6 @@
 """How far the predicted memory of a rank is from what MemTracker sees it hold, as a table.
 
-PYTHONPATH=. python benchmarks/memory/run.py [--schedules 1f1b,zb-h1] [--pipeline 2,4]
+PYTHONPATH=. python benchmarks/memory/run.py [--models gpt,t5] [--schedules 1f1b] [--pipeline 2,4]
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ class Row(NamedTuple):
 
 
 def rows(
-    dtypes: list[str], schedules: list[str], pipelines: list[int], microbatches: int
+    models: list[str],
+    dtypes: list[str],
+    schedules: list[str],
+    pipelines: list[int],
+    microbatches: int,
 ) -> Iterator[Row]:
     """Every rank of every program."""
-    grid = product(MODELS, dtypes, pipelines, schedules, ("none", "full"))
+    grid = product(models, dtypes, pipelines, schedules, ("none", "full"))
     for name, dtype, pipeline, schedule, recompute in grid:
         own, precision = DTYPES[dtype]
         try:
@@ -68,6 +72,7 @@ def rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--schedules", default="1f1b")
     parser.add_argument("--pipeline", default="2,4")
@@ -77,7 +82,7 @@ def main() -> None:
     print("| model | dtype | schedule | recompute | rank | tracked MiB | predicted MiB | error |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
-    words = (given.dtypes.split(","), given.schedules.split(","))
+    words = [text.split(",") for text in (given.models, given.dtypes, given.schedules)]
     for row in rows(*words, [*map(int, given.pipeline.split(","))], given.microbatches):
         print(row, flush=True)
         found.append(abs(row.error))

@@ -30,6 +30,7 @@ class Alive:
 
     def __init__(self, outside: Iterable[torch.UntypedStorage] = ()) -> None:
         self.now = self.most = 0
+        self.lately = 0  # the most since somebody set this to `now`
         self.kept = self.fullest = 0  # what is gone but would stay, and the most with it
         self.given = self.held = 0  # of what a caller holds, what is gone here; the most with it
         self._outside = {id(storage): storage for storage in outside}
@@ -77,5 +78,6 @@ class Alive:
         self._known[key] = weakref.ref(storage, ended)
         self.now += nbytes
         self.most = max(self.most, self.now)
+        self.lately = max(self.lately, self.now)
         self.fullest = max(self.fullest, self.now + self.kept)
         self.held = max(self.held, self.now + self.given)

@@ -31,13 +31,11 @@ class Held:
 
     def before(self) -> None:
         """A node is about to run."""
-        self._begin, self._before = self._alive.now, self._alive.most
-        self._alive.most = self._begin
+        self._begin = self._alive.lately = self._alive.now
 
     def after(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         """It has run, and its result is among the values."""
-        self.most = max(self.most, self._now + self._alive.most - self._begin)
-        self._alive.most = max(self._alive.most, self._before)
+        self.most = max(self.most, self._now + self._alive.lately - self._begin)
         self._change(values[node], 1)
         for other in self._gone.get(node, ()):
             self._change(values.pop(other, None), -1)

@@ -305,6 +305,17 @@ def test_a_second_run_ends_with_the_last_that_the_backward_needs() -> None:
     assert cost.backward_peak > cost.again_peak + cost.gradient_bytes
 
 
+def test_a_second_run_is_as_full_as_it_ever_was_before_its_end() -> None:
+    class Narrowing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.repeat(1, 8).sum(1).sin().sin()
+
+    layer = capture(Narrowing(), torch.randn(4, 8, requires_grad=True))
+    wide, narrow, *_ = layer.nodes
+    cost = layer.cost(gone={narrow: [wide]})
+    assert cost.again_peak == cost.bare_peak == cost.forward_peak == 4 * (64 + 1) * 4
+
+
 def test_the_gradients_of_outputs_may_be_held_to_the_end_of_the_backward() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     short, long = capture(nn.ReLU(), x).cost(), capture(Doubled(), x).cost()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import parcompiler as pc
-from parcompiler.models import gpt, llama, resnet, t5
+from parcompiler.models import bert, gpt, llama, moe, resnet, t5
 
 ROWS, LENGTH, WORDS, HIDDEN = 2, 64, 2048, 128
 Case = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -34,6 +34,18 @@ def _frozen() -> Case:
     return model, inputs
 
 
+def _bert() -> Case:
+    config = bert.Config(layers=6, heads=4, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH)
+    return bert.BERT(config), _tokens("tokens", "labels")
+
+
+def _moe() -> Case:
+    config = moe.Config(
+        layers=6, heads=4, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH, experts=4, every=2
+    )
+    return moe.MoE(config), _tokens("tokens", "labels")
+
+
 def _llama() -> Case:
     config = llama.Config(
         layers=6, heads=4, kv_heads=2, hidden=HIDDEN, vocabulary=WORDS, sequence=LENGTH
@@ -57,6 +69,9 @@ MODELS: Mapping[str, Callable[[], Case]] = {
     "gpt": lambda: _gpt(tied=False),
     "gpt-frozen": _frozen,
     "gpt-dropout": lambda: _gpt(tied=False, dropout=0.1),
+    "gpt-tied": _gpt,
+    "bert": _bert,
+    "moe": _moe,
     "llama": _llama,
     "t5": _t5,
     "resnet": _resnet,

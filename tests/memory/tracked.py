@@ -4,6 +4,10 @@ The runtime's own interpreter executes the rank's list, and its own `Updates` th
 AdamW behind it, which takes nothing for itself. Only the network is missing: a receive gives
 a buffer of zeros, a send lets go of its tensor at once, and a sum of gradients leaves them as they
 are. Memory does not depend on what is in a message, so each rank can be looked at alone.
+
+Under a tracker autograd adds two gradients up in a new tensor (to it, all tensors are like those of
+subclasses); without one it adds to the first, if nobody else has that. So a tracked rank has one
+table more at once where two layers of a stage read the same.
 """
 
 from __future__ import annotations
