@@ -82,7 +82,7 @@ def main() -> None:
     print("| model | dtype | schedule | recompute | rank | tracked MiB | predicted MiB | error |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
-    words = [text.split(",") for text in (given.models, given.dtypes, given.schedules)]
+    words = given.models.split(","), given.dtypes.split(","), given.schedules.split(",")
     for row in rows(*words, [*map(int, given.pipeline.split(","))], given.microbatches):
         print(row, flush=True)
         found.append(abs(row.error))
