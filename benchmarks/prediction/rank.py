@@ -1,18 +1,18 @@
-"""One of the processes: the steps of all programs in turn."""
+"""The processes that run the steps: they wait, without computing, for the next program."""
 
 from __future__ import annotations
 
 import gc
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
 import parcompiler as pc
 from parcompiler.instruction import COMPUTE
@@ -20,7 +20,8 @@ from parcompiler.runtime import Worker
 from parcompiler.runtime.axis import Axis
 
 TIMEOUT = timedelta(minutes=5)
-WARM = 1  # rounds that are not counted
+POLL = 0.1  # s between two looks at whether all ranks are done
+WARM, STEPS = 1, 3  # of each program, in each round; the first are not counted
 LEAST = 0.95  # of the time of its instructions a rank had the processor, or others disturbed it
 
 
@@ -58,41 +59,48 @@ class Step:
     share: float
 
 
-def stepping(rank: int, size: int, folder: str, programs: int, rounds: int, pause: float) -> None:
-    """Steps of all programs; another one begins in every round."""
-    here = Path(folder)
-    _start(rank, size, here / "store")
-    exchanges = Exchanges()
-    workers = [pc.load(here / str(number)).worker() for number in range(programs)]
-    batches = [torch.load(here / f"{number}.pt") for number in range(programs)]
-    found: list[list[Step]] = [[] for _ in workers]
-    for turn in range(-WARM, rounds):
-        for k in range(programs):
-            number = (k + turn) % programs
-            time.sleep(pause)
-            step = _step(workers[number], batches[number], exchanges)
-            if turn >= 0:
-                found[number].append(step)
-    for worker in workers:
-        worker.close()
-    text = json.dumps([[asdict(step) for step in steps] for steps in found])
-    (here / f"rank_{rank}.json").write_text(text, encoding="utf-8")
-    dist.destroy_process_group()
+class Ranks:
+    """Processes that load a program and take some steps of it, whenever they are asked."""
 
+    def __init__(self, size: int, folder: Path) -> None:
+        """Start them; `folder` is where they meet."""
+        context = multiprocessing.get_context("spawn")
+        self._asked = [context.SimpleQueue() for _ in range(size)]
+        self._found = [context.SimpleQueue() for _ in range(size)]
+        arguments = size, folder / "store", self._asked, self._found
+        self._processes = multiprocessing.spawn(_serve, arguments, nprocs=size, join=False)
 
-def read(folder: Path, size: int, programs: int) -> list[Sequence[Step]]:
-    """The steps of each program: as long as the rank that took longest."""
-    ranks = [
-        json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
-        for rank in range(size)
-    ]
-    return [
-        [
-            Step(max(p["seconds"] for p in parts), min(p["share"] for p in parts))
-            for parts in zip(*(rank[number] for rank in ranks), strict=True)
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for queue in self._asked:
+            queue.put(None)
+        self._processes.join()
+
+    def step(self, program: Path, batch: Path) -> list[Step]:
+        """Steps of an exported program: each as long as the rank that took longest."""
+        for queue in self._asked:
+            queue.put((program, batch))
+        while any(queue.empty() for queue in self._found):
+            self._processes.join(timeout=POLL)  # raises where one has failed
+        ranks = [queue.get() for queue in self._found]
+        return [
+            Step(max(part.seconds for part in parts), min(part.share for part in parts))
+            for parts in zip(*ranks, strict=True)
         ]
-        for number in range(programs)
-    ]
+
+
+def _serve(rank: int, size: int, store: Path, asked: list[Any], found: list[Any]) -> None:
+    """Steps of one program after another, until there is none."""
+    _start(rank, size, store)
+    exchanges = Exchanges()
+    while (message := asked[rank].get()) is not None:
+        program, batch = message
+        worker, rows = pc.load(program).worker(), torch.load(batch)
+        found[rank].put([_step(worker, rows, exchanges) for _ in range(WARM + STEPS)][WARM:])
+        worker.close()
+    dist.destroy_process_group()
 
 
 def _start(rank: int, size: int, path: Path) -> None:

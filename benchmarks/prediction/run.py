@@ -1,10 +1,12 @@
 """Does a step take as long as `compile(..., costs="measured")` predicts?
 
-    python benchmarks/prediction/run.py [--cases "gpt 1f1b" ...] [--rounds 5] [--pause 0]
+    python benchmarks/prediction/run.py [--cases "gpt 1f1b" ...] [--rounds 3]
 
 Twelve programs of models, meshes and schedules, each for two processes of one thread. What is
-predicted comes from the templates alone, which are timed before any of them starts, and from what
-messages and collectives take by `parcompiler calibrate`. Steps of all programs take turns.
+predicted comes from the templates alone, which are timed before a step runs, and from what messages
+and collectives take by `parcompiler calibrate`. Machines are faster and slower by the minute: so
+each round predicts right before its steps and right after them, and an error is the median of the
+rounds'.
 """
 
 from __future__ import annotations
@@ -16,18 +18,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 from cases import CASES, Case
-from rank import LEAST, Step, read, stepping
+from rank import LEAST, Ranks, Step
 
 import parcompiler as pc
 
 RANKS = 2
-HEADER = "| model | mesh | schedule | vocabulary | predicted (s) | measured (s) | error | steps |"
+HEADER = "| model | mesh | schedule | vocabulary | predicted (s) | measured (s) | error | rounds |"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A program, the seconds that are predicted of its step, and the steps right after."""
+
+    program: pc.Program
+    predicted: float
+    steps: Sequence[Step]
+
+    @property
+    def measured(self) -> float:
+        """The median in s of the steps that nobody disturbed, or of all."""
+        quiet = [step for step in self.steps if step.share >= LEAST]
+        return statistics.median(step.seconds for step in quiet or self.steps)
+
+    @property
+    def error(self) -> float:
+        """What is predicted too much, as a share of what is measured."""
+        return self.predicted / self.measured - 1
 
 
 def main() -> None:
@@ -35,31 +57,35 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     names = options.cases or list(CASES)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        device = _device(folder)
-        programs = {name: _compiled(CASES[name], device) for name in names}
-        predicted = {name: program.simulate().step_time for name, program in programs.items()}
-        for number, (case, program) in enumerate(programs.items()):
-            program.export(folder / str(number))
-            torch.save(CASES[case].batch(), folder / f"{number}.pt")
-        arguments = (RANKS, str(folder), len(names), options.rounds, options.pause)
-        multiprocessing.spawn(stepping, arguments, nprocs=RANKS)
-        measured = read(folder, RANKS, len(names))
-    _print(programs, predicted, dict(zip(names, measured, strict=True)))
+    found: dict[str, list[Round]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS, Path(folder)) as ranks:
+        for turn in range(options.rounds):
+            device = _device(Path(folder))
+            for name in (*names[turn:], *names[:turn]):
+                found[name].append(_round(CASES[name], device, ranks))
+    _print(found)
 
 
 def _options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, help="all of them")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each program (5)")
-    help = "seconds before each step that are left to others on the machine (0)"
-    parser.add_argument("--pause", type=float, default=0.0, help=help)
+    parser.add_argument("--rounds", type=int, default=3, help="of all cases (3)")
     options = parser.parse_args()
-    if options.rounds < 1 or options.pause < 0:
-        parser.error("--rounds must be at least 1, --pause at least 0")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     return options
+
+
+def _round(case: Case, device: Path, ranks: Ranks) -> Round:
+    """Predict a step of the case, take some, and predict it again: the mean of both counts."""
+    program = _compiled(case, device)
+    with tempfile.TemporaryDirectory() as name:
+        folder = program.export(Path(name) / "program")
+        torch.save(case.batch(), folder / "batch.pt")
+        steps = ranks.step(folder, folder / "batch.pt")
+    both = program, _compiled(case, device, program)
+    return Round(program, statistics.fmean(one.simulate().step_time for one in both), steps)
 
 
 def _device(folder: Path) -> Path:
@@ -72,32 +98,37 @@ def _device(folder: Path) -> Path:
     return path
 
 
-def _compiled(case: Case, device: Path) -> pc.Program:
-    """The program of a case, from what its templates take here."""
+def _compiled(case: Case, device: Path, like: pc.Program | None = None) -> pc.Program:
+    """The program of a case, from what its templates take here; with the stages of another."""
     mesh = pc.Mesh(**case.mesh, device=str(device))
-    model, inputs = case.model(), case.inputs()
-    return pc.compile(model, mesh, inputs, costs="measured", progress=False, **case.options)
+    options = case.options | {"costs": "measured", "progress": False}
+    if like is None:
+        return pc.compile(case.model(), mesh, case.inputs(), **options)
+    counts = [len(stage.blocks) for stage in like.plan.stages or ()]
+    return pc.compile(like, mesh, stages=counts, **options)
 
 
-def _print(
-    programs: dict[str, pc.Program], predicted: dict[str, float], found: dict[str, Sequence[Step]]
-) -> None:
+def _print(found: dict[str, list[Round]]) -> None:
     """The table, and its median and largest error."""
     print(f"{HEADER}\n|{'---|' * (HEADER.count('|') - 1)}")
-    errors = []
-    for name, steps in found.items():
-        plan: Any = programs[name].plan
-        quiet = [step for step in steps if step.share >= LEAST]
-        seconds = statistics.median(step.seconds for step in quiet or steps)
-        errors.append(predicted[name] / seconds - 1)
+    for name, rounds in found.items():
+        plan: Any = rounds[0].program.plan
         method = plan.vocabulary.method if plan.vocabulary else "whole"
         axes = " ".join(f"{axis} {degree}" for axis, degree in CASES[name].mesh.items())
+        predicted = statistics.median(one.predicted for one in rounds)
+        measured = statistics.median(one.measured for one in rounds)
+        each = " ".join(f"{100 * one.error:+.1f}" for one in rounds)
         print(
-            f"| {plan.model} | {axes} | {plan.schedule} | {method} | {predicted[name]:.3f} | "
-            f"{seconds:.3f} | {100 * errors[-1]:+.1f} % | {len(quiet)} of {len(steps)} |"
+            f"| {plan.model} | {axes} | {plan.schedule} | {method} | {predicted:.3f} | "
+            f"{measured:.3f} | {100 * _error(rounds):+.1f} % | {each} |"
         )
-    sizes = sorted(map(abs, errors))
+    sizes = sorted(abs(_error(rounds)) for rounds in found.values())
     print(f"\nmedian {100 * statistics.median(sizes):.1f} %, largest {100 * sizes[-1]:.1f} %")
+
+
+def _error(rounds: Sequence[Round]) -> float:
+    """The median of the rounds."""
+    return statistics.median(one.error for one in rounds)
 
 
 if __name__ == "__main__":
