@@ -337,7 +337,10 @@ class Problem:
 
     def arguments(self, instances: Sequence[Block]) -> dict[fx.Node, str]:
         """What the blocks of a template call their inputs; those of the first."""
-        return argument_names(self.graph, [block.inputs for block in instances], {})
+        inputs = tuple(block.inputs for block in instances)
+        return self.graph.once(
+            ("arguments", inputs), lambda: argument_names(self.graph, inputs, {})
+        )
 
     def _trace(self, instances: Sequence[Block]) -> BlockCost:
         """The cost of each block of a template."""
