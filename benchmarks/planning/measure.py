@@ -89,10 +89,11 @@ def once(case: Case, options: dict[str, Any]) -> dict[str, float]:
         return torch.export.export(WithLoss(model, None), (), inputs, strict=False)
 
     given = {"microbatches": case.microbatches, "progress": False, **options}
+    compile = pc.compile  # loads the compiler: torch is there before its export is timed, too
     timed("before", export)
-    program = timed("compile", lambda: pc.compile(model, case.first, inputs, **given))
+    program = timed("compile", lambda: compile(model, case.first, inputs, **given))
     timed("after", export)
-    timed("second", lambda: pc.compile(program, case.second, **given))
+    timed("second", lambda: compile(program, case.second, **given))
     for unit in ("wall", "cpu"):
         found[f"export {unit}"] = (found[f"before {unit}"] + found[f"after {unit}"]) / 2
         found[f"ratio {unit}"] = found[f"compile {unit}"] / found[f"export {unit}"]

@@ -61,6 +61,10 @@ class _Signature:
     def __post_init__(self) -> None:
         """Look up nodes and names."""
         self._names = _canonical_names(self.model)
+        self._aliases: dict[str, list[str]] = {}
+        for alias, name in sorted(self._names.items()):
+            if alias != name:
+                self._aliases.setdefault(name, []).append(alias)
         self._mutated = set(Effects(self.graph).writers)
         self._nodes = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
 
@@ -104,7 +108,7 @@ class _Signature:
             trainable=spec.kind is InputKind.PARAMETER and tensor.requires_grad,
             buffer=spec.kind is not InputKind.PARAMETER,
             mutated=node in self._mutated,
-            aliases=tuple(sorted(a for a, n in self._names.items() if n == name and a != name)),
+            aliases=tuple(self._aliases.get(name, ())),
         )
 
 
