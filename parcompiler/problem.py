@@ -203,6 +203,12 @@ class Problem:
         found: Found = self.local[place]
         return found
 
+    def anew(self, **changes: Any) -> Problem:
+        """The problem with another graph or mesh, of which nothing is known yet."""
+        names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
+        fresh: dict[str, Any] = {name: {} for name in names}
+        return dataclasses.replace(self, **changes, **fresh)
+
     @property
     def device(self) -> Device:
         """The figures of the mesh's device. Raises InputError where there are several."""

@@ -48,8 +48,8 @@ def alone(problem: Problem, plan: Plan) -> float:
     of `estimate`, and sooner found."""
     schedule = planned(plan)
     orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
-    trunk = replace(schedule, orders=orders)
-    return step_time(trunk, costs(problem, plan), messages(problem, plan))
+    rest = replace(schedule, orders=orders)  # trunk(plan) has an order of its own
+    return step_time(rest, costs(problem, plan), messages(problem, plan))
 
 
 def costs(

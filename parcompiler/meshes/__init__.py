@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from parcompiler.errors import InputError, ParcompilerError, PlanError
 from parcompiler.graph import Graph
@@ -55,6 +56,13 @@ EXCHANGE = "tensor exchange takes that"
 SCHEDULES = "no schedule takes less"
 
 __all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
+
+
+class Bound(NamedTuple):
+    """Seconds that no step of a mesh is below, and what takes them."""
+
+    seconds: float
+    why: str
 
 
 def search(
@@ -189,12 +197,11 @@ class _Search:
             if self.best is not None and (bound, place) > self.best.rank:
                 self._beaten(bound, candidate, why)
             elif known < len(sharper):
-                find, what = sharper[known]
-                better = find(candidate)
-                if better == math.inf:
+                better = sharper[known](candidate)
+                if better.seconds == math.inf:
                     self._too_large(candidate)
                     continue
-                bound, why = max((bound, why), (better, what), key=itemgetter(0))
+                bound, why = max(Bound(bound, why), better, key=itemgetter(0))
                 heapq.heappush(heap, (bound, place, known + 1, why, candidate))
             else:
                 self._weigh(candidate)
@@ -210,34 +217,34 @@ class _Search:
         return self._by_default and is_known(self.sizes.problem)
 
     @property
-    def _sharper(self) -> Sequence[tuple[Callable[[Candidate], float], str]]:
-        """The bounds that take longer, one after the other, and what they say."""
-        filled, sharp = (self._filled, FILL), (self._sharp, EXCHANGE)
+    def _sharper(self) -> Sequence[Callable[[Candidate], Bound]]:
+        """The bounds that take longer, one after the other."""
         if self._evenly:
-            return filled, (self._even_as_one, EVEN), sharp, (self._even, EVEN)
-        return (filled, sharp) if self._by_default else ()
+            return self._filled, self._even_as_one, self._sharp, self._even
+        return (self._filled, self._sharp) if self._by_default else ()
 
-    def _filled(self, candidate: Candidate) -> float:
+    def _filled(self, candidate: Candidate) -> Bound:
         """Seconds at least, with the time until the ranks of a pipeline can begin."""
         works = self.bounds[candidate.rows].works(candidate.mesh.tensor)
-        return filled_seconds(self._given(candidate), works)
+        return Bound(filled_seconds(self._given(candidate), works), FILL)
 
-    def _sharp(self, candidate: Candidate) -> float:
-        """Seconds at least, with what tensor ranks really do."""
+    def _sharp(self, candidate: Candidate) -> Bound:
+        """The same, with what tensor ranks really do and the vocabulary on all ranks."""
         with self.observer(self._title("bound of", candidate)):
-            return least_seconds(self._given(candidate))
+            seconds = least_seconds(self._given(candidate))
+        return Bound(seconds, EXCHANGE if candidate.mesh.tensor > 1 else FILL)
 
-    def _even_as_one(self, candidate: Candidate) -> float:
+    def _even_as_one(self, candidate: Candidate) -> Bound:
         """Seconds with even stages, when tensor ranks exchange nothing."""
         if candidate.mesh.tensor == 1:
-            return 0.0  # that is the last bound
+            return Bound(0.0, EVEN)  # that is the last bound
         with self.observer(self._title("bound of", candidate)):
-            return even_seconds(as_one(self._given(candidate)))
+            return Bound(even_seconds(as_one(self._given(candidate))), EVEN)
 
-    def _even(self, candidate: Candidate) -> float:
+    def _even(self, candidate: Candidate) -> Bound:
         """Seconds with even stages, and with what tensor ranks really do."""
         with self.observer(self._title("bound of", candidate)):
-            return even_seconds(self._given(candidate))
+            return Bound(even_seconds(self._given(candidate)), EVEN)
 
     def _given(self, candidate: Candidate) -> Problem:
         """The problem of a candidate; it keeps what was found for a bound."""
@@ -253,11 +260,11 @@ class _Search:
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
-                bound, why = self.bounds[candidate.rows].seconds(candidate), WORK
-                if self._by_default and bound <= self.best.seconds:
-                    bound, why = max(bound, self._filled(candidate)), FILL
-                if bound > self.best.seconds:
-                    self._beaten(bound, candidate, why)
+                bound = Bound(self.bounds[candidate.rows].seconds(candidate), WORK)
+                if self._by_default and bound.seconds <= self.best.seconds:
+                    bound = max(bound, self._filled(candidate), key=itemgetter(0))
+                if bound.seconds > self.best.seconds:
+                    self._beaten(bound.seconds, candidate, bound.why)
                     continue
                 stages = candidate.mesh.pipeline
                 self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")

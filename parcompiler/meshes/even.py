@@ -50,13 +50,7 @@ def as_one(problem: Problem) -> Problem:
     large as all of them: nothing is exchanged there."""
     mesh = problem.mesh
     device = _together(problem.device, mesh.tensor)
-    return dataclasses.replace(
-        problem,
-        mesh=Mesh(mesh.pipeline, 1, mesh.data, device),
-        _priced={},
-        _recomputing={},
-        local={},
-    )
+    return problem.anew(mesh=Mesh(mesh.pipeline, 1, mesh.data, device))
 
 
 def _together(device: Device, count: int) -> Device:

@@ -7,7 +7,6 @@ passes divide again, under the plan's schedule, strategies and way with the voca
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from parcompiler.errors import InputError
 from parcompiler.passes import DEFAULT
@@ -57,7 +56,7 @@ def with_tensor(whole: Problem, plan: Plan, tensor: int) -> tuple[Problem, Plan]
     mesh = dataclasses.replace(whole.mesh, tensor=tensor)
     shape = dataclasses.replace(plan.mesh, tensor=tensor)
     sharding = None if tensor == 1 else plan.sharding
-    return _on(whole, mesh=mesh), dataclasses.replace(plan, mesh=shape, sharding=sharding)
+    return whole.anew(mesh=mesh), dataclasses.replace(plan, mesh=shape, sharding=sharding)
 
 
 def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, Plan]:
@@ -85,7 +84,7 @@ def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, P
         microbatches=plan.microbatches,
     )
     mesh = dataclasses.replace(whole.mesh, pipeline=pipeline, data=plan.mesh.data)
-    problem = _on(whole, mesh=mesh, options=options)
+    problem = whole.anew(mesh=mesh, options=options)
     first, *others = DEFAULT
     found = first.run(problem, start(problem))
     if plan.sharding is not None and _spread(found) != _spread(plan):
@@ -104,14 +103,6 @@ def _spread(plan: Plan) -> object:
     """The layers of the vocabulary that are on all ranks."""
     choice = plan.vocabulary
     return (choice.lookups, choice.head) if choice and choice.spread else None
-
-
-def _on(whole: Problem, **changed: Any) -> Problem:
-    """A problem with another mesh, which knows nothing yet."""
-    names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
-    fresh: dict[str, Any] = {name: {} for name in names}
-    made: Problem = dataclasses.replace(whole, **changed, **fresh)
-    return made
 
 
 def _check_measured(whole: Problem, plan: Plan, name: str, number: int) -> None:

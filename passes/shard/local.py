@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from parcompiler.graph import Graph
 from parcompiler.passes.shard.assign import assignment
@@ -45,13 +44,7 @@ def _spread(graph: Graph, choice: VocabularyChoice, ranks: int) -> Graph:
 
 def _known(problem: Problem, key: Hashable, graph: Callable[[], Graph]) -> Problem:
     """The problem with another graph, made once for each key."""
-
-    def made() -> Problem:
-        names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
-        fresh: dict[str, Any] = {name: {} for name in names}
-        return dataclasses.replace(problem, graph=graph(), **fresh)
-
-    return problem.once(key, made)
+    return problem.once(key, lambda: problem.anew(graph=graph()))
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:

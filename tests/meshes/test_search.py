@@ -195,6 +195,13 @@ def test_the_report_says_which_meshes_were_considered() -> None:
     assert report.meshes[0].data == program.problem.mesh.data
 
 
+def test_no_exchange_is_said_to_take_long_where_there_are_no_tensor_ranks() -> None:
+    found = pc.compile(captured(SMALL), pc.Cluster(1, 8, "h100"), microbatches=64)
+    said = {(m.pipeline, m.tensor): m.reason for m in found.plan.meshes or ()}
+    assert said[8, 1] == FILL
+    assert all(reason != EXCHANGE for (_, tensor), reason in said.items() if tensor == 1)
+
+
 def test_without_a_number_every_device_has_four_microbatches() -> None:
     program = pc.compile(captured(SMALL), pc.Cluster(1, 2, "h100"), schedule="1f1b")
     assert program.plan.microbatches * program.plan.mesh.data == 8
