@@ -17,7 +17,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import parse
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
-from parcompiler.runtime import Worker
+from parcompiler.runtime import Worker, loading
 
 if TYPE_CHECKING:
     from parcompiler.report import Report
@@ -31,15 +31,17 @@ class LoadedProgram:
     plan: Plan
 
     def instructions(self, rank: int) -> Instructions:
-        """The training instructions of a rank, printable. Raises InputError for no such rank.
+        """The training instructions of a rank, printable. Raises InputError for no such rank, and
+        for a damaged script.
 
         They are read, not run: the plan's device need not be here.
         """
         path = self._path(rank)
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            match statement:
-                case ast.Assign([ast.Name("INSTRUCTIONS")], ast.Constant(str(text))):
-                    return Instructions(parse(text))
+        with loading(path):
+            for statement in ast.parse(path.read_bytes()).body:
+                match statement:
+                    case ast.Assign([ast.Name("INSTRUCTIONS")], ast.Constant(str(text))):
+                        return Instructions(parse(text))
         message = f"{path} has no INSTRUCTIONS: export the program again"
         raise InputError(message)
 
@@ -61,7 +63,8 @@ class LoadedProgram:
 
     def worker(self) -> Worker:
         """This process's rank, with the exported weights. Call it in processes that torchrun
-        started, one per rank. Raises LaunchError when their number is not the plan's."""
+        started, one per rank. Raises LaunchError when their number is not the plan's, or the ranks'
+        folders differ, InputError when a file is missing or damaged."""
         size = self.plan.mesh.pipeline * self.plan.mesh.data * self.plan.mesh.tensor
         worker: Worker = self._script(current_rank(size)).worker()
         return worker
@@ -72,7 +75,10 @@ class LoadedProgram:
         hidden = {name: sys.modules.pop(name) for name in _modules()}
         sys.path.insert(0, str(self.path))
         try:
-            return _module(path)
+            with loading(path):
+                script = _module(path)
+                script.worker  # noqa: B018 (one that is cut short has none)
+                return script
         finally:
             sys.path.remove(str(self.path))
             for name in _modules():
@@ -95,7 +101,12 @@ def load(path: str | Path) -> LoadedProgram:
     if not plan.is_file():
         message = f"{folder} is no exported program: it has no plan.json"
         raise InputError(message)
-    return LoadedProgram(folder, Plan.from_json(plan.read_text(encoding="utf-8")))
+    try:
+        text = plan.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"cannot read {plan} ({error}): export the program again"
+        raise InputError(message) from error
+    return LoadedProgram(folder, Plan.from_json(text))
 
 
 def _modules() -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch.distributed as dist
 
 from parcompiler.errors import LaunchError
 from parcompiler.instruction import Instruction, listing
+from parcompiler.runtime.joining import place
 
 
 class Instructions(tuple[Instruction, ...]):
@@ -25,7 +24,7 @@ def current_rank(size: int) -> int:
     if dist.is_initialized():
         rank, found = dist.get_rank(), dist.get_world_size()
     else:
-        rank, found = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, found = place() or (0, 1)
     if found != size:
         message = (
             f"the plan needs {size} processes ({found} started): start this script with "

@@ -40,10 +40,11 @@ def check_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
         message = f"cannot export to {path}: it is a file"
         raise InputError(message)
-    if path.is_dir() and any(path.iterdir()) and not (path / "plan.json").is_file():
+    if path.is_dir() and any(path.iterdir()) and not (path / "SHA256SUMS").is_file():
         message = f"cannot export to {path}: it holds other things than an export"
         raise InputError(message)
-    nearest = next(item for item in (path, *path.absolute().parents) if item.exists())
+    # An export is written beside an older one, and takes its place.
+    nearest = next(item for item in Path(os.path.realpath(path)).parents if item.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         message = f"cannot export to {path}: no permission to write in {nearest}"
         raise InputError(message)

@@ -1,16 +1,24 @@
 """The exported folder: plan, report, one script per rank, one module per stage, weights.
 
-Where all ranks hold rows of the vocabulary's tables, there is a module of it as well.
+Where all ranks hold rows of the vocabulary's tables, there is a module of it as well. SHA256SUMS
+lists all that was written.
+
+    .out-x1y2/new   written first        out ──► .out-x1y2/old      new ──► out
+                                         what no export has written goes back from old to out
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from parcompiler.capture.templates import identifier
@@ -27,8 +35,8 @@ from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.report.names import ranges
 from parcompiler.runtime import RankProgram
+from parcompiler.runtime.files import SUMS, listing, sums
 
-MARK = "plan.json"  # what makes a folder an export
 TORCHRUN = Launch()
 
 
@@ -43,14 +51,48 @@ def export(
     standalone: bool,
     launch: Launch = TORCHRUN,
 ) -> Path:
-    """Write the folder; an older export at the same place is replaced."""
-    _clear(path)
+    """Write the folder; an older export at the same place is replaced once all is written.
+
+    What no export has written stays. Raises InputError where that is in the way, where something
+    else than an export is, and when the folder cannot be written: the older one is whole then.
+    """
+    place = Path(os.path.realpath(path))  # a link to a folder stays one
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"cannot write to {path} ({error.strerror}): give another path"
+        _others(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+        new, old = beside / "new", beside / "old"
+        try:
+            new.mkdir()
+            _fill(
+                new, plan, lowered, programs, report,
+                weights=weights, standalone=standalone, launch=launch,
+            )  # fmt: skip
+            _replace(place, new, old)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            with suppress(OSError):
+                beside.rmdir()
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"cannot export to {path} ({reason}): what was there is as it was"
         raise InputError(message) from error
-    _write(path / MARK, plan.to_json())
+    return path
+
+
+def _fill(
+    path: Path,
+    plan: Plan,
+    lowered: Lowered,
+    programs: Sequence[RankProgram],
+    report: Report,
+    *,
+    weights: bool,
+    standalone: bool,
+    launch: Launch,
+) -> None:
+    """Write all files of an export."""
+    _write(path / "plan.json", plan.to_json())
     _write(path / "report.json", report.to_json())
     found = texts(lowered, programs, str(report), standalone=standalone, launch=launch)
     for name, text in found.items():
@@ -62,7 +104,7 @@ def export(
         _save_rows(path / "weights", lowered, lowered.vocabulary, parameters=weights)
     if standalone:
         _copy_runtime(path)
-    return path
+    _write(path / SUMS, listing(path))
 
 
 def texts(
@@ -113,14 +155,53 @@ def _facts(lowered: Lowered) -> dict[str, object]:
     }
 
 
-def _clear(path: Path) -> None:
-    """Remove an older export; refuse to touch anything else."""
-    if not path.exists():
-        return
-    if not path.is_dir() or (any(path.iterdir()) and not (path / MARK).exists()):
-        message = f"{path} exists and is no export of parcompiler: give another path, or remove it"
+def _others(place: Path) -> list[Path]:
+    """What stands in an export that no export has written: files and whole folders, relative to it.
+
+    Raises InputError where something else than an export is.
+    """
+    if not os.path.lexists(place):
+        return []
+    if not place.is_dir() or (any(place.iterdir()) and not (place / SUMS).exists()):
+        message = (
+            f"{place} exists and is no export of parcompiler (it has no {SUMS}): give another "
+            "path, or remove it"
+        )
         raise InputError(message)
-    shutil.rmtree(path)
+    listed = {Path(SUMS), *map(Path, sums(place))} if (place / SUMS).exists() else set()
+    folders = {Path(), *(folder for name in listed for folder in name.parents)}
+    return [
+        folder / item.name
+        for folder in sorted(folders)
+        if (place / folder).is_dir() and not (place / folder).is_symlink()
+        for item in sorted((place / folder).iterdir())
+        if folder / item.name not in listed | folders and item.name != "__pycache__"
+    ]
+
+
+def _replace(place: Path, new: Path, old: Path) -> None:
+    """Put the folder `new` at `place`, with what no export has written there."""
+    for name in _others(place):
+        if os.path.lexists(new / name):
+            message = f"{place / name} is in the way, and no export has written it: move it"
+            raise InputError(message)
+    if not os.path.lexists(place):
+        new.rename(place)
+        return
+    place.rename(old)
+    try:
+        new.rename(place)
+    except BaseException:
+        old.rename(place)
+        raise
+    for name in _others(old):
+        try:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (old / name).rename(place / name)
+        except OSError as error:
+            message = f"exported, but {old / name} cannot go back to {place / name} ({error})"
+            raise InputError(message) from error
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, text: str) -> None:

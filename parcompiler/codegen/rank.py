@@ -46,7 +46,6 @@ EVALUATION = """
 
 def worker() -> Worker:
     """This rank, with the weights beside this file."""
-    weights = stored(Path(__file__).parent / "weights", PROGRAM)
 {worker}
 
 
@@ -165,14 +164,14 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     """The text of `rank_N.py`."""
     at = program.coordinate
     stages = lowered.on_rank(at.pipeline)
-    imports = ["Input", "RankProgram", "Worker", "run", "stored"]
+    imports = ["Input", "RankProgram", "Worker", "run"]
     imports += ["Value"] if program.values else []
     imports += ["Tied"] if program.tied else []
     imports += ["Shard"] if program.shards else []
     classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
     modules += ["from vocabulary import Vocabulary"] if program.rows else []
-    arguments = f"PROGRAM, {{{classes}}}, weights"
+    arguments = f"PROGRAM, {{{classes}}}, folder=Path(__file__).parent"
     arguments += ", vocabulary=Vocabulary" if program.rows else ""
     return _SCRIPT.format(
         rank=program.rank,

@@ -17,6 +17,7 @@ from parcompiler.runtime.axis import piece
 from parcompiler.runtime.chance import own_draws
 from parcompiler.runtime.deferred import addmm, linear
 from parcompiler.runtime.device import rank_device
+from parcompiler.runtime.files import loading
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.script import run
@@ -40,7 +41,6 @@ from parcompiler.runtime.tensor import (
     take,
 )
 from parcompiler.runtime.vocabulary import Head, Lookup, Vocabulary, rows
-from parcompiler.runtime.weights import stored
 from parcompiler.runtime.worker import Worker
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "fan_out",
     "first",
     "linear",
+    "loading",
     "own_draws",
     "own_experts",
     "piece",
@@ -75,7 +76,6 @@ __all__ = [
     "reduce_scatter",
     "rows",
     "run",
-    "stored",
     "sync_batch_norm",
     "take",
 ]

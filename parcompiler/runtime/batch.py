@@ -6,8 +6,10 @@ positions) with `microbatches` times the rows: dimension 0 of every tensor.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,26 +17,88 @@ from parcompiler.errors import InputError
 from parcompiler.runtime.program import Input, RankProgram
 
 
-def microbatches(program: RankProgram, batch: object) -> list[dict[str, torch.Tensor]]:
+def microbatches(
+    program: RankProgram, batch: object, *, fewer: bool = False
+) -> list[dict[str, torch.Tensor]]:
     """The tensors of each micro-batch by the names that stages know.
 
-    Raises InputError when a key is missing or unknown, or a dtype or shape is not the one that
-    the model was compiled for.
+    `fewer` allows a batch of fewer micro-batches than a step has. Raises InputError when a key is
+    missing or unknown, or a dtype or shape is not the one that the model was compiled for.
     """
     leaves = dict(_leaves(batch))
     wanted = {item.key for item in program.inputs.values()}
     _check_form(program, batch)
     _check_keys(leaves, wanted)
-    pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(program.microbatches)]
+    count = _fewer(program, leaves) if fewer else program.microbatches
+    pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, spec in program.inputs.items():
         tensor = leaves[spec.key]
-        _check_tensor(spec, tensor, program)
+        _check_tensor(spec, tensor, program, count)
         assert isinstance(tensor, torch.Tensor)
         tensor = tensor.to(spec.dtype)
         rows = spec.shape[0] if spec.shape else 0
         for i, piece in enumerate(pieces):
             piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
     return pieces
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of a call, before anything else is sent.
+
+    `microbatches` is 0 where it refuses its batch, `digest` where batches are not compared.
+    """
+
+    training: bool
+    every: int  # steps from one comparison to the next
+    microbatches: int = 0
+    digest: int = 0
+
+
+def differing(program: RankProgram, everyone: Sequence[Told]) -> str:
+    """What the ranks do not agree in, the same on all of them; nothing where they do."""
+    refusing = [rank for rank, told in enumerate(everyone) if not told.microbatches]
+    if refusing:
+        return f"rank {refusing[0]} refused its batch and says why: no rank has taken this one"
+    for rank, told in enumerate(everyone):
+        if told[:3] != everyone[0][:3]:
+            calls = f"rank 0: {_words(everyone[0])}; rank {rank}: {_words(told)}"
+            return f"all ranks must make the same call ({calls})"
+        data = program.grid.coordinate(rank).data
+        first = program.grid.rank(0, data)
+        if told.digest != everyone[first].digest:
+            return (
+                f"ranks {first} and {rank} were given different batches: give all ranks of a data "
+                f"coordinate ({data}) the same"
+            )
+    return ""
+
+
+def _words(told: Told) -> str:
+    """A call in words."""
+    kind = "training" if told.training else "evaluation"
+    return f"{kind} of {told.microbatches} micro-batches, check_batches = {told.every}"
+
+
+def digest(pieces: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """A number of 60 bits that equal micro-batches have in common, and others do not."""
+    found = hashlib.sha256()
+    for name, tensor in (item for piece in pieces for item in piece.items()):
+        raw = tensor.detach().cpu().contiguous()
+        found.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
+        found.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
+    return int(found.hexdigest()[:15], 16)
+
+
+def _fewer(program: RankProgram, leaves: Mapping[str, object]) -> int:
+    """How many micro-batches a batch has, by the first of its tensors; as many as a step has where
+    that does not say."""
+    for spec in program.inputs.values():
+        tensor = leaves[spec.key]
+        if spec.shape and isinstance(tensor, torch.Tensor) and tensor.ndim:
+            count, rest = divmod(tensor.shape[0], spec.shape[0])
+            if not rest and 0 < count <= program.microbatches:
+                return count
+    return program.microbatches
 
 
 def _leaves(batch: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -83,12 +147,11 @@ def _check_keys(found: Mapping[str, object], wanted: set[str]) -> None:
         raise InputError(message)
 
 
-def _check_tensor(spec: Input, tensor: object, program: RankProgram) -> None:
-    """Refuse what is no tensor, another dtype, or another shape.
+def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int) -> None:
+    """Refuse what is no tensor, another dtype, or another shape than `count` micro-batches have.
 
     What a 16-bit program reads may be given in float32, as the model itself reads it.
     """
-    count = program.microbatches
     if not isinstance(tensor, torch.Tensor):
         message = f"batch[{spec.key!r}] must be a tensor ({type(tensor).__name__} given)"
         raise InputError(message)
@@ -105,4 +168,9 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram) -> None:
     )
     if spec.shape and tensor.ndim and tensor.shape[0] % count:
         message += f"; {tensor.shape[0]} rows cannot be divided into {count} micro-batches"
+    if spec.shape and tensor.ndim and tensor.shape[0] < wanted[0]:
+        message += (
+            "; DataLoader(drop_last=True) leaves out the smaller batch at the end of an epoch, of "
+            f"which `evaluate` takes multiples of {spec.shape[0]} rows"
+        )
     raise InputError(message)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from parcompiler.errors import LaunchError
 from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.device import backend_of
+from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram, Value
 from parcompiler.runtime.turns import Here, Started, Turn, Turns, turns_on
 
@@ -103,10 +104,11 @@ class Channels:
         self._numbers = count()
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
-    def open(self) -> None:
-        """Make the groups: a collective. Raises LaunchError when the ranks' programs differ."""
+    def open(self, files: Fingerprint) -> None:
+        """Make the groups: a collective. Raises LaunchError when the ranks' programs or files
+        differ."""
         self._all = self._group(None)
-        self._check_equal(self._program.digest, "programs")
+        self._check_equal(files)
         grid = self._program.grid
         for pair in self._program.channels:
             for column in grid.columns():
@@ -227,6 +229,13 @@ class Channels:
         """Give every rank the tensor of `source`, in place."""
         self._posted(dist.broadcast(tensor, source, group=self._all, async_op=True)).wait()
 
+    def told(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers that every rank tells the others, by rank. A collective of all ranks."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        every = own.new_empty(self._program.size * len(numbers))
+        self._posted(dist.all_gather_single(every, own, self._all, async_op=True)).wait()
+        return [tuple(row) for row in every.view(-1, len(numbers)).tolist()]
+
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
         self._posted(dist.isend(tensor, peer, group=self._all)).wait()
@@ -259,13 +268,18 @@ class Channels:
         group = dist.new_group(members, timeout=self._timeout, backend=backend)
         return group if isinstance(group, dist.ProcessGroup) else None
 
-    def _check_equal(self, digest: str, what: str) -> None:
-        """Raise LaunchError on every rank unless all ranks have the same digest."""
-        number = int(digest, 16)
-        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._all)
-        if bounds.tolist() != [number, -number]:
-            message = f"the ranks run different {what}: export once, start all ranks from that"
+    def _check_equal(self, files: Fingerprint) -> None:
+        """Raise LaunchError on every rank unless all ranks have the same program and files."""
+        everyone = self.told(int(self._program.digest, 16), int(files.digest, 16))
+        others = [rank for rank, numbers in enumerate(everyone) if numbers != everyone[0]]
+        if others:
+            same = everyone[others[0]][0] == everyone[0][0]
+            edited = f"; edited on this rank: {', '.join(files.edited)}" if files.edited else ""
+            message = (
+                f"the ranks run different {'scripts or weights' if same else 'programs'} (rank "
+                f"{others[0]} has others than rank 0{edited}): export once, start all ranks from "
+                "copies of that folder"
+            )
             raise LaunchError(message)
 
     def close(self) -> None:

@@ -100,6 +100,12 @@ class Interpreter:
         if self._spread is not None:
             self._verbs |= self._spread.verbs
 
+    def check(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Raise InputError for words that are not in a table of the vocabulary's rows."""
+        if self._spread is not None:
+            for batch in microbatches:
+                self._spread.check(batch)
+
     def run(
         self,
         instructions: Sequence[Instruction],

@@ -24,8 +24,9 @@ def start(program: RankProgram, device: torch.device, timeout: timedelta) -> dis
     if dist.is_initialized():
         _check_place(program, dist.get_rank(), dist.get_world_size())
         return None
-    if "RANK" in os.environ:
-        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    at = place()
+    if at is not None:
+        rank, size = at
         _check_place(program, rank, size)
         # Keys of an earlier run of this process, or of its failure, are not those of this one.
         store: dist.Store = dist.PrefixStore(f"parcompiler/{next(_RUNS)}", _rendezvous(_address()))
@@ -40,6 +41,23 @@ def start(program: RankProgram, device: torch.device, timeout: timedelta) -> dis
     return dist.PrefixStore("notes", store)
 
 
+def place() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks, as torchrun says; None where it says nothing.
+
+    Raises LaunchError when they are no numbers.
+    """
+    if "RANK" not in os.environ:
+        return None
+    rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and size.isdecimal()):
+        message = (
+            f"RANK and WORLD_SIZE must be numbers ({rank!r} and {size!r} in the environment): "
+            "start this program with torchrun"
+        )
+        raise LaunchError(message)
+    return int(rank), int(size)
+
+
 def _address() -> tuple[str | None, ...]:
     """Where torchrun's environment says that the ranks meet."""
     return tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
@@ -49,7 +67,11 @@ def _address() -> tuple[str | None, ...]:
 def _rendezvous(address: tuple[str | None, ...]) -> dist.Store:
     """The store that all ranks share, met once in a process: rank 0 may be its server."""
     store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://"))
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except ValueError as error:  # a variable is missing or no number
+        message = f"cannot tell where the ranks meet ({error}): start this program with torchrun"
+        raise LaunchError(message) from error
     return store
 
 

@@ -6,7 +6,7 @@ Shapes are those of one micro-batch. Nothing here computes or communicates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -122,6 +122,14 @@ class RankProgram:
         """A program whose instruction lists are given as text, as emitted scripts do."""
         lists = {"instructions": parse(instructions), "evaluation": parse(evaluation)}
         return cls(**lists, **fields)  # type: ignore[arg-type]
+
+
+def of_first(lines: Iterable[Instruction], microbatches: int) -> tuple[Instruction, ...]:
+    """An evaluation's list for its first `microbatches` alone.
+
+    Where all ranks leave out the same ones, order and ends of all others stay as they were proved.
+    """
+    return tuple(x for x in lines if x.microbatch is None or x.microbatch < microbatches)
 
 
 def channels_of(lists: tuple[tuple[Instruction, ...], ...]) -> tuple[tuple[int, int], ...]:

@@ -14,14 +14,20 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime import weights
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.worker import Worker
+from parcompiler.runtime.worker import CHECK_BATCHES, Worker
 
 
 def run(worker: Worker, arguments: list[str] | None = None) -> None:
     """Train `worker` as the command line says, on a file of batches or on random ones."""
     options = _options(arguments)
     with worker:
-        worker.set_optimizer(torch.optim.AdamW, max_norm=options.max_norm, lr=options.lr)
+        worker.check_batches = options.check_batches
+        worker.set_optimizer(
+            torch.optim.AdamW,
+            max_norm=options.max_norm,
+            error_if_nonfinite=options.error_if_nonfinite,
+            lr=options.lr,
+        )
         batches = _batches(worker.program, options)
         for number in range(options.steps):
             loss = worker.train_step(next(batches))
@@ -35,6 +41,18 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="training steps (10)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
     parser.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
+    parser.add_argument(
+        "--error-if-nonfinite",
+        action="store_true",
+        help="stop all ranks when the loss or the norm of the gradients is not finite",
+    )
+    parser.add_argument(
+        "--check-batches",
+        type=int,
+        default=CHECK_BATCHES,
+        help="compare the batches of tensor and pipeline ranks at the first step and every so many "
+        f"({CHECK_BATCHES}; 0: at the first alone)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic batches (0)")
     parser.add_argument(
         "--data",
@@ -63,31 +81,35 @@ def random_batch(program: RankProgram, generator: torch.Generator) -> object:
 
 
 def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
-    """The batches of a file, round and round."""
+    """The batches of a file, round and round; what has no rows is in every batch."""
     tensors = dict(weights.read(path))
-    rows = {
-        n: (s.shape[0] if s.shape else 1) * program.microbatches for n, s in program.inputs.items()
-    }
-    counts = []
+    found: dict[str, torch.Tensor] = {}
     for name, spec in program.inputs.items():
         if spec.key not in tensors:
             message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
             raise InputError(message)
-        counts.append(tensors[spec.key].shape[0] // rows[name])
+        found[name] = tensors[spec.key]
+        if spec.shape and not found[name].ndim:
+            message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
+            raise InputError(message)
+    rows = {n: s.shape[0] * program.microbatches for n, s in program.inputs.items() if s.shape}
     ranks = program.data
-    if min(counts) < ranks:
+    count = min((found[name].shape[0] // rows[name] for name in rows), default=ranks)
+    if count < ranks:
         each = "" if ranks == 1 else f" for each of {ranks} data ranks"
         message = (
             f"{path} holds less than one batch{each} ({ranks * min(rows.values())} rows needed)"
         )
         raise InputError(message)
     while True:
-        for index in range(program.coordinate.data, min(counts) // ranks * ranks, ranks):
+        for index in range(program.coordinate.data, count // ranks * ranks, ranks):
             yield _batch(
                 program,
                 {
-                    n: tensors[s.key].narrow(0, index * rows[n], rows[n])
-                    for n, s in program.inputs.items()
+                    name: tensor.narrow(0, index * rows[name], rows[name])
+                    if name in rows
+                    else tensor
+                    for name, tensor in found.items()
                 },
             )
 

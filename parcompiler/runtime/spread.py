@@ -84,12 +84,10 @@ class Spread:
         }
 
     def begin(self, channels: Channels, state: State) -> None:
-        """Begin a step: nothing is held. Raises InputError for words that are not in a table."""
+        """Begin a step: nothing is held."""
         self._channels = channels
         self._share = state.scale / (self._program.microbatches * self._program.data)
         self._held = Held()
-        for batch in state.microbatches:
-            self._check(batch)
 
     def give(self, key: Key, tensor: torch.Tensor) -> None:
         """Take what the head reads, of all that stages make."""
@@ -280,7 +278,7 @@ class Spread:
         assert self._head is not None
         return self._head
 
-    def _check(self, batch: Batch) -> None:
+    def check(self, batch: Batch) -> None:
         """Refuse words that are not in the tables, before anything is sent."""
         names = self.vocabulary.names
         for name, item in self.vocabulary.lookups.items():

@@ -40,6 +40,7 @@ class Updates:
         self._device, self._total = device, total
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
+        self.error_if_nonfinite = False
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
 
     @property
@@ -53,23 +54,25 @@ class Updates:
     @property
     def exchanges(self) -> bool:
         """Whether ranks tell each other of their gradients in `apply`."""
-        return self.scale is not None or self._max_norm is not None
+        return self.scale is not None or self._max_norm is not None or self.error_if_nonfinite
 
     def set_optimizer(
         self,
         kind: Callable[..., torch.optim.Optimizer],
         max_norm: float | None,
+        error_if_nonfinite: bool,
         options: Mapping[str, Any],
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one."""
         if max_norm is not None:
             max_norm = check_norm(max_norm)
-            if self._program.asynchronous:
-                message = "pipedream updates stage by stage: its gradients have no common norm"
-                raise InputError(message)
+        if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
+            message = "pipedream updates stage by stage: its gradients have no common norm"
+            raise InputError(message)
         nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
         self._optimizer = kind([*self.masters.trained()] or nothing, **options)
         self._max_norm = max_norm
+        self.error_if_nonfinite = error_if_nonfinite
         return self._optimizer
 
     def begin(self) -> float:
@@ -93,12 +96,16 @@ class Updates:
             self._factor = self._factor * found
         return size
 
-    def apply(self) -> None:
-        """Update the parameters by the gradients of the step, and free the gradients."""
+    def apply(self) -> bool:
+        """Update the parameters by the gradients of the step, and free the gradients.
+
+        Returns whether they were updated, which is the same on all ranks.
+        """
         optimizer = self.optimizer
         if self._max_norm is not None:
             self.clip(self._max_norm)
-        if self._is_good():
+        good = self._is_good()
+        if good:
             if self._program.narrow is not None:
                 self.masters.take_gradients(self._factor)
             optimizer.step()
@@ -106,6 +113,7 @@ class Updates:
         optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
+        return good
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank by name: unscaled, in float32 where masters are."""
@@ -115,12 +123,13 @@ class Updates:
 
     def _is_good(self) -> bool:
         """Whether the step is to be made, which is the same on all ranks; the scale takes note."""
-        if self.scale is None:
+        if self.scale is None and not self.error_if_nonfinite:
             return True
         size = self._measured() if self.norm is None else self.norm
         self.norm = size
         finite = bool(size.isfinite())
-        self.scale.update(finite)
+        if self.scale is not None:
+            self.scale.update(finite)
         return finite
 
     def _measured(self) -> torch.Tensor:

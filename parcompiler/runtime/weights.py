@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parcompiler.errors import InputError
+from parcompiler.runtime.files import checksum, sums
 from parcompiler.runtime.program import RankProgram
 
 _DTYPES = {
@@ -28,26 +30,42 @@ _DTYPES = {
 
 
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of what the files in `folder` hold for a rank: its stages, and its rows."""
+    """Name and tensor of what an exported folder holds for a rank: its stages, and its rows.
+
+    Raises InputError when a file is missing, or not as it was exported.
+    """
+    exported = sums(folder)
     names = [f"stage_{index}" for index in program.stages]
     if program.rows:
         ranks = program.grid.plane(program.coordinate.data)
         names.append(f"vocabulary_{ranks.index(program.rank)}")
     for name in names:
-        path = folder / f"{name}.safetensors"
-        if path.exists():
-            yield from read(path)
+        file = f"weights/{name}.safetensors"
+        if file in exported:
+            yield from _checked(folder / file, exported[file])
+
+
+def _checked(path: Path, exported: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `read` yields, and InputError behind it unless the file has the checksum `exported`."""
+    with ThreadPoolExecutor(1) as beside:  # hashing takes about as long as copying
+        present = beside.submit(checksum, path)
+        yield from read(path)
+        if present.result() != exported:
+            message = f"{path} is not as it was exported: copy or export the folder again"
+            raise InputError(message)
 
 
 def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in a file, one after another; tensors are copies.
 
-    Raises InputError when the file is no safetensors file or is cut short.
+    Raises InputError when the file cannot be read, is no safetensors file or is cut short.
     """
-    if not path.exists():
-        message = f"there is no file {path}"
-        raise InputError(message)
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        message = f"cannot read {path} ({error.strerror})"
+        raise InputError(message) from error
+    with file:
         length = int.from_bytes(file.read(8), "little")
         header = _header(path, file.read(min(length, path.stat().st_size)))
         if not header:
@@ -62,7 +80,7 @@ def _header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
         return {name: entry for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         message = f"{path} is no safetensors file, or cut short"
         raise InputError(message) from error
 
@@ -74,6 +92,8 @@ def _tensor(
     try:
         begin, end = entry["data_offsets"]
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if not 0 <= begin <= end:
+            raise ValueError(begin, end)
         raw = bytearray(data[start + begin : start + end])
         if len(raw) != end - begin:
             message = f"{path} is cut short: it ends within {name!r}"

@@ -8,9 +8,11 @@ for batch in batches:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,29 +21,38 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompiler.errors import InputError, LaunchError
-from parcompiler.runtime.batch import microbatches
+from parcompiler.runtime.batch import Told, differing, digest, microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.failure import Notes, explain, let_go
+from parcompiler.runtime.files import Fingerprint, fingerprint
 from parcompiler.runtime.gather import gather
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.joining import start
-from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary
+from parcompiler.runtime.weights import stored
 
 # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
 # the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
+CHECK_BATCHES = 100  # steps from one comparison of the ranks' batches to the next
 
 
 class Worker:
     """One rank. `stages` makes its modules; `tensors` are its weights by their names in the model.
 
     `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some.
+    `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
+    compare the checksums of its scripts and weights.
+
+    The tensor and pipeline ranks of a data coordinate are given the same batch. They compare what
+    they were given in the first step, and in every `check_batches`-th one from there on; in the
+    first alone where that is 0. It must be the same on all ranks.
 
     Starts torch.distributed from torchrun's environment unless the caller has; then it is the
     caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
@@ -55,6 +66,7 @@ class Worker:
         tensors: Iterable[tuple[str, torch.Tensor]] = (),
         *,
         vocabulary: Callable[[int, int], Vocabulary] | None = None,
+        folder: Path | None = None,
         device: torch.device | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
@@ -62,11 +74,18 @@ class Worker:
         self.device = device or rank_device(program.device)
         self._records: list[Record] | None = None
         self._closed = ""  # why nothing runs any more
+        self._refused = ""  # why this rank does not take part in the call that others may be in
+        self.check_batches = CHECK_BATCHES
+        self._calls = {True: 0, False: 0}  # of training and of evaluation
         self._owner = not dist.is_initialized()
         self._notes = Notes(start(program, self.device, timeout))
         self._channels = Channels(program, self.device, timeout)
         with self._failing_together():
-            self._channels.open()
+            files = Fingerprint("0") if folder is None else fingerprint(folder)
+            if files.edited and program.rank == 0:
+                edited = ", ".join(files.edited)
+                warnings.warn(f"edited since the export: {edited}", stacklevel=2)
+            self._channels.open(files)
             self._axis = self._channels.axis
             with self._along_axis(), torch.device(self.device):
                 self.stages = {j: make() for j, make in stages.items()}
@@ -80,7 +99,7 @@ class Worker:
             if self._axis is not None:
                 self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
             self._missing = set(self._interpreter.tensors)
-            self._load(tensors)
+            self._load(tensors if folder is None else stored(folder, program))
 
     @property
     def rank(self) -> int:
@@ -92,8 +111,9 @@ class Worker:
 
         `batch` has the form of the compiled inputs with `microbatches` times the rows. Gradients
         are those of this batch, reduced over the ranks that share a tensor; parameters stay.
-        Raises InputError for a batch of another form and for an asynchronous program, LaunchError
-        when any rank fails.
+        Raises InputError for a batch of another form, for another one than the other ranks of the
+        data coordinate have, and for an asynchronous program: nothing has been sent then, and the
+        worker goes on. Raises LaunchError when any rank fails.
         """
         self._check_synchronous()
         return self._trained(batch)
@@ -126,7 +146,10 @@ class Worker:
     def evaluate(self, batch: object) -> torch.Tensor:
         """The mean loss of one batch in evaluation mode (no dropout), without gradients.
 
-        Neither parameters nor buffers change, and later steps draw the same random numbers.
+        Neither parameters nor buffers change, and later steps draw the same random numbers. The
+        batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
+        of theirs, so an average over batches weighs each by its rows. Raises InputError for other
+        numbers of rows, as `step` does.
         """
         modes = {module: module.training for module in self._modules()}
         kept = [(buffer, buffer.clone()) for stage in modes for buffer in stage.buffers()]
@@ -145,15 +168,19 @@ class Worker:
         kind: Callable[..., torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
+        error_if_nonfinite: bool = False,
         **options: Any,
     ) -> torch.optim.Optimizer:
         """Build the optimizer over this rank's trainable parameters; `options` are its own.
 
         With `max_norm` every step clips the gradients of the whole model to that norm first, as
-        `clip_gradients` does. In a 16-bit program the parameters are masters in float32. Returns
-        the optimizer, for schedulers of its learning rate.
+        `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
+        is not finite raises LaunchError on every rank, and leaves the parameters as they were; in
+        float16 the loss alone, as steps with such gradients are skipped there. In a 16-bit program
+        the parameters are masters in float32. Returns the optimizer, for schedulers of its learning
+        rate.
         """
-        return self._updates.set_optimizer(kind, max_norm, options)
+        return self._updates.set_optimizer(kind, max_norm, error_if_nonfinite, options)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at
@@ -238,6 +265,8 @@ class Worker:
 
     def close(self) -> None:
         """Destroy the process groups; also torch.distributed when this worker started it."""
+        if self._refused and not self._closed:
+            self._notes.leave(self._refused)
         self._close("worker.close() was called")
 
     def __enter__(self) -> Worker:
@@ -260,31 +289,85 @@ class Worker:
 
     def _trained(self, batch: object) -> torch.Tensor:
         """The training instructions for one batch, from no gradients; the mean loss."""
-        return self._run(batch, training=True, scale=self._updates.begin())
+        loss = self._run(batch, training=True)
+        if self._updates.error_if_nonfinite and not loss.isfinite():
+            message = (
+                f"the loss of step {self._calls[True]} is not finite ({loss.item()}): the "
+                "parameters are as before the step"
+            )
+            raise LaunchError(message)
+        return loss
 
     def _apply(self) -> None:
         """An optimizer step that frees the gradients."""
         self._check_open()
         self._updates.optimizer  # noqa: B018
         with self._failing_together() if self._updates.exchanges else nullcontext():
-            self._updates.apply()
+            updated = self._updates.apply()
+        if not updated and self._updates.scale is None:
+            message = (
+                f"the gradients of step {self._calls[True]} are not finite (norm: "
+                f"{self.gradient_norm}): the parameters are as before the step"
+            )
+            raise LaunchError(message)
 
-    def _run(self, batch: object, *, training: bool, scale: float = 1.0) -> torch.Tensor:
+    def _run(self, batch: object, *, training: bool) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""
         program = self.program
-        instructions = program.instructions if training else program.evaluation
+        pieces = self._agreed(batch, training)
+        if training:
+            lines = program.instructions
+        else:
+            lines = of_first(program.evaluation, len(pieces))
         if self._records is not None:
             self._records.clear()
+        with self._failing_together(), self._along_axis():
+            scale = self._updates.begin() if training else 1.0
+            loss = self._interpreter.run(
+                lines, pieces, training=training, record=self._records, scale=scale
+            )
+        self._calls[training] += 1
+        return loss
+
+    def _agreed(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
+        """The micro-batches of a batch, that all ranks take; InputError where one does not.
+
+        Nothing has been sent then, and the worker goes on. Ranks tell each other in evaluations,
+        and in the steps in which they compare their batches; in other steps those whose batch is
+        good wait for the rank that refuses its own until that is called again, or closed.
+        """
+        number, every = self._calls[training], self.check_batches
+        compares = not number or (every > 0 and number % every == 0)
+        tells = self.program.size > 1 and (compares or not training)
+        try:
+            pieces = self._checked(batch, training)
+        except InputError as error:
+            if tells:
+                self._told(Told(training, every))
+            else:
+                self._refused = f"rank {self.rank} refused its batch: InputError: {error}"
+            raise
+        self._refused = ""
+        if tells:
+            told = Told(training, every, len(pieces), digest(pieces) if compares else 0)
+            disagreement = differing(self.program, self._told(told))
+            if disagreement:
+                raise InputError(disagreement)
+        return pieces
+
+    def _told(self, told: Told) -> list[Told]:
+        """What all ranks say of their batches, by rank."""
         with self._failing_together():
+            return [Told(*numbers) for numbers in self._channels.told(*map(int, told))]
+
+    def _checked(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
+        """The micro-batches of a batch on this rank's device, if it can be computed with."""
+        with self._failing_together(but=InputError), self._along_axis():
             self._check_loaded()
-            pieces = [
-                {name: tensor.to(self.device) for name, tensor in piece.items()}
-                for piece in microbatches(program, batch)
-            ]
-            with self._along_axis():
-                return self._interpreter.run(
-                    instructions, pieces, training=training, record=self._records, scale=scale
-                )
+            pieces = microbatches(self.program, batch, fewer=not training)
+            pieces = [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces]
+            self._interpreter.check(pieces)
+            return pieces
 
     @contextmanager
     def _along_axis(self) -> Iterator[None]:
@@ -297,8 +380,8 @@ class Worker:
             yield
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Around what all ranks do: whatever ends it on one rank closes all of them.
+    def _failing_together(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Around what all ranks do: whatever ends it on one rank, `but` this, closes all of them.
 
         A rank that fails tells the others why and closes the connections that they wait on. One
         that is interrupted closes them too: half a step is not to be continued.
@@ -306,6 +389,8 @@ class Worker:
         self._check_open()
         try:
             yield
+        except but:
+            raise
         except Exception as error:
             known = self._explained(error)
             let_go(error)

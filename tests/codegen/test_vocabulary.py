@@ -23,7 +23,7 @@ from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan, Shape
-from parcompiler.runtime import stored
+from parcompiler.runtime.weights import stored
 from parcompiler.vocabulary import spread
 from tests import zoo
 from tests.codegen.emitting import files_of, graph_of, lowered_by, spread_choice
@@ -182,7 +182,7 @@ def test_a_rank_reads_its_rows_whatever_its_data_coordinate(tmp_path: Path) -> N
     for rank in range(lowered.grid.size):
         at = lowered.grid.coordinate(rank)
         own = own_rows(97, 4, at.pipeline * 2 + at.tensor)
-        found = dict(stored(folder, rank_program(lowered, rank, "cpu")))
+        found = dict(stored(folder.parent, rank_program(lowered, rank, "cpu")))
         expected = table[own.start : own.start + own.size]
         assert torch.equal(found["embedding.weight"], expected)
         assert "norm.weight" in found or at.pipeline == 0

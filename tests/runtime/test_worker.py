@@ -334,11 +334,98 @@ def test_one_worker_follows_another(program: pc.Program) -> None:
 def test_after_a_failed_step_the_worker_says_that_it_is_closed_and_why(
     program: pc.Program,
 ) -> None:
+    data = batch(MICROBATCHES)
+    data["labels"][:2] = 99
     with program.worker() as worker:
-        with pytest.raises(pc.InputError, match="the batch lacks 'labels'"):
-            worker.step({"x": batch(MICROBATCHES)["x"]})
-        with pytest.raises(pc.LaunchError, match=r"closed, because it failed: the batch lacks 'la"):
+        with pytest.raises(pc.LaunchError, match="rank 0 failed at 'FORWARD stage 0 mb 0'"):
+            worker.step(data)
+        with pytest.raises(pc.LaunchError, match="closed, because it failed: rank 0 failed at 'F"):
             worker.step(batch(MICROBATCHES))
+
+
+def test_a_refused_batch_leaves_the_worker_and_its_gradients_as_they_were(
+    program: pc.Program,
+) -> None:
+    data = batch(MICROBATCHES)
+    smaller = {key: tensor[:-1] for key, tensor in data.items()}
+    with program.worker() as worker:
+        loss = worker.step(data)
+        before = worker.gather_gradients()
+        for use in (worker.step, worker.evaluate):
+            with pytest.raises(pc.InputError, match=r"5 rows .*; DataLoader\(drop_last=True\) le"):
+                use(smaller)
+            with pytest.raises(pc.InputError, match="the batch lacks 'labels'"):
+                use({"x": data["x"]})
+        after = worker.gather_gradients()
+        assert torch.equal(worker.step(data), loss)
+    assert before is not None
+    assert after is not None
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_evaluation_takes_fewer_micro_batches(program: pc.Program, number: int) -> None:
+    model, data = the_model(program).eval(), batch(number)
+    parts = [{k: t[2 * i : 2 * i + 2] for k, t in data.items()} for i in range(number)]
+    with program.worker() as worker:
+        found = worker.evaluate(data)
+        with pytest.raises(pc.InputError, match=rf"must have shape \(6, .*{2 * number}"):
+            worker.step(data)
+        assert worker.evaluate(batch(MICROBATCHES)).isfinite()
+        with pytest.raises(pc.InputError, match=r"must have shape \(6, "):
+            worker.evaluate(batch(MICROBATCHES + 1))
+        with pytest.raises(pc.InputError, match=r"must have shape \(6, "):
+            worker.evaluate(batch(0))
+        with pytest.raises(pc.InputError, match=r"'labels'.*must have shape"):
+            worker.evaluate({"x": data["x"], "labels": batch(MICROBATCHES)["labels"]})
+    with torch.no_grad():
+        assert torch.equal(found, torch.stack([model(**part) for part in parts]).mean())
+
+
+def test_a_step_that_is_not_finite_is_an_error_on_request(program: pc.Program) -> None:
+    data = batch(MICROBATCHES)
+    infinite = {**data, "x": data["x"] / 0.0}
+    with program.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        worker.train_step(data)
+        assert worker.gradient_norm is None
+        worker.set_optimizer(torch.optim.SGD, lr=0.1, error_if_nonfinite=True)
+        worker.train_step(data)
+        assert worker.gradient_norm is not None
+        before = {name: p.detach().clone() for name, p in worker.named_parameters()}
+        with pytest.raises(pc.LaunchError, match=r"loss of step 3 is not finite \(nan\): the par"):
+            worker.train_step(infinite)
+        worker.step(data)
+        dict(worker.named_parameters())["head.weight"].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        with pytest.raises(pc.LaunchError, match=r"gradients of step 4 are not finite \(norm: inf"):
+            worker.optimizer_step()
+        assert all(torch.equal(p, before[name]) for name, p in worker.named_parameters())
+        worker.train_step(data)  # nothing is broken by it
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        assert worker.train_step(infinite).isnan()
+
+
+def test_gradients_that_are_not_finite_are_skipped_in_float16_and_losses_are_not() -> None:
+    program, data = compiled(mixed(), MICROBATCHES, precision="fp16"), batch(MICROBATCHES)
+    with program.worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1, error_if_nonfinite=True)
+        worker.loss_scale = 2.0**40
+        assert worker.train_step(data).isfinite()
+        assert worker.skipped_steps == 1
+        with pytest.raises(pc.LaunchError, match="the loss of step 2 is not finite"):
+            worker.train_step({**data, "x": data["x"] / 0.0})
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_an_environment_that_is_none_of_torchrun_is_named(
+    program: pc.Program, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**good, variable: "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pc.LaunchError, match=r"'x'.*: start this program with torchrun"):
+        program.worker()
 
 
 def test_a_failure_in_the_model_names_rank_instruction_and_module(program: pc.Program) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run, stored
+from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run
 
 from stage_1 import Stage1
 
@@ -122,8 +122,7 @@ PROGRAM = RankProgram.parsed(
 
 def worker() -> Worker:
     """This rank, with the weights beside this file."""
-    weights = stored(Path(__file__).parent / "weights", PROGRAM)
-    return Worker(PROGRAM, {1: Stage1}, weights)
+    return Worker(PROGRAM, {1: Stage1}, folder=Path(__file__).parent)
 
 
 if __name__ == "__main__":

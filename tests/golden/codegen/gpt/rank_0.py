@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run, stored
+from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run
 
 from stage_0 import Stage0
 
@@ -87,8 +87,7 @@ PROGRAM = RankProgram.parsed(
 
 def worker() -> Worker:
     """This rank, with the weights beside this file."""
-    weights = stored(Path(__file__).parent / "weights", PROGRAM)
-    return Worker(PROGRAM, {0: Stage0}, weights)
+    return Worker(PROGRAM, {0: Stage0}, folder=Path(__file__).parent)
 
 
 if __name__ == "__main__":

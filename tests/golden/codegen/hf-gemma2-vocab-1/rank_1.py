@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import Input, RankProgram, Value, Worker, run, stored
+from parcompiler.runtime import Input, RankProgram, Value, Worker, run
 
 from stage_1 import Stage1
 from vocabulary import Vocabulary
@@ -145,8 +145,7 @@ PROGRAM = RankProgram.parsed(
 
 def worker() -> Worker:
     """This rank, with the weights beside this file."""
-    weights = stored(Path(__file__).parent / "weights", PROGRAM)
-    return Worker(PROGRAM, {1: Stage1}, weights, vocabulary=Vocabulary)
+    return Worker(PROGRAM, {1: Stage1}, folder=Path(__file__).parent, vocabulary=Vocabulary)
 
 
 if __name__ == "__main__":

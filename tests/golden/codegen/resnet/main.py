@@ -9,10 +9,14 @@ import os
 import runpy
 from pathlib import Path
 
+from parcompiler.runtime import loading, run
+
 rank = os.environ.get("RANK")
 if rank is None:
     raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
 script = Path(__file__).parent / f"rank_{rank}.py"
 if not script.exists():
     raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
-runpy.run_path(str(script), run_name="__main__")
+with loading(script):
+    worker = runpy.run_path(str(script))["worker"]
+run(worker())

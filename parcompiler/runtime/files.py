@@ -1,0 +1,95 @@
+"""The files of an exported folder with their checksums: SHA256SUMS, as `sha256sum` writes it.
+
+    sha256sum --check SHA256SUMS        says which files are not as they were exported
+
+Ranks that start compare the checksums of all scripts and weights. A script may be edited, if it is
+in the folders of all ranks; weights are as they were exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from parcompiler.errors import InputError, ParcompilerError
+
+SUMS = "SHA256SUMS"  # what makes a folder an export
+_COMPARED = (".py", ".safetensors")  # what ranks run and load
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What ranks compare: `digest` of scripts as they are and of weights as they were exported.
+
+    `edited` are the scripts that are not as they were exported.
+    """
+
+    digest: str
+    edited: tuple[str, ...] = ()
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal. Raises InputError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        message = f"cannot read {path} ({error.strerror}): copy or export the folder again"
+        raise InputError(message) from error
+
+
+def listing(folder: Path) -> str:
+    """The text of SHA256SUMS for all files in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return "".join(f"{checksum(path)}  {path.relative_to(folder).as_posix()}\n" for path in files)
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """The checksums of an exported folder's files by name. Raises InputError where they are not."""
+    path = folder / SUMS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except OSError as error:
+        message = f"cannot read {path} ({error.strerror}): copy or export the folder again"
+        raise InputError(message) from error
+    except ValueError as error:
+        message = f"{path} is damaged: remove the folder, and copy or export it again"
+        raise InputError(message) from error
+    if any(PurePosixPath(name).is_absolute() or ".." in name.split("/") for name in listed):
+        message = f"{path} lists files outside of its folder: remove that, and export again"
+        raise InputError(message)
+    return listed
+
+
+def fingerprint(folder: Path) -> Fingerprint:
+    """What the ranks that start from copies of a folder compare.
+
+    Raises InputError when a script is missing.
+    """
+    exported = {n: digest for n, digest in sums(folder).items() if n.endswith(_COMPARED)}
+    present = {n: checksum(folder / n) for n in exported if n.endswith(".py")}
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted((exported | present).items()))
+    edited = tuple(sorted(name for name in present if present[name] != exported[name]))
+    return Fingerprint(hashlib.sha256(text.encode()).hexdigest()[:15], edited)
+
+
+@contextmanager
+def loading(script: Path) -> Iterator[None]:
+    """Around running a script of an exported folder as a module.
+
+    Raises InputError for whatever ends it, and says which scripts are not as they were exported.
+    """
+    try:
+        yield
+    except ParcompilerError:
+        raise
+    except Exception as error:
+        edited = ", ".join(fingerprint(script.parent).edited)
+        reason = f"{type(error).__name__}: {error}"
+        hint = f"; not as they were exported: {edited}" if edited else ""
+        message = f"cannot load {script} ({reason}{hint}): copy or export the folder again"
+        raise InputError(message) from error
