@@ -1,6 +1,7 @@
 """Exported folders read back: without the plan's device, and without traces in this process."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,82 @@ def test_a_script_without_instructions_is_refused(program: pc.Program, tmp_path:
     (folder / "rank_0.py").write_text("INSTRUCTIONS = 3\n")
     with pytest.raises(pc.InputError, match="has no INSTRUCTIONS: export the program again"):
         pc.load(folder).instructions(0)
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_at_its_end(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(text[: text.index("def worker")])
+
+
+def one_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xff\x00 no text")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "text"),
+    [
+        (
+            "stage_0.py",
+            removed,
+            r"cannot read .*stage_0.py \(No such file or directory\): copy or ",
+        ),
+        ("stage_0.py", cut, r"cannot load .*rank_0.py \(.*; edited since the export: stage_0.py\)"),
+        ("rank_0.py", cut_at_its_end, r"AttributeError.*; edited since the export: rank_0.py\)"),
+        ("rank_0.py", garbage, r"cannot load .*rank_0.py \(.*; edited since the export: rank_0.py"),
+        (
+            "weights/stage_0.safetensors",
+            removed,
+            r"cannot read .*stage_0.safetensors \(No such fil",
+        ),
+        ("weights/stage_0.safetensors", cut, r"stage_0.safetensors is no safetensors file, or cut"),
+        (
+            "weights/stage_0.safetensors",
+            one_bit,
+            r"stage_0.safetensors is not as it was exported: ",
+        ),
+        ("SHA256SUMS", removed, r"cannot read .*SHA256SUMS \(No such file or directory\): copy or"),
+        ("SHA256SUMS", garbage, r"SHA256SUMS is damaged: remove the folder, and copy or export it"),
+        ("plan.json", garbage, r"cannot read .*plan.json \(.*: export the program again"),
+    ],
+)
+def test_a_folder_with_a_damaged_file_is_refused(
+    program: pc.Program, tmp_path: Path, name: str, damage: Callable[[Path], None], text: str
+) -> None:
+    folder = program.export(tmp_path / "out")
+    damage(folder / name)
+    with pytest.raises(pc.InputError, match=text):
+        pc.load(folder).worker()
+
+
+def test_the_instructions_of_a_damaged_script_are_refused(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    folder = program.export(tmp_path / "out")
+    for damage in (garbage, cut):
+        damage(folder / "rank_0.py")
+        with pytest.raises(pc.InputError, match=r"cannot load .*rank_0.py"):
+            pc.load(folder).instructions(0)
+
+
+def test_an_edited_script_is_run_and_said_to_be_edited(program: pc.Program, tmp_path: Path) -> None:
+    folder = program.export(tmp_path / "out")
+    script = folder / "stage_0.py"
+    script.write_text(f"{script.read_text()}\n# mine\n")
+    with pytest.warns(UserWarning, match="edited since the export: stage_0.py"):
+        worker = pc.load(folder).worker()
+    with worker:
+        assert worker.step(batch(MICROBATCHES)).isfinite()

@@ -90,6 +90,6 @@ def loading(script: Path) -> Iterator[None]:
     except Exception as error:
         edited = ", ".join(fingerprint(script.parent).edited)
         reason = f"{type(error).__name__}: {error}"
-        hint = f"; not as they were exported: {edited}" if edited else ""
+        hint = f"; edited since the export: {edited}" if edited else ""
         message = f"cannot load {script} ({reason}{hint}): copy or export the folder again"
         raise InputError(message) from error
