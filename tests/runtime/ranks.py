@@ -19,7 +19,7 @@ from parcompiler.plan import Plan, Shape, StageChoice
 from parcompiler.runtime import Stage
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.interpreter import Interpreter
-from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.script import random_batch
 from parcompiler.schedules import stages_per_rank
 from parcompiler.schedules.planned import planned
@@ -116,6 +116,18 @@ class Ranks:
             for item in self.interpreters
         ]
         return Step(tuple(losses), tuple(gradients))
+
+    def evaluation(self, count: int, seed: int = 0) -> list[torch.Tensor]:
+        """The loss of every rank in an evaluation of the first `count` micro-batches."""
+        network = Network(len(self.programs), seed)
+        for item in self.interpreters:
+            item.channels = DelayedChannels(item.program, network)
+        return network.run([partial(self._evaluate, item, count) for item in self.interpreters])
+
+    def _evaluate(self, item: Interpreter, count: int) -> torch.Tensor:
+        """The evaluation of one rank."""
+        pieces = microbatches(item.program, self.batches[item.program.coordinate.data])[:count]
+        return item.run(of_first(item.program.evaluation, count), pieces, training=False)
 
     def _run(self, item: Interpreter) -> torch.Tensor:
         """The step of one rank."""

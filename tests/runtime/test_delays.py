@@ -11,6 +11,7 @@ from parcompiler.capture import capture
 from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.models import gpt, t5
+from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.program import RankProgram, Value
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES
 from tests.runtime.delays import BLOCKING, EAGER, HABITS, LATE, Deadlock, DelayedChannels, Network
@@ -64,6 +65,30 @@ def test_every_order_of_events_gives_the_same_bits(name: str, schedule: str, cou
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_many_orders_of_events_give_the_same_bits(name: str, schedule: str, count: int) -> None:
     check(name, schedule, count, MANY[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("gpt", schedule) for schedule in SCHEDULES),
+        *(("t5", schedule) for schedule in SYNCHRONOUS),
+    ],
+)
+def test_an_evaluation_of_fewer_micro_batches_is_that_of_one_process(
+    name: str, schedule: str
+) -> None:
+    model, graph = captured(name)
+    ranks = Ranks(divided(graph, schedule, 2, MICROBATCHES, data=1 + (schedule == "1f1b")))
+    for count in range(1, MICROBATCHES):
+        with torch.no_grad():
+            losses = [
+                model(**{ranks.programs[0].inputs[n].key: tensor for n, tensor in piece.items()})
+                for batch in ranks.batches
+                for piece in microbatches(ranks.programs[0], batch)[:count]
+            ]
+        for seed in range(len(HABITS)):
+            for found in ranks.evaluation(count, seed):
+                torch.testing.assert_close(found, torch.stack(losses).mean())
 
 
 VALUE = Value((1,), torch.float32)

@@ -206,6 +206,14 @@ def one_process(model: Model, data: int) -> torch.Tensor:
     return losses.mean().detach()
 
 
+def evaluation(state: dict[str, torch.Tensor], grid: Grid, tied: bool, n: int) -> torch.Tensor:
+    """The mean loss of the first `n` micro-batches of every data coordinate, in one process."""
+    model = Model(grid.pipeline, tied).double()
+    model.load_state_dict(state)
+    pieces = [piece for number in range(grid.data) for piece in batch(number).split(ROWS)[:n]]
+    return torch.stack([model(piece) for piece in pieces]).mean().detach()
+
+
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
@@ -226,6 +234,7 @@ def check(grid: Grid, method: str, tied: bool) -> Iterator[str]:
         wanted = one_process(model, grid.data)
         worker.set_optimizer(torch.optim.SGD, lr=0.1)
         evaluated = worker.evaluate(data)
+        fewer = [worker.evaluate({"tokens": data["tokens"][: ROWS * n]}) for n in (1, COUNT - 1)]
         worker.record()
         loss = worker.step(data)
         gradients = worker.gather_gradients()
@@ -233,6 +242,9 @@ def check(grid: Grid, method: str, tied: bool) -> Iterator[str]:
             yield f"loss {loss.item()} and not {wanted.item()}"
         if error(evaluated, wanted) > BOUND:
             yield f"evaluated loss {evaluated.item()} and not {wanted.item()}"
+        for n, found in zip((1, COUNT - 1), fewer, strict=True):
+            if error(found, evaluation(state, grid, tied, n)) > BOUND:
+                yield f"evaluated loss {found.item()} of {n} micro-batches"
         if len(worker.trace()) != len(own.instructions):
             yield "instructions without a record"
         if rank == 0:

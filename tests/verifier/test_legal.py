@@ -1,10 +1,12 @@
 """What lowering makes of legal plans has no fault, and does what the model does."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from parcompiler.lower import Lowered
+from parcompiler.runtime.program import of_first
 from parcompiler.schedules import SCHEDULES, stages_per_rank
 from parcompiler.verifier import verify
 from tests.verifier.edits import texts
@@ -45,6 +47,19 @@ def test_a_legal_program_does_what_the_model_does(name: str, schedule: str) -> N
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_legal_program_of_hugging_face_does_what_the_model_does(name: str, schedule: str) -> None:
     assert same_meaning(program(name, 4, schedule, 2, virtual_stages=stages_per_rank(schedule, 1)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", OWN)
+def test_an_evaluation_of_fewer_micro_batches_has_no_fault(name: str, schedule: str) -> None:
+    if schedule == "pipedream" and name in TIED:
+        return
+    each = stages_per_rank(schedule, 1)
+    whole = program(name, 2, schedule, 4, virtual_stages=each)
+    for count in (1, 2, 3):
+        lowered = program(name, 2, schedule, count, virtual_stages=each)
+        fewer = tuple(of_first(lines, count) for lines in whole.evaluation)
+        assert texts(replace(lowered, evaluation=fewer)) == []
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)

@@ -8,6 +8,7 @@ import pytest
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.lower.lowered import SpreadLookup
+from parcompiler.runtime.program import of_first
 from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.simulator import StageCost, simulate_lowered
 from parcompiler.verifier import Memory, faults
@@ -41,6 +42,16 @@ def test_a_legal_program_has_no_fault_and_does_what_the_model_does(method: str) 
             assert texts(lowered) == []
             assert same_meaning(lowered)
     assert texts(words(method, data=2, tied=True)) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_evaluation_of_fewer_micro_batches_has_no_fault(method: str) -> None:
+    for ranks, schedule, each in PLACES:
+        whole = words(method, ranks, schedule, 4, each, tied=True)
+        for count in (1, 2, 3):
+            lowered = words(method, ranks, schedule, count, each, tied=True)
+            fewer = tuple(of_first(lines, count) for lines in whole.evaluation)
+            assert texts(replace(lowered, evaluation=fewer)) == []
 
 
 def _everywhere(lowered: Lowered, edit: Callable[[Lowered, int], Lowered]) -> Lowered:
