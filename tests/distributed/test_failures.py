@@ -14,15 +14,15 @@ from tests.distributed.torchrun import torchrun
 WAYS = {
     "missing key on rank 1": (
         "InputError: the batch lacks 'labels' (it has: tokens; needed: labels, tokens)",
-        "because rank 1 failed before the first instruction: InputError: the batch lacks 'labels'",
+        "because rank 1 refused its batch: InputError: the batch lacks 'labels'",
     ),
     "wrong dtype on rank 0": (
         "InputError: batch['tokens'] must have dtype torch.int64 (torch.int32 given)",
-        "because rank 0 failed before the first instruction: InputError: batch['tokens']",
+        "because rank 0 refused its batch: InputError: batch['tokens']",
     ),
     "too many rows on rank 1": (
         "5 rows cannot be divided into 2 micro-batches",
-        "because rank 1 failed before the first instruction: InputError",
+        "because rank 1 refused its batch: InputError",
     ),
     "label out of range": (
         "LaunchError: rank {last} failed at 'FORWARD stage {last} mb 0' in module",

@@ -19,7 +19,7 @@ LAST = zoo.VOCABULARY - 1
 RANGE = f"must be from 0 to {LAST}"
 LABEL = f"InputError: the labels of 'head.weight' {RANGE} or -100, which is ignored"
 WORD = f"InputError: the words that 'embedding.weight' is asked for {RANGE}"
-BEFORE = "failed before the first instruction: "
+BEFORE = "refused its batch: "
 EVERYWHERE = ""  # all ranks fail by themselves
 
 # For each way to fail: what the rank that failed says, and what the other one says.
@@ -33,7 +33,7 @@ WAYS = {
     "negative word on all ranks": (f"{WORD} (-100 given)", EVERYWHERE),
     "label too large in an evaluation on rank 0": (
         f"{LABEL} ({LAST + 1} given)",
-        f"because rank 0 {BEFORE}{LABEL}",
+        "InputError: rank 0 refused its batch and says why: no rank has taken this one",
     ),
     "exception in an exchange on rank 1": (
         "rank 1 failed at 'EXCHANGE statistics mb 0': ValueError: boom",

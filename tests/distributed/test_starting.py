@@ -1,0 +1,114 @@
+"""Ranks that would train something else than the others are told so, before anything is sent."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcompiler as pc
+from tests import zoo
+from tests.distributed import starting
+from tests.distributed.torchrun import torchrun
+
+RANKS = 4
+Said = dict[str, list[list[str]]]
+
+FILES = "LaunchError: the ranks run different scripts or weights (rank 1 has others than rank 0"
+DAMAGED = "weights/stage_0.safetensors is not as it was exported: copy or export the folder again"
+BATCHES = "InputError: ranks 0 and 2 were given different batches"
+REFUSED = "InputError: rank 1 refused its batch and says why: no rank has taken this one"
+LACKS = "InputError: the batch lacks 'labels'"
+CALLS = "InputError: all ranks must make the same call (rank 0: evaluation of 1 micro-batches,"
+NAN = "is not finite (nan): the parameters are as before the step"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What each rank was told, for each way."""
+    folder = tmp_path_factory.mktemp("starting")
+    for name in ("out", "other"):
+        program(name == "other").export(folder / name)
+    text = torchrun(RANKS, Path(starting.__file__), str(folder))
+    found: Said = {way: [[]] * RANKS for way in starting.WAYS}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            answer = json.loads(line)
+            found[answer["way"]][answer["rank"]] = answer["said"]
+    return found
+
+
+def program(other: bool = False) -> pc.Program:
+    """Two pipeline and two data ranks; with `other` weights on request."""
+    model, inputs = zoo.build("gpt")
+    if other:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    mesh = pc.Mesh(pipeline=2, data=2)
+    return pc.compile(model, mesh, inputs, microbatches=starting.MICROBATCHES, schedule="1f1b")
+
+
+def loss(microbatches: int = starting.MICROBATCHES) -> float:
+    """The mean loss of the model over the first micro-batches of both data coordinates."""
+    model, _ = zoo.build("gpt")
+    with torch.no_grad():
+        losses = [
+            model(**{key: tensor[i : i + 2] for key, tensor in starting.batch(data).items()})
+            for data in range(2)
+            for i in range(0, 2 * microbatches, 2)
+        ]
+    return float(torch.stack(losses).mean())
+
+
+def test_a_script_that_is_edited_on_one_rank_is_refused_on_all(said: Said) -> None:
+    texts = [text for (text,) in said["a_script_edited_on_one_rank"]]
+    assert all(text.startswith(FILES) for text in texts), texts
+    assert ["edited on this rank: stage_0.py" in text for text in texts] == [
+        False, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_script_that_is_edited_on_all_ranks_runs(said: Said) -> None:
+    for (text,) in said["a_script_edited_on_all_ranks"]:
+        assert float(text) == pytest.approx(loss(), rel=1e-6)
+
+
+def test_an_export_of_other_weights_is_refused_on_all_ranks(said: Said) -> None:
+    for (text,) in said["an_export_of_other_weights"]:
+        assert text.startswith(FILES)
+
+
+def test_a_damaged_weight_is_named_on_all_ranks(said: Said) -> None:
+    texts = [text for (text,) in said["a_damaged_weight"]]
+    assert all(DAMAGED in text for text in texts), texts
+    assert texts[1].startswith("InputError: ")
+    assert all("because rank 1 failed" in text for text in (texts[0], *texts[2:])), texts
+
+
+def test_another_batch_on_one_rank_is_refused_where_batches_are_compared(said: Said) -> None:
+    for first, good, later in said["another_batch"]:
+        assert first.startswith(BATCHES)
+        assert float(good) == pytest.approx(loss(), rel=1e-6)
+        assert later.startswith(BATCHES)
+
+
+def test_ranks_go_on_after_one_has_refused_its_batch_and_end_with_it(said: Said) -> None:
+    for rank, (first, good, again, last) in enumerate(said["a_batch_refused_by_one_rank"]):
+        assert float(good) == float(again) == pytest.approx(loss(), rel=1e-6)
+        assert first.startswith(LACKS if rank == 1 else REFUSED)
+        if rank == 1:
+            assert last.startswith(LACKS)
+        else:
+            assert f"because rank 1 refused its batch: {LACKS}" in last
+
+
+def test_evaluations_of_fewer_micro_batches_are_of_as_many_on_all_ranks(said: Said) -> None:
+    for refused, evaluated in said["evaluations_of_fewer"]:
+        assert refused.startswith(CALLS)
+        assert float(evaluated) == pytest.approx(loss(1), rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks_on_request(said: Said) -> None:
+    for good, *bad in said["a_loss_that_is_not_finite"]:
+        assert float(good) == pytest.approx(loss(), rel=1e-6)
+        assert [f"LaunchError: the loss of step {n} {NAN}" for n in (2, 3)] == bad
