@@ -48,7 +48,7 @@ class Told(NamedTuple):
     `microbatches` is 0 where it refuses its batch, `digest` where batches are not compared.
     """
 
-    training: bool
+    training: int  # 1, and 0 in an evaluation
     every: int  # steps from one comparison to the next
     microbatches: int = 0
     digest: int = 0

@@ -65,7 +65,7 @@ class Interpreter:
             self.tensors |= dict(vocabulary.tensors())
             self._spread = Spread(program, vocabulary, self._received)
         self.chance: Around | None = None
-        self.update: Callable[[], None] | None = None  # an optimizer step
+        self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
         self._reduction = Reduction(program, self.tensors)

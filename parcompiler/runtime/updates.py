@@ -60,8 +60,9 @@ class Updates:
         self,
         kind: Callable[..., torch.optim.Optimizer],
         max_norm: float | None,
-        error_if_nonfinite: bool,
         options: Mapping[str, Any],
+        *,
+        error_if_nonfinite: bool = False,
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one."""
         if max_norm is not None:

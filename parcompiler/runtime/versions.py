@@ -49,7 +49,7 @@ class Versions:
             stage, dict(version.leaves), kwargs=dict(arguments), tie_weights=False
         )
 
-    def update(self, stage: Stage, j: int, i: int, step: Callable[[], None]) -> None:
+    def update(self, stage: Stage, j: int, i: int, step: Callable[[], object]) -> None:
         """Let `step` change the parameters of stage `j` by the gradients of micro-batch `i`."""
         version = self._used.pop((j, i))
         own = [(path, p) for path, p in stage.named_parameters() if p.requires_grad]

@@ -180,7 +180,9 @@ class Worker:
         the parameters are masters in float32. Returns the optimizer, for schedulers of its learning
         rate.
         """
-        return self._updates.set_optimizer(kind, max_norm, error_if_nonfinite, options)
+        return self._updates.set_optimizer(
+            kind, max_norm, options, error_if_nonfinite=error_if_nonfinite
+        )
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at
@@ -358,7 +360,7 @@ class Worker:
     def _told(self, told: Told) -> list[Told]:
         """What all ranks say of their batches, by rank."""
         with self._failing_together():
-            return [Told(*numbers) for numbers in self._channels.told(*map(int, told))]
+            return [Told(*numbers) for numbers in self._channels.told(*told)]
 
     def _checked(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
         """The micro-batches of a batch on this rank's device, if it can be computed with."""

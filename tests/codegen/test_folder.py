@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_places_that_cannot_be_written_are_named(
     def forbidden(**_: object) -> str:
         raise PermissionError(13, os.strerror(13))
 
-    monkeypatch.setattr(writing.tempfile, "mkdtemp", forbidden)
+    monkeypatch.setattr(tempfile, "mkdtemp", forbidden)
     with pytest.raises(pc.InputError, match=r"cannot export to .*out \(Permission denied\)"):
         program.export(tmp_path / "out")
     assert contents(tmp_path) == before

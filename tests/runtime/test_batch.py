@@ -2,6 +2,7 @@
 
 import re
 from collections import UserDict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import parcompiler as pc
 from parcompiler.runtime import Input, RankProgram
-from parcompiler.runtime.batch import microbatches
+from parcompiler.runtime.batch import Told, differing, digest, microbatches
 
 COUNT = 3
 IDS = Input("ids", (2, 4), torch.int64)
@@ -147,3 +148,51 @@ def test_paths_are_those_of_capture() -> None:
     inputs = {"a": ids(), "b": (ids(), {"c": [ids()]}), "p": Pair(ids(), ids()), "flag": True}
     assert [key for key, _ in _leaves(inputs)] == [key for key, _ in flat(inputs)]
     assert [key for key, _ in _leaves((ids(), None, 2))] == ["0", "1", "2"]
+
+
+def test_equal_batches_have_one_digest_and_others_another() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    same = [[{"x": whole}], [{"x": whole.t().contiguous().t()}], [{"x": whole.clone()}]]
+    others = [
+        [],
+        [{"y": whole}],
+        [{"x": whole[:2]}, {"x": whole[2:]}],
+        [{"x": whole.flip(0)}],
+        [{"x": whole.reshape(4, 3)}],
+        [{"x": whole.double()}],
+        [{"x": torch.where(whole == 7, torch.tensor(7.0).nextafter(torch.tensor(8.0)), whole)}],
+        [{"x": whole[:0]}],
+    ]
+    assert len({digest(pieces) for pieces in same}) == 1
+    assert len({digest(pieces) for pieces in (same[0], *others)}) == 1 + len(others)
+    assert all(0 < digest(pieces) < 2**62 for pieces in (*same, *others))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({0: 5, 1: 5, 4: 5, 5: 5}, ""),  # data coordinate 0
+        ({1: 5}, r"ranks 0 and 1 were given different batches.* coordinate \(0\)"),
+        ({6: 5}, r"ranks 2 and 6 were given different batches.* coordinate \(1\)"),
+    ],
+)
+def test_tensor_and_pipeline_ranks_have_the_batch_of_their_data_coordinate(
+    changes: dict[int, int], text: str
+) -> None:
+    of_all = replace(program(IDS), size=8, data=2, tensor=2)
+    told = [
+        Told(1, 100, 3, changes.get(rank, of_all.grid.coordinate(rank).data)) for rank in range(8)
+    ]
+    assert re.search(text, differing(of_all, told)) if text else not differing(of_all, told)
+
+
+def test_calls_that_differ_are_told_apart_from_batches() -> None:
+    of_all = replace(program(IDS), size=2)
+    for other, text in {
+        Told(0, 100, 3, 1): "rank 1: evaluation of 3 micro-batches, check_batches = 100",
+        Told(1, 10, 3, 1): "rank 1: training of 3 micro-batches, check_batches = 10",
+        Told(1, 100, 2, 1): "rank 1: training of 2 micro-batches, check_batches = 100",
+        Told(1, 100, 0, 0): "rank 1 refused its batch and says why",
+    }.items():
+        assert text in differing(of_all, [Told(1, 100, 3, 1), other])

@@ -242,9 +242,9 @@ def check(grid: Grid, method: str, tied: bool) -> Iterator[str]:
             yield f"loss {loss.item()} and not {wanted.item()}"
         if error(evaluated, wanted) > BOUND:
             yield f"evaluated loss {evaluated.item()} and not {wanted.item()}"
-        for n, found in zip((1, COUNT - 1), fewer, strict=True):
-            if error(found, evaluation(state, grid, tied, n)) > BOUND:
-                yield f"evaluated loss {found.item()} of {n} micro-batches"
+        for n, lost in zip((1, COUNT - 1), fewer, strict=True):
+            if error(lost, evaluation(state, grid, tied, n)) > BOUND:
+                yield f"evaluated loss {lost.item()} of {n} micro-batches"
         if len(worker.trace()) != len(own.instructions):
             yield "instructions without a record"
         if rank == 0:
