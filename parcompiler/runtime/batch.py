@@ -168,7 +168,7 @@ def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int)
     )
     if spec.shape and tensor.ndim and tensor.shape[0] % count:
         message += f"; {tensor.shape[0]} rows cannot be divided into {count} micro-batches"
-    if spec.shape and tensor.ndim and tensor.shape[0] < wanted[0]:
+    if spec.shape and tensor.ndim and tensor.shape[0] < spec.shape[0] * count:
         message += (
             "; DataLoader(drop_last=True) leaves out the smaller batch at the end of an epoch, of "
             f"which `evaluate` takes multiples of {spec.shape[0]} rows"
