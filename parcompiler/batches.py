@@ -22,8 +22,10 @@ def random_batch(graph: Graph, microbatches: int, seed: int) -> dict[str, torch.
         if example is not None and not example.is_meta and _is_fixed(example, item.high):
             repeated = torch.cat([example] * microbatches) if item.shape else example
             found[item.key] = repeated.detach().to(item.dtype)
-        elif item.dtype.is_floating_point:
-            found[item.key] = torch.randn(shape, generator=generator).to(item.dtype)
+        elif item.dtype.is_floating_point or item.dtype.is_complex:
+            kind = torch.complex64 if item.dtype.is_complex else torch.float32
+            drawn = torch.randn(shape, generator=generator, dtype=kind)
+            found[item.key] = drawn.to(item.dtype)
         else:
             high = 2 if item.high is None else item.high
             found[item.key] = torch.randint(0, high, shape, generator=generator).to(item.dtype)

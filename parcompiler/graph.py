@@ -198,11 +198,12 @@ class Graph:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype that most elements of the parameters have."""
+        """The floating dtype that most elements of the parameters have (or their parts)."""
         sizes = {torch.float32: 0}
         for item in self.parameters:
-            if item.dtype.is_floating_point and not item.buffer:
-                sizes[item.dtype] = sizes.get(item.dtype, 0) + item.numel
+            if (item.dtype.is_floating_point or item.dtype.is_complex) and not item.buffer:
+                dtype = item.dtype.to_real()
+                sizes[dtype] = sizes.get(dtype, 0) + item.numel
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     @cached_property

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from parcompiler.bench.busy import measure
 from parcompiler.loaded import load
 from parcompiler.runtime.chance import Chance
+from parcompiler.runtime.weights import read, storable
 from parcompiler.runtime.worker import Worker
 
 TIMEOUT = timedelta(minutes=5)
@@ -68,9 +69,11 @@ def _run(job: dict[str, Any]) -> None:
         state = worker.gather_state_dict()
         if rank == 0:
             assert state is not None
-            save_file(_measured(worker, losses, norms), Path(job["out"]) / "losses.safetensors")
-            save_file(_contiguous(gradients or {}), Path(job["out"]) / "gradients.safetensors")
-            save_file(_contiguous(state), Path(job["out"]) / "state.safetensors")
+            numbers = _measured(worker, losses, norms)
+            written = {"losses": numbers, "gradients": gradients or {}, "state": state}
+            for name, tensors in written.items():
+                own, metadata = storable(tensors)
+                save_file(own, Path(job["out"]) / f"{name}.safetensors", metadata)
 
 
 def _measured(
@@ -108,7 +111,7 @@ def _chance(job: dict[str, Any], worker: Worker) -> Any:
 
 def _own(worker: Worker, path: str) -> dict[str, torch.Tensor]:
     """The batch of this rank's data coordinate, from the file that has those of all."""
-    batch, program = load_file(path), worker.program
+    batch, program = dict(read(Path(path))), worker.program
     for item in program.inputs.values():
         if item.shape:
             rows = item.shape[0] * program.microbatches
@@ -122,11 +125,6 @@ def _in_form(worker: Worker, batch: dict[str, torch.Tensor]) -> object:
         return batch
     last = max(int(key.partition(".")[0]) for key in batch)
     return tuple(batch.get(str(position)) for position in range(last + 1))
-
-
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that can be written: each with memory of its own."""
-    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from parcompiler.errors import LaunchError
+from parcompiler.runtime.weights import read, storable
 
 PATIENCE = 120.0  # seconds for one job, over and above what the job itself takes
 GRACE = 5.0  # seconds that the others have to say more, once a process has failed
@@ -88,15 +89,18 @@ class Pool:
         """Run every rank of a program. Raises LaunchError with the first cause when one fails."""
         with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
             for number, tensors in enumerate(job.batches):
-                batch = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-                save_file(batch, Path(folder) / f"batch_{number}.safetensors")
+                batch, metadata = storable(tensors)
+                save_file(batch, Path(folder) / f"batch_{number}.safetensors", metadata)
             messages = [_message(job, rank, size, folder) for rank in range(size)]
             self.ask(messages, job.patience)
-            numbers = load_file(Path(folder) / "losses.safetensors")
+            numbers, gradients, state = (
+                dict(read(Path(folder) / f"{name}.safetensors"))
+                for name in ("losses", "gradients", "state")
+            )
             return Outcome(
                 numbers["losses"],
-                load_file(Path(folder) / "gradients.safetensors"),
-                load_file(Path(folder) / "state.safetensors"),
+                gradients,
+                state,
                 scale=float(numbers["scale"]),
                 norms=numbers["norms"],
             )

@@ -76,7 +76,8 @@ class Original:
         """The gradients that backwards have left, by name; masters have them from now on."""
         for name, parameter in self.parameters.items():
             if self.narrow is not None and parameter.grad is not None:
-                self.masters[name].grad = parameter.grad.float() / self.scale
+                kind = self.masters[name].dtype
+                self.masters[name].grad = parameter.grad.to(kind) / self.scale
         named = self.masters.items()
         return {n: p.grad.clone() for n, p in named if p.grad is not None}
 

@@ -331,7 +331,7 @@ def _errors(
 
 def limit_of(dtype: torch.dtype) -> float:
     """The largest relative error that rounding may explain."""
-    return LIMIT.get(dtype, 2e-2)
+    return LIMIT.get(dtype.to_real(), 2e-2)
 
 
 def _differences(

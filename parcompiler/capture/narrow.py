@@ -8,6 +8,7 @@ number of a mask) is that of the 16 bits. Besides that, as under `torch.autocast
     buffers          as they are: running statistics, and tables such as those of rotary positions
     floating inputs  16 bits
     criteria         float32 (cross_entropy, log_softmax, mse_loss, ...), and so is the loss
+    complex numbers  complex64: Fourier transforms and what makes them read float32
     products         16 bits where the operands are of several precisions (linear, attention, ...)
     layer norms      what weighs a float32 value is cast to float32; statistics are those of torch
     everything else  as torch promotes
@@ -58,6 +59,13 @@ PRODUCTS = frozenset(
     "conv_transpose3d conv_tbc scaled_dot_product_attention multi_head_attention_forward "
     "grouped_mm _grouped_mm prelu".split()
 )
+# There are no complex numbers of twice 16 bits that everything could compute with.
+COMPLEX = frozenset(
+    f"fft_{kind}{which}{dims}"
+    for kind in ("", "i")
+    for which in ("fft", "rfft", "hfft")
+    for dims in ("", "2", "n")
+) | frozenset("stft istft complex polar view_as_complex".split())
 NORMS = frozenset(("layer_norm", "group_norm"))
 
 
@@ -138,7 +146,7 @@ class _Mixed(OfTheModel):
         """Call `func` with the operands that it should have."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in CRITERIA:
+        if name in CRITERIA or name in COMPLEX:
             args, kwargs = self._cast((args, kwargs), {self.dtype}, torch.float32)
         elif name in PRODUCTS and self.dtype in _precisions((args, kwargs)):
             args, kwargs = self._cast((args, kwargs), {torch.float32}, self.dtype)

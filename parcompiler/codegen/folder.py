@@ -36,6 +36,7 @@ from parcompiler.report import Report
 from parcompiler.report.names import ranges
 from parcompiler.runtime import RankProgram
 from parcompiler.runtime.files import SUMS, listing, sums
+from parcompiler.runtime.weights import storable
 
 TORCHRUN = Launch()
 
@@ -242,9 +243,10 @@ def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bo
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, each with memory of its own."""
+    """Write tensors."""
     path.parent.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+    own, metadata = storable(tensors)
+    save_file(own, path, metadata)
 
 
 def _copy_runtime(path: Path) -> None:

@@ -44,12 +44,14 @@ SPELLINGS = {
     "self | other": "__or__.Tensor __or__.Scalar bitwise_or.Tensor bitwise_or.Scalar",
     "self ^ other": "__xor__.Tensor __xor__.Scalar bitwise_xor.Tensor bitwise_xor.Scalar",
     "-self": "neg",
+    "torch.conj(self)": "_conj",
     "~self": "bitwise_not",
     "self[...]": "alias",
     # Element by element
     "torch.{op}(self)": "abs acos asin atan ceil cos cosh erf erfc exp exp2 expm1 floor frac isinf"
     " isnan log log10 log1p log2 logical_not reciprocal round rsqrt sigmoid sign sin sinh sqrt"
-    " square tan tanh trunc nonzero bernoulli view_as_complex view_as_real",
+    " square tan tanh trunc nonzero bernoulli view_as_complex view_as_real conj_physical"
+    " resolve_conj resolve_neg",
     "torch.{op}(self, other)": "atan2 logical_and logical_or logical_xor max.other maximum"
     " min.other minimum multiply.Tensor",
     "torch.{op}(self, other, alpha=alpha)": "add.Tensor add.Scalar sub.Tensor sub.Scalar"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parcompiler.cost.flops import formula
-from parcompiler.cost.stand_in import storage_of, tensors
+from parcompiler.cost.stand_in import is_differentiable, storage_of, tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ def _flops(
 ) -> float:
     if compute is None:
         return float(sum(tensor.numel() for tensor in produced))
-    return float(compute(*args, **kwargs, out_val=result))
+    times = 4 if any(tensor.is_complex() for tensor in produced) else 1  # real products in one
+    return float(times * compute(*args, **kwargs, out_val=result))
 
 
 def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
@@ -153,6 +154,7 @@ def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]
 
 
 def _dtype(consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> torch.dtype:
-    """That of the first floating input, else of the first output."""
-    floating = (tensor.dtype for tensor in consumed if tensor.is_floating_point())
-    return next(floating, produced[0].dtype)
+    """That of the first floating input, else of the first output; of complex ones the parts'."""
+    floating = (tensor.dtype for tensor in consumed if is_differentiable(tensor))
+    dtype = next(floating, produced[0].dtype)
+    return dtype.to_real() if dtype.is_complex else dtype

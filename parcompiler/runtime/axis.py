@@ -102,7 +102,7 @@ class Axis:
     def whole(self, own: torch.Tensor, shard: Shard) -> torch.Tensor:
         """The whole of which every rank has its own piece."""
         longest = shard.length(self.size, 0)
-        own = _padded(own, shard.dim, longest).contiguous()
+        own = in_memory(_padded(own, shard.dim, longest))
         found = own.new_empty(self.size * own.numel())
         dist.all_gather_single(_wire(found), _wire(own.view(-1)), group=self.group)
         parts = list(found.view(self.size, *own.shape).unbind())
@@ -160,6 +160,12 @@ def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = missing
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as its memory reads: in the order of its dimensions, and conjugated where torch
+    has left that to its readers."""
+    return tensor.resolve_conj().contiguous()
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.axis import Axis, in_memory
 from parcompiler.runtime.device import backend_of
 from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram, Value
@@ -139,7 +139,7 @@ class Channels:
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
         """Start sending `value` in its order in memory; the tensor is held until it is out."""
-        tensor = (tensor.permute(value.order) if value.order else tensor).contiguous()
+        tensor = in_memory(tensor.permute(value.order) if value.order else tensor)
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
             pending.popleft()[0].wait()
@@ -167,7 +167,7 @@ class Channels:
         """Give all ranks of the vocabulary `own` of the rank `source`."""
         if own is None:
             own = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        given = own.contiguous()
+        given = in_memory(own)
         turn = self._turn(
             lambda plane: (given, dist.broadcast(_real(given), source, plane, async_op=True))
         )
@@ -178,7 +178,7 @@ class Channels:
         `target`. `own` is asked for once all before it is done."""
 
         def start(plane: dist.ProcessGroup) -> Started:
-            part = own().contiguous()
+            part = in_memory(own())
             if self._program.tensor > 1:
                 return part, dist.all_reduce(_real(part), group=plane, async_op=True)
             return part, dist.reduce(_real(part), target, group=plane, async_op=True)

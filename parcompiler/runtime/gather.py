@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 
 
@@ -37,7 +38,7 @@ def _send(tensors: Mapping[str, torch.Tensor], channels: Channels) -> None:
     channels.send_now(header, 0)
     for tensor in tensors.values():
         if tensor.numel():
-            channels.send_now(tensor.detach().to(device).contiguous(), 0)
+            channels.send_now(in_memory(tensor.detach().to(device)), 0)
 
 
 def _receive(source: int, channels: Channels) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.program import RankProgram
 
 Work = tuple[int, Any]  # the number of a sum, and what to wait for
@@ -126,8 +127,7 @@ def _behind(
 def _required(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The gradient of a tied tensor, also where this rank has none: others may."""
     (tensor,) = tensors
-    if tensor.grad is None:
-        tensor.grad = torch.zeros_like(tensor)
+    tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else in_memory(tensor.grad)
     return tensor.grad
 
 
@@ -136,9 +136,8 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     A parameter without a gradient has none on any data rank, and so has none afterwards.
     """
-    first = tensors[0].grad
-    if len(tensors) == 1 and first is not None and first.is_contiguous():
-        return first
+    if len(tensors) == 1 and tensors[0].grad is not None:
+        return _required(tensors)
     flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     views = [
         piece.view_as(tensor)

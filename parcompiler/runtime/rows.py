@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from parcompiler.pieces import own_rows, rows
+from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.vocabulary import Vocabulary
@@ -65,7 +66,7 @@ class Rows:
         for name, size in self._sizes.items():
             if name not in tensors:
                 continue
-            padded = tensors[name].detach().contiguous()
+            padded = in_memory(tensors[name].detach())
             if found is None:
                 channels.send_now(padded, 0)
             else:

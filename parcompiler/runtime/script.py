@@ -118,8 +118,9 @@ def _random(program: RankProgram, name: str, generator: torch.Generator) -> torc
     """One input of a synthetic batch."""
     spec = program.inputs[name]
     shape = (spec.shape[0] * program.microbatches, *spec.shape[1:]) if spec.shape else ()
-    if spec.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(spec.dtype)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        kind = torch.complex128 if spec.dtype.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=kind).to(spec.dtype)
     high = 2 if spec.high is None else spec.high
     return torch.randint(0, high, shape, generator=generator).to(spec.dtype)
 

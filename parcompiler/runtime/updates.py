@@ -120,7 +120,8 @@ class Updates:
         """The gradients of this rank by name: unscaled, in float32 where masters are."""
         if self._program.narrow is None:
             return dict(self._raw())
-        return {name: gradient.float() * self._factor for name, gradient in self._raw()}
+        wide = {name: torch.promote_types(g.dtype, torch.float32) for name, g in self._raw()}
+        return {name: g.to(wide[name]) * self._factor for name, g in self._raw()}
 
     def _is_good(self) -> bool:
         """Whether the step is to be made, which is the same on all ranks; the scale takes note."""

@@ -2,14 +2,15 @@
 
 The format: 8 bytes, little endian, the length of a JSON header; the header names dtype, shape and
 place of each tensor; then the raw data (https://huggingface.co/docs/safetensors). Nothing is
-unpickled and nothing in the file is run.
+unpickled and nothing in the file is run. The format has no complex128: such a tensor is stored as
+float64 [..., 2], its real and imaginary parts, and the metadata of the file says which they are.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,17 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+_PAIRS = "complex128"  # in the metadata: a JSON list of the names of pairs of float64
+
+
+def storable(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """Tensors that the format can hold, each with memory of its own, and the file's metadata."""
+    pairs = sorted(name for name, tensor in tensors.items() if tensor.dtype == torch.complex128)
+    copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    copies |= {name: torch.view_as_real(copies[name]) for name in pairs}
+    return copies, {_PAIRS: json.dumps(pairs)} if pairs else None
 
 
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,26 +79,27 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise InputError(message) from error
     with file:
         length = int.from_bytes(file.read(8), "little")
-        header = _header(path, file.read(min(length, path.stat().st_size)))
+        header, pairs = _header(path, file.read(min(length, path.stat().st_size)))
         if not header:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             for name, entry in header.items():
-                yield name, _tensor(path, name, entry, data, 8 + length)
+                yield name, _tensor(path, name, entry, data, 8 + length, pair=name in pairs)
 
 
-def _header(path: Path, raw: bytes) -> dict[str, Any]:
-    """The entries of the header, without its metadata."""
+def _header(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
+    """The entries of the header, without its metadata, and the names of complex128 tensors."""
     try:
         header = json.loads(raw)
-        return {name: entry for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError, RecursionError) as error:
+        metadata = header.pop("__metadata__", {})
+        return header, set(json.loads(metadata.get(_PAIRS, "[]")))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         message = f"{path} is no safetensors file, or cut short"
         raise InputError(message) from error
 
 
 def _tensor(
-    path: Path, name: str, entry: dict[str, Any], data: mmap.mmap, start: int
+    path: Path, name: str, entry: dict[str, Any], data: mmap.mmap, start: int, *, pair: bool
 ) -> torch.Tensor:
     """One tensor, copied out of the file."""
     try:
@@ -98,9 +111,9 @@ def _tensor(
         if len(raw) != end - begin:
             message = f"{path} is cut short: it ends within {name!r}"
             raise InputError(message)
-        if not raw:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(raw, dtype=dtype).reshape(shape)
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        tensor = flat.reshape(shape)
+        return torch.view_as_complex(tensor) if pair else tensor
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

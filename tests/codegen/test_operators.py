@@ -156,7 +156,7 @@ def outcome(compute: Callable[[Values], object], names: list[str]) -> list[objec
     total = torch.zeros((), dtype=torch.float64)
     for result in results:
         if isinstance(result, Tensor) and result.requires_grad:
-            numbers = torch.view_as_real(result) if result.is_complex() else result
+            numbers = torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
             weights = torch.linspace(0.5, 1.5, numbers.numel(), dtype=torch.float64)
             total = total + (numbers.double().reshape(-1) * weights).nansum()
     if total.requires_grad:

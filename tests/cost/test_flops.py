@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from parcompiler.cost.operation import describe
 from tests.cost.blocks import GptLayer
 from tests.cost.capture import cost_of, products
 
@@ -12,6 +13,14 @@ def test_a_linear_does_one_product_forward_and_two_backward() -> None:
     cost = cost_of(nn.Linear(16, 24), torch.randn(8, 16, requires_grad=True))
     assert products(cost.forward) == 2 * 8 * 16 * 24
     assert products(cost.backward) == 2 * (2 * 8 * 16 * 24)
+
+
+def test_a_product_of_complex_numbers_counts_four_of_real_ones() -> None:
+    a, b = torch.randn(3, 4, dtype=torch.complex64), torch.randn(4, 5, dtype=torch.complex64)
+    operation = describe(torch.ops.aten.mm.default, (a, b), {}, a @ b)
+    assert operation is not None
+    assert (operation.flops, operation.dtype) == (4 * 2 * 3 * 4 * 5, torch.float32)
+    assert operation.nbytes == 8 * (3 * 4 + 4 * 5 + 3 * 5)
 
 
 def test_a_linear_whose_input_needs_no_gradient_does_only_the_weight_product() -> None:

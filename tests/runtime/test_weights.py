@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import parcompiler as pc
-from parcompiler.runtime.weights import read
+from parcompiler.runtime.weights import read, storable
 
 DTYPES = [
     torch.float64,
@@ -47,6 +47,28 @@ def test_tensors_of_every_dtype_read_back_bit_for_bit(tmp_path: Path, dtype: tor
         assert found[name].dtype == dtype
         assert found[name].shape == tensor.shape
         assert bytes_of(found[name]) == bytes_of(tensor)
+
+
+def test_complex128_is_stored_as_pairs_that_the_metadata_names(tmp_path: Path) -> None:
+    z = torch.randn(2, 3, dtype=torch.complex128)
+    tensors = {"z": z.mT.conj(), "scalar": z[0, 0], "empty": z[:0], "pair": torch.view_as_real(z)}
+    own, metadata = storable(tensors)
+    save_file(own, tmp_path / "w.safetensors", metadata)
+    found = dict(read(tmp_path / "w.safetensors"))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in tensors.items()
+    }
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert load_file(tmp_path / "w.safetensors")["z"].shape == (3, 2, 2)
+    assert storable({"x": torch.ones(2)})[1] is None
+
+
+@pytest.mark.parametrize("metadata", ["[[]]", "3", "[", '["a"]'])
+def test_metadata_that_lies_of_pairs_is_refused(tmp_path: Path, metadata: str) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.ones(3)}, path, {"complex128": metadata})
+    with pytest.raises(pc.InputError, match=r"no safetensors file|damaged or unknown entry"):
+        dict(read(path))
 
 
 def bytes_of(tensor: torch.Tensor) -> list[int]:

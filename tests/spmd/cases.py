@@ -84,9 +84,20 @@ CASES: Mapping[str, list[Case]] = {
     **{
         name: [partial(lambda name, a, b, c, d: example(_overload(name), real(a, b, c)), name)]
         for name in "alias clone contiguous conj detach lift_fresh_copy lift_fresh neg "
-        "negative positive resolve_conj resolve_neg real ravel mT adjoint".split()
+        "negative positive resolve_conj resolve_neg real ravel mT adjoint "
+        "_neg_view conj_physical".split()
     },
-    "imag": [lambda a, b, c, d: example(aten.imag.default, torch.complex(real(a, b), real(a, b)))],
+    **{
+        name: [
+            partial(
+                lambda name, a, b, c, d: example(
+                    _overload(name), torch.complex(real(a, b), real(a, b))
+                ),
+                name,
+            )
+        ]
+        for name in ("_conj", "imag")
+    },
     "complex": [lambda a, b, c, d: example(aten.complex.default, real(a, b), real(a, b))],
     "copy": [lambda a, b, c, d: example(aten.copy_.default, real(a, b), real(1, b))],
     "dropout": [
