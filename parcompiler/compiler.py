@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
+from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
 from parcompiler.checks import check_given, check_kinds, checked
@@ -69,6 +71,8 @@ def compile(
 
     `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
     positional ones; the model's parameters may be real or meta, and the model is not modified.
+    It is compiled in the mode that its modules are in: one in evaluation mode trains without
+    dropout, which a line on stderr says (call `model.train()` first).
     `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
     `.loss` or `["loss"]`). `microbatches` per step and data rank default to 4 · pipeline, or the
     plan's; with a `Cluster` they are those of a step on all devices together, shared equally by the
@@ -113,6 +117,7 @@ def compile(
     with rarely_collected(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
+            _tell_mode(captured)
         with steps("simplify"):
             alone = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
             problem = Problem(_prepared(captured, options), alone, options, bench=bench)
@@ -173,7 +178,8 @@ def _captured(
                 f", asked for: {_kind(narrow)}): compile the model itself"
             )
             raise InputError(message)
-        model, inputs, loss = original.model, found.sample, original.loss
+        with in_modes(original.model, found.modes):
+            return _captured(original.model, found.sample, original.loss, narrow)
     if not isinstance(model, nn.Module):
         message = f"compile needs a torch.nn.Module ({type(model).__name__} given)"
         raise InputError(message)
@@ -183,6 +189,18 @@ def _captured(
     return (
         capture(model, inputs, loss) if narrow is None else capture_in(narrow, model, inputs, loss)
     )
+
+
+def _tell_mode(captured: Graph) -> None:
+    """Say on stderr that a model is trained as it evaluates: few who hand it over mean that."""
+    modes = captured.modes
+    if "" in modes.evaluating:
+        message = (
+            "parcompiler: the model is in evaluation mode, as from_pretrained returns it: dropout "
+            f"does not act (modules with p > 0: {modes.dropouts}) and batch norms keep their "
+            f"statistics (modules: {modes.norms}); call model.train() before compile to train it"
+        )
+        print(message, file=sys.stderr)
 
 
 def _prepared(captured: Graph, options: Options) -> Graph:
@@ -212,7 +230,8 @@ def _sizes(
 
     def capture_again(inputs: Batch) -> Graph:
         assert source is not None, "it was asked for before"
-        return _captured(source, inputs, loss, options.narrow)
+        with in_modes(source, captured.modes):
+            return _captured(source, inputs, loss, options.narrow)
 
     return Sizes(problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options))
 

@@ -149,6 +149,24 @@ class Vocabulary:
         return (*(item.node for item in self.lookups), *ends)
 
 
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Names of the modules in evaluation mode when a model was captured; "" is the model itself.
+
+    So many of them would draw a dropout in training, or update running statistics, as `norms` do.
+    """
+
+    evaluating: tuple[str, ...] = ()
+    dropouts: int = 0
+    norms: int = 0
+
+    @property
+    def outermost(self) -> tuple[str, ...]:
+        """The modules in evaluation mode that are in no other such module."""
+        known = set(self.evaluating)
+        return tuple(n for n in self.evaluating if not n or n.rpartition(".")[0] not in known)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured model: one micro-batch in, the scalar loss out.
@@ -157,7 +175,8 @@ class Graph:
     `tensors` holds the model's own parameters and buffers by name (not copies).
     `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
     that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
-    16-bit dtype that a model was captured in whose own parameters are wider.
+    16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
+    the model's modules, which it computes in whatever becomes of them later.
     """
 
     name: str
@@ -173,6 +192,7 @@ class Graph:
     random: bool = False
     vocabulary: Vocabulary | None = None
     narrow: torch.dtype | None = None
+    modes: Modes = Modes()
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from parcompiler.capture.blocks import cut
+from parcompiler.capture.modes import in_modes
 from parcompiler.codegen.folder import export
 from parcompiler.codegen.launchers import LAUNCHERS, Launch
 from parcompiler.codegen.modules import stage_classes, vocabulary_class
@@ -92,7 +94,9 @@ class Program:
         every micro-batch meets weights as old as on the ranks.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
-        return check(self, seed)
+        model, modes = self.model, self.captured.modes
+        with nullcontext() if model is None else in_modes(model, modes):
+            return check(self, seed)
 
     def export(
         self,

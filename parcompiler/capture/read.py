@@ -16,6 +16,7 @@ from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.inputs import Batch, flat
 from parcompiler.capture.loss import PREFIX
+from parcompiler.capture.modes import modes_of
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
 
@@ -44,6 +45,7 @@ def read(
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
         positional=positional,
         random=any(is_random(node) for node in graph.nodes),
+        modes=modes_of(model),
     )
 
 

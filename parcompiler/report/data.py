@@ -15,7 +15,9 @@ class Model:
     """What is trained. `parameters` counts elements, tied ones once and buffers not at all.
 
     `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
-    says whether an operator draws random numbers.
+    says whether an operator draws random numbers. `evaluating` are the outermost modules that were
+    in evaluation mode when it was captured ("" is the model itself), in which so many modules would
+    drop elements in training (`dropouts`), or update running statistics (`norms`).
     """
 
     name: str
@@ -24,6 +26,9 @@ class Model:
     frozen: int
     dtype: str
     random: bool
+    evaluating: tuple[str, ...] = ()
+    dropouts: int = 0
+    norms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

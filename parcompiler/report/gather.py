@@ -30,6 +30,9 @@ def model(graph: Graph) -> data.Model:
         frozen=sum(item.numel for item in own if not item.trainable),
         dtype=_name(graph.dtype),
         random=graph.random,
+        evaluating=graph.modes.outermost,
+        dropouts=graph.modes.dropouts,
+        norms=graph.modes.norms,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from parcompiler.report.data import Mesh, Solver
+from parcompiler.report.data import Mesh, Model, Solver
 from parcompiler.report.names import ranges
 from parcompiler.report.table import Column, Table, facts, named, table, words
 from parcompiler.report.units import (
@@ -40,6 +40,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
     axes = f"pipeline {mesh.pipeline} × data {mesh.data} × tensor {mesh.tensor}"
     yield "parameters", size + frozen
+    if model.evaluating:
+        yield "mode", _mode(model)
     yield "mesh", axes if mesh.devices else f"{axes}, {quantity(mesh.memory, BYTES)} each"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
@@ -61,6 +63,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     for name, solver in (("solver", report.solver), ("search", report.search)):
         if solver is not None:
             yield name, ", ".join(_proof(solver))
+
+
+def _mode(model: Model) -> str:
+    """What of the model is in evaluation mode, and what that does."""
+    kept = f"dropouts that do not act: {model.dropouts}, norms that keep their statistics: "
+    kept += str(model.norms)
+    if "" in model.evaluating:
+        return f"evaluation ({kept})"
+    return f"training; in evaluation mode: {ranges(model.evaluating)} ({kept})"
 
 
 def _without(sizes: Sequence[int], mesh: Mesh) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch, flat, with_tensors
+from parcompiler.capture.modes import in_modes
 from parcompiler.graph import Graph
 from parcompiler.symbolic.questions import Again
 from parcompiler.symbolic.sizes import Size, Sizes
@@ -24,7 +25,8 @@ def capturing(
     """Captures `model` on the sample of its graph, repeated or cut to other sizes."""
 
     def again(numbers: Sizes) -> Graph:
-        return capture(model, sample_at(graph, sizes, numbers), loss)
+        with in_modes(model, graph.modes):
+            return capture(model, sample_at(graph, sizes, numbers), loss)
 
     return again
 

@@ -14,6 +14,12 @@ def make() -> tuple[gpt.GPT, tuple[torch.Tensor, torch.Tensor]]:
     return gpt.GPT(config), (tokens, tokens)
 
 
+def evaluating() -> tuple[gpt.GPT, tuple[torch.Tensor, torch.Tensor]]:
+    """The same in evaluation mode, as what loads a checkpoint may leave it."""
+    model, inputs = make()
+    return model.eval(), inputs
+
+
 def empty() -> None:
     """No model."""
 

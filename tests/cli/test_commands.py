@@ -35,6 +35,14 @@ def test_a_plan_is_printed_and_nothing_else_is_on_standard_output(
     assert err == "printed by the factory\n"
 
 
+def test_evaluation_mode_is_told_beside_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.replace(":make", ":evaluating")
+    assert run(["plan", model, *PLAN[1:], "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("parcompiler: the model is in evaluation mode") == 1
+    assert "evaluation (dropouts that do not act: 0" in out
+
+
 def test_json_for_scripts_has_plan_and_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *PLAN, "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
