@@ -26,8 +26,10 @@ class Parameter:
     """A parameter or buffer of the model, under its name there.
 
     `aliases` are further names of the same tensor (tied weights); `mutated` says that the forward
-    updates it in place (running statistics). Constants met while tracing are buffers too. Where
-    tensor ranks hold pieces of it, `shape` is that of a largest piece and `shard` says which.
+    updates it in place (running statistics). Constants met while tracing are buffers too. `unsaved`
+    are those of its names that the model's state dict has not: of constants, of buffers that are
+    not persistent, of parameters of the loss. Where tensor ranks hold pieces of it, `shape` is that
+    of a largest piece and `shard` says which.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Parameter:
     mutated: bool = False
     aliases: tuple[str, ...] = ()
     shard: Shard | None = None
+    unsaved: tuple[str, ...] = ()
 
     @property
     def whole(self) -> Parameter:

@@ -66,7 +66,7 @@ def _run(job: dict[str, Any]) -> None:
         for batch in others:
             losses.append(worker.train_step(batch))
             norms.append(worker.gradient_norm)
-        state = worker.gather_state_dict()
+        state = worker.gather_state_dict(everything=True)
         if rank == 0:
             assert state is not None
             numbers = _measured(worker, losses, norms)

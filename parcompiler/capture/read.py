@@ -63,6 +63,7 @@ class _Signature:
     def __post_init__(self) -> None:
         """Look up nodes and names."""
         self._names = _canonical_names(self.model)
+        self._saved = _saved_names(self.model)
         self._aliases: dict[str, list[str]] = {}
         for alias, name in sorted(self._names.items()):
             if alias != name:
@@ -102,6 +103,7 @@ class _Signature:
             self.graph.erase_node(node)
             return
         tensor = self.tensors[name] = _tensor(self.exported, target)
+        aliases = tuple(self._aliases.get(name, ()))
         self.parameters[name] = Parameter(
             name=name,
             node=node.name,
@@ -110,7 +112,8 @@ class _Signature:
             trainable=spec.kind is InputKind.PARAMETER and tensor.requires_grad,
             buffer=spec.kind is not InputKind.PARAMETER,
             mutated=node in self._mutated,
-            aliases=tuple(self._aliases.get(name, ())),
+            aliases=aliases,
+            unsaved=tuple(each for each in (name, *aliases) if each not in self._saved),
         )
 
 
@@ -145,6 +148,15 @@ def _tensor(exported: torch.export.ExportedProgram, target: str) -> torch.Tensor
     constant = exported.constants[target]
     assert isinstance(constant, torch.Tensor)
     return constant
+
+
+def _saved_names(model: nn.Module) -> set[str]:
+    """The names of parameters and buffers in the model's state dict."""
+    found: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        leaves = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
+        found |= {f"{path}.{leaf}" if path else leaf for leaf in leaves}
+    return found
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

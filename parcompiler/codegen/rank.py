@@ -69,6 +69,9 @@ _SHARDS = (
 )
 _ROWS = "# Tensors that all ranks of a pipeline hold rows of: how many there are on the whole."
 _ALIASES = "# Further names of tied tensors."
+_UNSAVED = (
+    "# Tensors that the model's state dict has not: constants, buffers that are not persistent."
+)
 
 
 def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
@@ -110,6 +113,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
         rows=_rows(lowered),
         narrow=graph.narrow,
+        unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
     )
 
 
@@ -222,6 +226,8 @@ def _tables(program: RankProgram) -> Iterator[str]:
     yield from _table(_SHARDS, "SHARDS", shards)
     yield from _table(_ROWS, "ROWS", {n: literal(size) for n, size in program.rows.items()})
     yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
+    if program.unsaved:
+        yield "\n".join([_UNSAVED, wrap(f"UNSAVED = {literal(program.unsaved)}"), ""])
 
 
 def _table(title: str, name: str, rows: Mapping[str, str]) -> Iterator[str]:
@@ -243,7 +249,7 @@ def _fields(program: RankProgram) -> Iterator[str]:
         yield f"data={program.data}"
     if program.tensor > 1:
         yield f"tensor={program.tensor}"
-    for name in ("inputs", "values", "tied", "buckets", "shards", "rows", "aliases"):
+    for name in ("inputs", "values", "tied", "buckets", "shards", "rows", "aliases", "unsaved"):
         if getattr(program, name):
             yield f"{name}={name.upper()}"
     if program.channels:

@@ -1,4 +1,4 @@
-"""The whole model's tensors on rank 0, from the pieces that ranks hold."""
+"""What all ranks have: the whole model's tensors on rank 0, and short texts on every rank."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def gather(
         for name, tensor in _receive(source, channels).items():
             found.setdefault(name, tensor)  # copies of a tied tensor are equal
     return found
+
+
+def shared(text: str, rank: int, size: int, channels: Channels) -> list[str]:
+    """The texts of all ranks, on every rank. A collective."""
+    own = list(text.encode())
+    lengths = torch.zeros(size, dtype=torch.int64, device=channels.device)
+    lengths[rank] = len(own)
+    channels.total(lengths)
+    whole = torch.zeros(int(lengths.sum()), dtype=torch.uint8, device=channels.device)
+    parts = whole.split(lengths.tolist())
+    parts[rank].copy_(torch.tensor(own, dtype=torch.uint8))
+    channels.total(whole)
+    return [bytes(part.tolist()).decode() for part in parts]
 
 
 def _send(tensors: Mapping[str, torch.Tensor], channels: Channels) -> None:

@@ -60,7 +60,8 @@ class RankProgram:
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
     tensors of which each of the `tensor` ranks of a line holds a piece; `rows` are those of which
     every rank of a pipeline holds rows, with the number of rows on the whole. `narrow` is the
-    16-bit dtype of parameters that have masters in float32.
+    16-bit dtype of parameters that have masters in float32. `unsaved` are the tensors that the
+    model's state dict has not.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankProgram:
     synchronized: bool = False  # whether layers count the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
+    unsaved: tuple[str, ...] = ()
 
     @cached_property
     def grid(self) -> Grid:

@@ -26,9 +26,10 @@ from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.failure import Notes, explain, let_go
 from parcompiler.runtime.files import Fingerprint, fingerprint
-from parcompiler.runtime.gather import gather
+from parcompiler.runtime.gather import gather, shared
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.joining import start
+from parcompiler.runtime.loading import IncompatibleKeys, concluded, says_of
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
@@ -226,23 +227,39 @@ class Worker:
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part out of a whole model's state dict (names of the model).
+    def load_state_dict(
+        self, state: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> IncompatibleKeys:
+        """Copy this rank's part out of a whole model's state dict (names of the model). Collective.
 
-        Raises InputError when a tensor has another shape.
+        Returns the names of the whole model that are missing, and those that it has not, as
+        `torch.nn.Module.load_state_dict` does. A tied tensor may be given under any of its names,
+        and those that the model's state dict has not (buffers that are not persistent) may be given
+        too. Raises InputError on every rank, and changes nothing, when a tensor has another shape
+        on one, and, if `strict`, when a name is missing or unexpected.
         """
+        if not isinstance(state, Mapping):
+            message = f"a state dict is needed: names and tensors ({type(state).__name__} given)"
+            raise InputError(message)
+        with self._failing_together():
+            says = shared(self._says(state), self.rank, self.program.size, self._channels)
+        keys = concluded(says, state, strict=strict)
         self._load(state.items())
+        return keys
 
-    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0 every parameter and buffer of the model by name; None elsewhere. Collective.
+    def gather_state_dict(self, everything: bool = False) -> dict[str, torch.Tensor] | None:
+        """On rank 0 the model's state dict, under the names of that; None elsewhere. Collective.
 
-        Of a 16-bit program these are the masters, in float32; what is frozen has none and is as
-        it computes, in 16 bits.
+        `everything` adds what a state dict of the model has not: buffers that are not persistent,
+        constants, and the parameters of a loss that is a module. Of a 16-bit program parameters are
+        the masters, in float32; what is frozen has none and is as it computes, in 16 bits.
         """
         masters = self._updates.masters
         found = self._gather({n: masters.of(n, t) for n, t in self._interpreter.tensors.items()})
         if found is not None:
             found |= {a: found[name] for a, name in self.program.aliases.items() if name in found}
+            left_out = () if everything else self.program.unsaved
+            found = {name: tensor for name, tensor in found.items() if name not in left_out}
         return found
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
@@ -455,22 +472,50 @@ class Worker:
                 found[name] = whole.cpu()
         return found
 
+    def _says(self, state: Mapping[str, torch.Tensor]) -> str:
+        """What this rank says of a state dict; the first of those that hold the same, for all."""
+        faults = []
+        for name, tensor in state.items():
+            try:
+                self._placed(name, tensor)
+            except InputError as error:
+                faults.append(str(error))
+        first = not (self.program.coordinate.data or self.program.coordinate.tensor)
+        names = {name: [name] for name in self._interpreter.tensors if first}
+        for alias, name in self.program.aliases.items():
+            if name in names:
+                names[name].append(alias)
+        return says_of(names.values(), state, self.program.unsaved, faults)
+
     def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into this rank's; those of other ranks are passed over."""
         own = self._interpreter.tensors
         with torch.no_grad():
-            for given, tensor in named:
-                name = self.program.aliases.get(given, given)
-                if name not in own:
+            for given, whole in named:
+                name, tensor = self._placed(given, whole)
+                if tensor is None:
                     continue
-                tensor, target = self._own(name, tensor), self._rows.unpadded(name, own[name])
-                if tensor.shape != target.shape:
-                    shapes = f"{tuple(target.shape)} needed, {tuple(tensor.shape)} given"
-                    message = f"{name!r} has another shape ({shapes}): weights of another model?"
-                    raise InputError(message)
                 for held in self._updates.masters.held(name, own[name]):
                     self._rows.unpadded(name, held).copy_(tensor)
                 self._missing.discard(name)
+
+    def _placed(self, given: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+        """The name of a tensor that is given under one of its names, and this rank's part of it if
+        it has any. Raises InputError for what cannot be copied."""
+        name = self.program.aliases.get(given, given)
+        if name not in self._interpreter.tensors:
+            return name, None
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            kind = "has no values (meta)" if isinstance(tensor, torch.Tensor) else "is no tensor"
+            message = f"{given!r} {kind}: give a tensor of the CPU or a device"
+            raise InputError(message)
+        target = self._rows.unpadded(name, self._interpreter.tensors[name])
+        tensor = self._own(name, tensor)
+        if tensor.shape != target.shape:
+            shapes = f"{tuple(target.shape)} needed, {tuple(tensor.shape)} given"
+            message = f"{name!r} has another shape ({shapes}): weights of another model?"
+            raise InputError(message)
+        return name, tensor
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor of the model, if that has the right shape."""
@@ -482,9 +527,18 @@ class Worker:
 
     def _check_loaded(self) -> None:
         """Refuse to compute with tensors that were never filled."""
-        if self._missing:
+        weights = self._missing.difference(self.program.unsaved)
+        if weights:
             message = (
-                f"this rank lacks the weights of {min(self._missing)!r} ({len(self._missing)} "
+                f"this rank lacks the weights of {min(weights)!r} ({len(weights)} "
                 "tensors): export with weights=True, or call worker.load_state_dict first"
+            )
+            raise InputError(message)
+        if self._missing:
+            name, count = min(self._missing), len(self._missing)
+            message = (
+                f"this rank lacks the value of {name!r} ({count} such tensors), which the state "
+                "dict of the model has not: compile the model on the CPU, or give its value by "
+                f"worker.load_state_dict({{{name!r}: value}}, strict=False)"
             )
             raise InputError(message)

@@ -59,7 +59,7 @@ def test_parameters_are_copies_of_masters_and_batch_norms_stay_wide(half: pc.Pro
 def test_a_state_that_is_loaded_again_is_the_same_to_the_last_bit(half: pc.Program) -> None:
     wanted = {n: t + 1e-5 for n, t in the_model(half).state_dict().items() if "weight" in n}
     with half.worker() as worker:
-        worker.load_state_dict(wanted)
+        worker.load_state_dict(wanted, strict=False)
         state = worker.gather_state_dict()
     assert state is not None
     assert torch.equal(state["head.weight"], wanted["head.weight"])
