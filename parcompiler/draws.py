@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from parcompiler.batches import piece
 from parcompiler.graph import Graph
@@ -57,3 +58,8 @@ class DrawsOf(fx.Interpreter):
         after = {m: range(before.get(m, 0), count) for m, count in self._chance.draws.items()}
         self.by_node[n.name] = {name: [*numbers] for name, numbers in after.items() if numbers}
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator; what a model on the meta device makes there is made on the CPU."""
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        return super().call_function(target, args, kwargs)

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind, InputSpec
 
 from parcompiler.capture.bounds import high, high_of_example
+from parcompiler.capture.buffers import computed
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.inputs import Batch, flat
@@ -39,7 +40,7 @@ def read(
         parameters=tuple(parameters),
         inputs=tuple(found.inputs),
         loss=_loss(graph),
-        tensors=found.tensors,
+        tensors=found.tensors | computed(model, [n for item in parameters for n in item.unsaved]),
         differentiable=differentiable(graph, trainable),
         sample=sample,
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),

@@ -109,6 +109,20 @@ def test_steps_with_weight_decay_are_those_of_one_process(
 
 
 @every_case
+def test_all_ranks_agree_on_names_of_the_whole_model(number: int, method: str, seen: Seen) -> None:
+    for rank in seen[number]:
+        found = rank[f"plain {method}"]
+        assert found["loaded"] == ([], [])
+        first, second, advice = found["refused"].splitlines()
+        assert first.startswith("the state dict lacks ")
+        assert set(first.split("'")[1::2]) == {
+            "embedding.weight", "layers.0.ffn_norm.bias", "layers.3.ffn_norm.bias"
+        }  # fmt: skip
+        assert second == "the state dict has unknown 'heads.weight' (1)"
+        assert advice == "nothing is loaded (strict=False loads what fits)"
+
+
+@every_case
 def test_rows_behind_the_last_word_stay_zero(number: int, method: str, seen: Seen) -> None:
     padded = 0
     for index, rank in enumerate(seen[number]):

@@ -71,11 +71,23 @@ def train(worker: pc.Worker, weights: Mapping[str, torch.Tensor]) -> dict[str, A
         "held": own(worker),
         "trained": worker.gather_state_dict(),
     }
-    worker.load_state_dict(weights)
+    found["refused"] = refused(worker, weights)
+    found["loaded"] = worker.load_state_dict(weights)
     found["again"] = worker.gather_state_dict()
     found["nothing"] = worker.step(ignored())
     found["gradients"] = worker.gather_gradients()
     return found
+
+
+def refused(worker: pc.Worker, weights: Mapping[str, torch.Tensor]) -> str:
+    """What loading says of a state dict that lacks names of two ranks and has one of none."""
+    missing = ("embedding.weight", "layers.0.ffn_norm.bias", "layers.3.ffn_norm.bias")
+    wrong = {name: tensor for name, tensor in weights.items() if name not in missing}
+    try:
+        worker.load_state_dict({**wrong, "heads.weight": torch.zeros(2)})
+    except pc.InputError as error:
+        return str(error)
+    return ""
 
 
 def draw(worker: pc.Worker, *, evaluating: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.instruction import Kind
@@ -219,6 +220,86 @@ def test_a_state_dict_goes_out_and_in(program: pc.Program) -> None:
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[n], t) for n, t in model.state_dict().items())
     assert torch.equal(state["twin.weight"], state["first.weight"])
+
+
+class Rotating(nn.Module):
+    """Buffers that are in no state dict, beside one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        y = self.linear(x * self.table.cos() * self.scale) * torch.tensor(2.0)
+        return nn.functional.cross_entropy(y, labels)
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.weight
+
+
+def test_what_is_gathered_is_the_state_dict_of_the_model() -> None:
+    model = Rotating()
+    with compiled(model, loss=Weighted()).worker() as worker:
+        state, everything = worker.gather_state_dict(), worker.gather_state_dict(everything=True)
+        worker.load_state_dict(model.state_dict())
+        assert worker.load_state_dict({"table": torch.ones(6)}, strict=False).unexpected_keys == []
+        again = worker.gather_state_dict(everything=True)
+    assert state is not None
+    assert model.load_state_dict(state).missing_keys == []
+    assert everything is not None
+    assert everything.keys() - state.keys() >= {"table", "steps", "loss.weight"}
+    assert again is not None
+    assert again["table"].eq(1).all()
+
+
+def test_names_that_do_not_match_are_refused_and_change_nothing(program: pc.Program) -> None:
+    state = the_model(program).state_dict()
+    wrong = {n: t + 1 for n, t in state.items() if n != "head.bias"} | {"tail.bias": torch.ones(5)}
+    with program.worker() as worker:
+        with pytest.raises(pc.InputError, match=r"lacks 'head.bias' \(1\)\n.*unknown 'tail.bias'"):
+            worker.load_state_dict(wrong)
+        found = worker.gather_state_dict()
+        assert found is not None
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        keys = worker.load_state_dict(wrong, strict=False)
+        found = worker.gather_state_dict()
+    assert (keys.missing_keys, keys.unexpected_keys) == (["head.bias"], ["tail.bias"])
+    assert found is not None
+    assert torch.equal(found["head.weight"], wrong["head.weight"])
+
+
+def test_a_tied_tensor_may_be_given_under_any_of_its_names(program: pc.Program) -> None:
+    state = the_model(program).state_dict()
+    del state["first.weight"]
+    with program.worker() as worker:
+        assert worker.load_state_dict(state) == ([], [])
+        with pytest.raises(pc.InputError, match=r"'head.bias' is no tensor"):
+            worker.load_state_dict({**state, "head.bias": 3})  # type: ignore[dict-item]
+        with pytest.raises(pc.InputError, match=r"names and tensors \(list given\)"):
+            worker.load_state_dict([])  # type: ignore[arg-type]
+        worker.step(batch(MICROBATCHES))
+
+
+def test_a_buffer_without_value_is_named_with_what_to_do() -> None:
+    with torch.device("meta"):
+        model = Rotating()
+    program = compiled(model)
+    with program.worker() as worker:
+        worker.load_state_dict(Rotating().state_dict())
+        with pytest.raises(pc.InputError, match=r"lacks the value of 'steps' .*load_state_dict\("):
+            worker.step(batch(MICROBATCHES))
 
 
 def test_weights_of_another_shape_are_refused(program: pc.Program) -> None:

@@ -35,6 +35,13 @@ ALIASES = {
     "lm_head.weight": "model.embed_tokens.weight",
 }
 
+# Tensors that the model's state dict has not: constants, buffers that are not persistent.
+UNSAVED = (
+    "model.embed_tokens.embed_scale",
+    "model.rotary_emb.inv_freq",
+    "model.rotary_emb.original_inv_freq",
+)
+
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
 EMBED           embed_tokens       mb 0
@@ -136,6 +143,7 @@ PROGRAM = RankProgram.parsed(
     values=VALUES,
     rows=ROWS,
     aliases=ALIASES,
+    unsaved=UNSAVED,
     channels=((0, 1), (1, 0)),
     stages=(1,),
     instructions=INSTRUCTIONS,

@@ -1,0 +1,163 @@
+"""Values of buffers that no checkpoint holds, for a model on the meta device: as its classes make
+them.
+
+Buffers that are not persistent (the frequencies of rotary positions) are computed when a module is
+made, and on the meta device they have no values. Many modules are a function of one configuration,
+which they keep: the outermost such module around a buffer is made again on the CPU, with parameters
+that stay on the meta device, and its buffer is taken if it is the same from call to call and what
+lies around it is what the model has.
+
+>>> class Table(nn.Module):
+...     def __init__(self, config: dict[str, int]) -> None:
+...         super().__init__()
+...         self.config = config
+...         self.register_buffer("table", torch.arange(config["size"]), persistent=False)
+>>> with torch.device("meta"):
+...     model = Table({"size": 3})
+>>> computed(model, ["table"])
+{'table': tensor([0, 1, 2])}
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+SIMPLE = (bool, int, float, complex, str, torch.dtype)
+
+
+def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The values of those of some buffers that have none, by name in the model; those that nothing
+    tells are left out."""
+    buffers = dict(model.named_buffers())
+    found: dict[str, torch.Tensor] = {}
+
+    @cache
+    def made_again(host: str, default: torch.dtype) -> list[nn.Module]:
+        return list(_made_again(model.get_submodule(host), default))
+
+    for name in names:
+        buffer = buffers.get(name)
+        if buffer is None or not buffer.is_meta:
+            continue
+        for host in ("", *accumulate(name.split(".")[:-1], "{}.{}".format)):
+            # Torch's default dtype may have been the model's own, or may become so by a cast.
+            defaults = [torch.get_default_dtype()]
+            defaults += [buffer.dtype] if buffer.dtype.is_floating_point else []
+            values = [
+                _value(
+                    made_again(host, default),
+                    model.get_submodule(host),
+                    name.removeprefix(f"{host}." if host else ""),
+                )
+                for default in dict.fromkeys(defaults)
+            ]
+            fitting = [v for v in values if v is not None and v.shape == buffer.shape]
+            if fitting:
+                same = (value for value in fitting if value.dtype == buffer.dtype)
+                found[name] = next(same, fitting[0]).to(buffer.dtype)
+                break
+    return found
+
+
+def _made_again(module: nn.Module, default: torch.dtype) -> Iterator[nn.Module]:
+    """Modules made as this one was, where it keeps the one argument that its class needs: one, or
+    two where random numbers were drawn. Nothing where that fails."""
+    argument = _configuration(module)
+    if argument is None:
+        return
+    before = torch.get_default_dtype()
+    with (
+        torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("cpu"),
+        torch.no_grad(), _parameters_on_meta(),
+    ):  # fmt: skip
+        warnings.simplefilter("ignore")
+        try:
+            torch.set_default_dtype(default)
+            state = torch.get_rng_state()
+            yield type(module)(**copy.deepcopy(argument))
+            if not torch.equal(state, torch.get_rng_state()):
+                yield type(module)(**copy.deepcopy(argument))
+        except Exception:  # whatever a user's class raises
+            return
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _configuration(module: nn.Module) -> dict[str, Any] | None:
+    """The one argument that the class of a module needs, if the module keeps it under its name and
+    it is no number or name: those may have become something else since."""
+    arguments = list(inspect.signature(type(module).__init__).parameters.values())[1:]
+    needed = [
+        item.name
+        for item in arguments
+        if item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+    ]
+    if len(needed) != 1:
+        return None
+    value = vars(module).get(needed[0])
+    if value is None or isinstance(value, (*SIMPLE, torch.Tensor, list, tuple)):
+        return None
+    return {needed[0]: value}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within it, parameters of new modules go to the meta device: they take no memory, and nothing
+    is drawn for them."""
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _value(twins: Sequence[nn.Module], module: nn.Module, name: str) -> torch.Tensor | None:
+    """The buffer that all of `twins` have, if there are any."""
+    values = [_buffer(twin, module, name) for twin in twins]
+    first = values[0] if values else None
+    if first is None or any(value is None or not torch.equal(value, first) for value in values):
+        return None
+    return first
+
+
+def _buffer(twin: nn.Module, module: nn.Module, name: str) -> torch.Tensor | None:
+    """The buffer of `twin`, if on the way to it the modules are of the same classes and have the
+    same numbers and names as attributes."""
+    *path, leaf = name.split(".")
+    for step in path:
+        below, original = twin._modules.get(step), module._modules.get(step)
+        if below is None or original is None or not _alike(twin, module):
+            return None
+        twin, module = below, original
+    value = twin._buffers.get(leaf) if _alike(twin, module) else None
+    return None if value is None or value.is_meta else value.detach()
+
+
+def _alike(twin: nn.Module, module: nn.Module) -> bool:
+    """Whether two modules are of one class and their simple attributes agree, as far as both have
+    them; not the mode, and what begins with an underscore."""
+    if type(twin) is not type(module):
+        return False
+    ours, theirs = vars(module), vars(twin)
+    return all(
+        theirs[key] == value
+        for key, value in ours.items()
+        if isinstance(value, SIMPLE) and key in theirs and key != "training" and key[0] != "_"
+    )
