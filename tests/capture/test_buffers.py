@@ -12,9 +12,6 @@ from parcompiler.capture.buffers import computed
 from parcompiler.models import llama
 from parcompiler.runtime.weights import read
 
-SIZES = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
-
 
 class Config:
     size = 4
@@ -64,10 +61,14 @@ def test_a_model_on_the_meta_device_starts_from_published_weights(
     tmp_path: Path, precision: str | None
 ) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, **HEADS, dtype="float32", tie_word_embeddings=True)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+        tie_word_embeddings=True,
+    )  # fmt: skip
     published = LlamaForCausalLM(config)
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config)
+        model = LlamaForCausalLM(config)
     tokens = torch.arange(8).reshape(2, 4)
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     program = pc.compile(model, pc.Mesh(), inputs, microbatches=1, precision=precision)

@@ -65,7 +65,7 @@ def train(worker: pc.Worker, weights: Mapping[str, torch.Tensor]) -> dict[str, A
     given = worker.gather_state_dict()
     worker.set_optimizer(torch.optim.AdamW, lr=RATE, weight_decay=DECAY)
     losses = [worker.train_step(batch(seed)) for seed in range(STEPS)]
-    found = {
+    found: dict[str, Any] = {
         "given": given,
         "losses": torch.stack(losses),
         "held": own(worker),

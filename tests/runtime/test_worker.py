@@ -225,6 +225,10 @@ def test_a_state_dict_goes_out_and_in(program: pc.Program) -> None:
 class Rotating(nn.Module):
     """Buffers that are in no state dict, beside one that is."""
 
+    table: torch.Tensor
+    steps: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 5)
