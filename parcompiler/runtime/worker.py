@@ -29,10 +29,10 @@ from parcompiler.runtime.files import Fingerprint, fingerprint
 from parcompiler.runtime.gather import gather, shared
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.joining import start
-from parcompiler.runtime.state_dict import IncompatibleKeys, concluded, says_of
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.state_dict import IncompatibleKeys, concluded, says_of
 from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary
