@@ -64,16 +64,16 @@ def test_an_older_export_is_replaced_and_what_users_put_there_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out"]
 
 
-def cut_short(tensors: object, path: Path) -> None:
+def cut_short(tensors: object, path: Path, *_: object) -> None:
     Path(path).write_bytes(b"some")
     raise OSError(28, os.strerror(28))
 
 
-def cut_short_by_safetensors(tensors: object, path: Path) -> None:
+def cut_short_by_safetensors(tensors: object, path: Path, *_: object) -> None:
     safetensors.torch.save_file({"a": torch.ones(1)}, Path(path).parent / "no" / "such" / "folder")
 
 
-def interrupted(tensors: object, path: Path) -> None:
+def interrupted(tensors: object, path: Path, *_: object) -> None:
     raise KeyboardInterrupt
 
 
