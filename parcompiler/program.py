@@ -173,6 +173,11 @@ class Program:
     def on(self, graph: Graph) -> Program:
         """The same plan on another precision or other values of the same graph."""
         problem = Problem(graph, self.problem.mesh, self.problem.options)
+        if graph.fx_graph is self.problem.graph.fx_graph:  # the program as it is, with other values
+            own = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
+            lowered = dataclasses.replace(self.lowered, graph=own)
+            verify(lowered)
+            return dataclasses.replace(self, problem=problem, lowered=lowered)
         assert self.plan.granularity is not None
         own = local_graph(self.problem, self.plan, graph)
         lowered = lower(own, self.plan, cut(own, self.plan.granularity, self._sent(own)))

@@ -41,4 +41,5 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         tensor=plan.mesh.tensor,
         buckets=reduced,
         vocabulary=everywhere,
+        plan=plan,
     )

@@ -16,6 +16,7 @@ from torch import fx
 from parcompiler.graph import Block, Graph, Head, Lookup
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
+from parcompiler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class Lowered:
     A rank here is a pipeline coordinate of the mesh: all ranks at it do the same, on `data`
     different batches, and each of `tensor` with its pieces of what the graph says is in pieces. So
     nothing grows with their number; `grid` says who they are, and `codegen.rank` what each does.
+    `plan` is what was lowered, for the verifier to compare.
     """
 
     graph: Graph
@@ -170,6 +172,7 @@ class Lowered:
     tensor: int = 1
     buckets: tuple[Bucket, ...] = ()
     vocabulary: Spread | None = None
+    plan: Plan | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from parcompiler.lower.lowered import Bucket
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.tensors import ranks
 from parcompiler.verifier.wiring import Wiring
@@ -85,6 +86,9 @@ def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
     for name, count in Counter(item.names).items():
         if count > 1:
             yield Fault(AVERAGED, f"{item.label} has {name} {count} times")
+    if item.stage != NOWHERE and (wiring.rank_of(item.stage),) != item.ranks:
+        detail = f"{item.label} waits for stage {item.stage}, which is not on {ranks(item.ranks)}"
+        yield Fault(AVERAGED, detail)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in known.values() if p is not None})
     if len(dtypes) > 1:
         yield Fault(AVERAGED, f"{item.label} has gradients of several dtypes ({', '.join(dtypes)})")

@@ -19,7 +19,7 @@ from torch import fx
 
 from parcompiler.capture.clean import where
 from parcompiler.capture.effects import is_random, mutated_operands
-from parcompiler.graph import Block
+from parcompiler.graph import Block, order_of
 from parcompiler.lower.lowered import Call, Stage, Value
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault
@@ -309,6 +309,9 @@ def _value(
     elif (tuple(value.shape), value.dtype) != (tuple(made.shape), made.dtype):
         sent = f"{made.dtype} {tuple(made.shape)} on {_stages((maker,))}"
         yield Fault(TYPED, f"{name} is {sent}, and buffers are {value.dtype} {tuple(value.shape)}")
+    elif node is not None and value.order != order_of(node):
+        detail = f"{name} lies in memory as {order_of(node)}, and buffers as {value.order}"
+        yield Fault(TYPED, detail)
     if value.differentiable != wiring.differentiable(name):
         carries, listed = ("a", "none") if wiring.differentiable(name) else ("no", "one")
         yield Fault(TYPED, f"{name} carries {carries} gradient ({listed} is listed)")

@@ -61,7 +61,9 @@ def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
     for name in dict.fromkeys(item.name for item in operands if item is not None):
         if name not in held:
             yield Fault(HELD, f"stage {j} reads {name} and does not hold it")
-    for name in stage.tensors:
+    for name, count in Counter(stage.tensors).items():
+        if count > 1:
+            yield Fault(HELD, f"stage {j} holds {name} {count} times")
         if name not in wiring.graph.by_name:
             yield Fault(HELD, f"stage {j} holds {name}, which the model does not have")
 

@@ -14,6 +14,7 @@ from parcompiler.verifier import (
     held,
     messages,
     parts,
+    signature,
     stages,
     tensors,
     vocabulary,
@@ -40,10 +41,13 @@ def verify(lowered: Lowered, memory: Memory | None = None) -> None:
 def faults(lowered: Lowered, memory: Memory | None = None) -> Iterator[Fault]:
     """Every fault of a lowered program; none if it does what the model does."""
     wiring = Wiring(lowered)
+    yield from signature.faults(wiring)
     yield from stages.faults(wiring)
     yield from tensors.faults(wiring)
     yield from vocabulary.faults(wiring)
     yield from buckets.faults(wiring)
+    if len(lowered.evaluation) != lowered.size:
+        return  # as `stages` has said
     for step in steps_of(wiring, lowered):
         for fault in _of_step(step, memory):
             yield fault if step.training else _in_evaluation(fault)

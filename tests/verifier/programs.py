@@ -207,7 +207,7 @@ def program(
     ends = [0, *accumulate(counts or even(ranks * each, len(names)))]
     stages = [names[a:b] for a, b in pairwise(ends)]
     graph, parts = captured(name, level)
-    return lower(graph, plan(name, stages, schedule, microbatches, each, data), parts)
+    return planless(lower(graph, plan(name, stages, schedule, microbatches, each, data), parts))
 
 
 def placed(
@@ -215,7 +215,12 @@ def placed(
 ) -> Lowered:
     """The program of a model with these blocks on each stage."""
     graph, parts = captured(name)
-    return lower(graph, plan(name, stages, schedule, microbatches), parts)
+    return planless(lower(graph, plan(name, stages, schedule, microbatches), parts))
+
+
+def planless(lowered: Lowered) -> Lowered:
+    """The program without its plan: each rule is to find a mistake by itself."""
+    return replace(lowered, plan=None)
 
 
 def several(name: str, ranks: Sequence[int], microbatches: int) -> Lowered:

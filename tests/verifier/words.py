@@ -16,7 +16,7 @@ from parcompiler.models import gpt
 from parcompiler.plan import Plan, Shape, StageChoice, VocabularyChoice
 from parcompiler.schedules import build
 from parcompiler.vocabulary import find, spread
-from tests.verifier.programs import even
+from tests.verifier.programs import even, planless
 
 METHODS = ("vocab-2", "vocab-1", "naive", "interlaced")
 
@@ -70,4 +70,4 @@ def words(
         stages=tuple(stages),
         vocabulary=replace(choice, method=method),
     )
-    return lower(graph, plan, parts)
+    return planless(lower(graph, plan, parts))

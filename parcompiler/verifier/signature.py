@@ -1,0 +1,167 @@
+"""Rules on what a program says of its plan and its model: degrees, stages, inputs and tensors.
+
+The batch is taken apart by the keys of the inputs, and weights by the pieces of the tensors. So
+each is compared with what does not follow from it: the plan, the placeholders of the graph, the
+batch that the model was captured on, and the model's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from parcompiler.capture.inputs import arguments, flat
+from parcompiler.graph import Parameter
+from parcompiler.lower.lowered import Lowered
+from parcompiler.pieces import Shard
+from parcompiler.plan import Plan
+from parcompiler.spmd.placement import Placement, local_shape, shard_of
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.wiring import Wiring
+
+COUNTED = "degrees and micro-batches are positive"
+PLANNED = "the program is that of its plan"
+BATCH = "every input is the tensor of the batch that the model reads"
+TENSORS = "every tensor is as the model has it"
+PIECES = "tensor ranks hold the pieces that the graph computes with"
+
+
+def faults(wiring: Wiring) -> Iterator[Fault]:
+    """All faults of inputs, tensors and degrees."""
+    lowered = wiring.lowered
+    counts = {"data": lowered.data, "tensor": lowered.tensor, "microbatches": lowered.microbatches}
+    for name, count in counts.items():
+        if count < 1:
+            yield Fault(COUNTED, f"{name} is {count}")
+    if lowered.plan is not None:
+        yield from _planned(lowered, lowered.plan)
+    placeholders = [n for n in wiring.graph.fx_graph.nodes if n.op == "placeholder"]
+    yield from _listed(wiring, placeholders)
+    nodes = {node.name: node for node in placeholders}
+    yield from _inputs(wiring, nodes)
+    for item in wiring.graph.parameters:
+        if item.node in nodes:
+            yield from _tensor(wiring, item, nodes[item.node])
+            if lowered.tensor >= 1:
+                yield from _pieces(wiring, item, nodes[item.node])
+
+
+def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
+    """Degrees, stages and what they recompute are as the plan says."""
+    pairs = {
+        "pipeline": (lowered.size, plan.mesh.pipeline),
+        "tensor": (lowered.tensor, plan.mesh.tensor),
+        "data": (lowered.data, plan.mesh.data),
+        "microbatches": (lowered.microbatches, plan.microbatches),
+        "stages": (len(lowered.stages), len(plan.stages or ())),
+    }
+    for name, (given, wanted) in pairs.items():
+        if given != wanted:
+            yield Fault(PLANNED, f"{name} is {given}, and {wanted} in the plan")
+    again = frozenset(plan.recompute or ())
+    for stage in lowered.stages:
+        for call in stage.calls:
+            if call.recompute != (call.block.name in again):
+                verb = "is" if call.recompute else "is not"
+                yield Fault(PLANNED, f"{call.block.name} {verb} recomputed, unlike in the plan")
+    for j, (stage, choice) in enumerate(zip(lowered.stages, plan.stages or (), strict=False)):
+        blocks = tuple(call.block.name for call in stage.calls)
+        if (stage.rank, blocks) != (choice.rank, choice.blocks):
+            found, wanted = ", ".join(blocks), ", ".join(choice.blocks)
+            detail = f"stage {j} has {found} on rank {stage.rank}, and {wanted} on {choice.rank}"
+            yield Fault(PLANNED, f"{detail} in the plan")
+
+
+def _listed(wiring: Wiring, placeholders: list[fx.Node]) -> Iterator[Fault]:
+    """Each placeholder is one input or one tensor."""
+    graph = wiring.graph
+    rules = {BATCH: graph.inputs, TENSORS: graph.parameters}
+    counts = Counter(item.node for items in rules.values() for item in items)
+    for node in placeholders:
+        if counts[node.name] != 1:
+            yield Fault(TENSORS, f"{node.name} is listed {counts.pop(node.name, 0)} times")
+    known = {node.name for node in placeholders}
+    for rule, items in rules.items():
+        for item in items:
+            if item.node not in known:
+                yield Fault(rule, f"{item.node} is listed, and the graph has none")
+    for key, count in Counter(item.key for item in graph.inputs).items():
+        if count > 1:
+            yield Fault(BATCH, f"{count} inputs are {key!r} of the batch")
+    for name, count in Counter(item.name for item in graph.parameters).items():
+        if count > 1:
+            yield Fault(TENSORS, f"{count} tensors have the name {name}")
+
+
+def _inputs(wiring: Wiring, nodes: dict[str, fx.Node]) -> Iterator[Fault]:
+    """Inputs have the keys, shapes and dtypes of the batch that the model was captured on."""
+    graph = wiring.graph
+    if graph.sample is not None:
+        if graph.positional != (not arguments(graph.sample)[1]):
+            yield Fault(BATCH, "it is read by position, and the model by name, or the other way")
+        keys = [key for key, leaf in flat(graph.sample) if isinstance(leaf, torch.Tensor)]
+        free = [name for name in nodes if name not in graph.by_node]
+        wanted = dict(zip(free, keys, strict=False))
+        for item in graph.inputs:
+            if wanted.get(item.node, item.key) != item.key:
+                detail = f"{item.node} is {wanted[item.node]!r} of the batch, not {item.key!r}"
+                yield Fault(BATCH, detail)
+    for item in graph.inputs:
+        if item.node in nodes and (item.shape, item.dtype) != _form(nodes[item.node]):
+            shape, dtype = _form(nodes[item.node])
+            listed = f"{item.dtype} {item.shape} is listed"
+            yield Fault(BATCH, f"{item.key} is {dtype} {shape} ({listed})")
+
+
+def _tensor(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
+    """A tensor has the shape of its node and, as a whole, of the model's own."""
+    if (item.shape, item.dtype) != _form(node):
+        shape, dtype = _form(node)
+        yield Fault(
+            TENSORS, f"{item.name} is {dtype} {shape} ({item.dtype} {item.shape} is listed)"
+        )
+    if item.trainable and item.buffer:
+        yield Fault(TENSORS, f"{item.name} is a buffer, and buffers are not trained")
+    if not item.trainable and node.name in wiring.graph.differentiable:
+        yield Fault(TENSORS, f"{item.name} carries a gradient, and is not trained as listed")
+    if item.mutated != (node in wiring.effects.writers):
+        is_it, listed = ("not ", "it is") if item.mutated else ("", "it is not")
+        yield Fault(TENSORS, f"{item.name} is {is_it}updated in place ({listed}, as listed)")
+
+
+def _pieces(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
+    """A piece is that of the model's tensor which the graph computes with on so many ranks."""
+    placement: Placement = node.meta.get("placements", (None,))[0] or Placement("R")
+    original = wiring.graph.tensors.get(item.name)
+    whole = tuple(node.meta.get("whole", node.meta["val"]).shape)
+    if original is not None and tuple(original.shape) != whole:
+        yield Fault(TENSORS, f"{item.name} is {tuple(original.shape)} in the model, not {whole}")
+    wanted: Shard | None = None
+    if placement.kind == "S":
+        wanted = shard_of(placement, whole[placement.dim])
+    if item.shard != wanted:
+        yield Fault(PIECES, f"{item.name} is held as {_held(item.shard)}, not {_held(wanted)}")
+    local = local_shape(whole, placement, wiring.lowered.tensor)
+    if local != _form(node)[0]:
+        ranks = f"{wiring.lowered.tensor} tensor ranks"
+        yield Fault(
+            PIECES, f"{item.name} is {_form(node)[0]}, which is no piece of {ranks} ({local})"
+        )
+
+
+def _form(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a placeholder."""
+    value: torch.Tensor = node.meta["val"]
+    return tuple(value.shape), value.dtype
+
+
+def _held(shard: Shard | None) -> str:
+    """A piece in words.
+
+    >>> _held(None), _held(Shard(0, (8, 4)))
+    ('a whole', 'pieces along dimension 0 of (8, 4)')
+    """
+    return "a whole" if shard is None else f"pieces along dimension {shard.dim} of {shard.sizes}"
