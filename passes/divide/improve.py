@@ -21,7 +21,7 @@ from parcompiler.passes.divide.data import Flow, Load
 from parcompiler.passes.divide.glimpse import Glimpse, glimpses
 from parcompiler.passes.divide.ledger import Ledger
 from parcompiler.passes.divide.pairs import tighten
-from parcompiler.passes.divide.runs import Run, all_runs, best_runs, generous
+from parcompiler.passes.divide.runs import Run, all_runs, best_runs, ends_within, generous, snug
 from parcompiler.passes.divide.task import Task
 
 Measure = Callable[[Ledger], tuple[float, ...]]
@@ -89,13 +89,14 @@ def _even_runs(
     held = [[(1,) * (len(placement) // ranks)]] * ranks
     task = Task(loads, flows, placement, microbatches, held, [math.inf] * ranks)
     runs = all_runs(task)
-    for most in (generous(task), math.inf):
+    for most in (snug(task), generous(task), math.inf):
 
         def weigh(j: int, run: Run, most: float = most) -> float | None:
             units = run.on(task.placement[j])
             return units if units <= most else None
 
-        found = best_runs(task.stages, runs, weigh, lambda label: (label.squares,))
+        ends = ends_within(task.compute, task.stages, most)
+        found = best_runs(task.stages, runs, weigh, lambda label: (label.squares,), ends)
         if found is not None:
             return found[0]
     raise AssertionError  # there are enough blocks
@@ -108,8 +109,8 @@ def lean_runs(task: Task) -> tuple[int, ...]:
     factor = task.in_flight
     # No longer runs need be tried than some division has: that of even lengths.
     blocks, stages = len(task.loads), task.stages
-    ends = [blocks * (j + 1) // stages for j in range(stages)]
-    even = zip([0, *ends], ends, strict=False)
+    evenly = [blocks * (j + 1) // stages for j in range(stages)]
+    even = zip([0, *evenly], evenly, strict=False)
     most = max(
         (runs[a][b - a - 1].fixed + factor[j] * runs[a][b - a - 1].scaled) / room[j]
         for j, (a, b) in enumerate(even)
@@ -119,7 +120,8 @@ def lean_runs(task: Task) -> tuple[int, ...]:
         part = (run.fixed + factor[j] * run.scaled) / room[j]
         return part if part <= most else None
 
-    found = best_runs(stages, runs, share, lambda label: (label.largest,))
+    ends = ends_within([load.resident for load in task.loads], stages, most * max(room))
+    found = best_runs(stages, runs, share, lambda label: (label.largest,), ends)
     assert found is not None  # there are enough blocks, and those of even lengths fit
     return found[0]
 

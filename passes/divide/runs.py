@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,14 +44,50 @@ def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
         return label.total + (task.microbatches - 1) * label.largest
 
     runs = all_runs(task)
-    for cap in (generous(task), math.inf):
-        found = best_runs(task.stages, runs, _seconds(task, cap), lambda label: (objective(label),))
-        if found is not None:
-            weigh = _seconds(task, found[1].largest)
-            even = best_runs(task.stages, runs, weigh, lambda label: (label.total, label.squares))
-            assert even is not None
-            return even[0], objective(even[1])
+    for cap in (snug(task), generous(task), math.inf):
+        weigh, ends = _seconds(task, cap), ends_within(task.compute, task.stages, cap)
+        found = best_runs(task.stages, runs, weigh, lambda label: (objective(label),), ends)
+        if found is None or (cap < generous(task) and cap < _slowest(task, objective(found[1]))):
+            continue
+        cap = found[1].largest
+        weigh, ends = _seconds(task, cap), ends_within(task.compute, task.stages, cap)
+        even = best_runs(task.stages, runs, weigh, lambda label: (label.total, label.squares), ends)
+        assert even is not None
+        return even[0], objective(even[1])
     return None, math.inf
+
+
+def snug(task: Task) -> int:
+    """Units that the slowest stage of even ones needs, if memory does not bind: tried first.
+
+    So the runs that are looked at grow with the number of blocks, and not with its square.
+    """
+    costs = [task.compute] if task.is_uniform else task.cost
+    average = sum(map(sum, costs)) // len(costs) // task.stages
+    return average + max(map(max, costs)) + max(task.move, default=0)
+
+
+def _slowest(task: Task, objective: float) -> float:
+    """Units that no stage is above in a division that is as good."""
+    if task.microbatches == 1:
+        return math.inf
+    return (objective - sum(task.compute)) / (task.microbatches - 1)
+
+
+def ends_within(weights: Sequence[int], stages: int, cap: float) -> list[range]:
+    """How many blocks each stage and those before it may have, if none weighs more than `cap`.
+
+    >>> ends_within([1, 1, 1, 1, 1, 1], stages=3, cap=2), ends_within([1, 1, 1], 2, math.inf)
+    ([range(2, 3), range(4, 5), range(6, 7)], [range(1, 3), range(3, 4)])
+    """
+    blocks, sums = len(weights), list(itertools.accumulate(weights, initial=0))
+    found = []
+    for done in range(1, stages + 1):
+        left = stages - done
+        low = bisect.bisect_left(sums, sums[-1] - left * cap) if left else blocks
+        high = bisect.bisect_right(sums, done * cap) - 1
+        found.append(range(max(low, done), min(high, blocks - left) + 1))
+    return found
 
 
 def generous(task: Task) -> int:
@@ -145,22 +182,28 @@ def best_runs(
     runs: Sequence[Sequence[Run]],
     weigh: Callable[[int, Run], float | None],
     rank: Callable[[_Label], tuple[float, ...]],
+    ends: Sequence[range] = (),
 ) -> tuple[tuple[int, ...], _Label] | None:
     """The division into so many runs whose label has the least rank: a dynamic programme.
 
     `weigh` says what a run weighs on a stage; None when it does not fit, as then no longer one
-    does. Only the best label for the same blocks on the same stages is kept.
+    does. Only the best label for the same blocks on the same stages is kept. `ends` are the numbers
+    of blocks that may be on each stage and those before it; all where there are none.
     """
     best = {0: _Label(0, 0, 0)}  # by the number of blocks on the stages so far
     cuts: list[dict[int, int]] = []
     for j in range(stages):
-        end = len(runs) - (stages - 1 - j)
+        low, high = j + 1, len(runs) - (stages - 1 - j)
+        if ends:
+            low, high = ends[j].start, ends[j].stop - 1
+        if j == stages - 1:  # nothing less is a division
+            low = len(runs)
         reached: dict[int, _Label] = {}
         ranked: dict[int, tuple[float, ...]] = {}
         cut: dict[int, int] = {}
         for a, (total, largest, squares) in best.items():
-            for b, run in enumerate(itertools.islice(runs[a], end - a), a + 1):
-                weight = weigh(j, run)
+            for b in range(max(a + 1, low), high + 1):
+                weight = weigh(j, runs[a][b - a - 1])
                 if weight is None:
                     break
                 label = _Label(total + weight, max(largest, weight), squares + weight**2)

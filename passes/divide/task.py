@@ -147,21 +147,19 @@ class Task:
         return arriving
 
     @cached_property
-    def above(self) -> list[set[int]]:
+    def above(self) -> list[Collection[int]]:
         """The blocks that each block depends on, itself included."""
-        above: list[set[int]] = []
-        for i, flows in enumerate(self.arriving):
-            above.append({i}.union(*(above[self.flows[f].producer] for f in flows)))
-        return above
+        producers = [[self.flows[f].producer for f in flows] for flows in self.arriving]
+        return _closed(producers)
 
     @cached_property
-    def below(self) -> list[set[int]]:
+    def below(self) -> list[Collection[int]]:
         """The blocks that depend on each block, itself included."""
-        below: list[set[int]] = [set() for _ in self.loads]
-        for q, group in enumerate(self.above):
-            for i in group:
-                below[i].add(q)
-        return below
+        last = len(self.loads) - 1
+        consumers: list[list[int]] = [[] for _ in self.loads]
+        for flow in self.flows:
+            consumers[last - flow.producer] += [last - q for q in flow.consumers]
+        return [mirrored(group, last) for group in reversed(_closed(consumers))]
 
     @cached_property
     def links(self) -> list[set[int]] | None:
@@ -196,6 +194,32 @@ class Task:
         return evaluate(
             self.loads, self.flows, stage_of, self.placement, self.microbatches, self.held
         )
+
+
+def mirrored(group: Collection[int], last: int) -> Collection[int]:
+    """The same blocks when they are counted from the last."""
+    if isinstance(group, range):
+        return range(last - group[-1], last - group[0] + 1)
+    return {last - q for q in group}
+
+
+def _closed(before: Sequence[Sequence[int]]) -> list[Collection[int]]:
+    """All that comes before each block, itself included, from what comes directly before it.
+
+    A range where that is every block so far: sets of the blocks of a chain would grow with the
+    square of its length.
+
+    >>> _closed([[], [], [0], [1, 2], [3]])
+    [range(0, 1), {1}, {0, 2}, range(0, 4), range(0, 5)]
+    """
+    found: list[Collection[int]] = []
+    for i, near in enumerate(before):
+        if i and i - 1 in near and isinstance(found[i - 1], range):
+            found.append(range(i + 1))
+        else:
+            group = {i}.union(*(found[q] for q in near))
+            found.append(range(i + 1) if len(group) == i + 1 else group)
+    return found
 
 
 def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | Fraction]:

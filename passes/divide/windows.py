@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from parcompiler.passes.divide.bounds import least_received, overfull, reach
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import Task, mirrored
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Resource:
 def find_windows(task: Task, best: float) -> Windows | None:
     """The windows of the divisions better than `best`; None when there is no such division."""
     blocks, final = len(task.loads), task.stages - 1
-    mirrored_below = [{blocks - 1 - q for q in group} for group in reversed(task.below)]
+    mirrored_below = [mirrored(group, blocks - 1) for group in reversed(task.below)]
     first, last = reach(task)
     while True:
         received = least_received(task, first, last)
@@ -92,7 +92,7 @@ def _resources(task: Task, seconds: Sequence[int]) -> list[_Resource]:
 
 
 def _earliest(
-    above: Sequence[set[int]], floor: Sequence[int], resources: Sequence[_Resource]
+    above: Sequence[Collection[int]], floor: Sequence[int], resources: Sequence[_Resource]
 ) -> list[int]:
     """The first stage of each block that leaves room for all that it depends on."""
     first = list(floor)
@@ -106,7 +106,7 @@ def _earliest(
     return first
 
 
-def _fits(resource: _Resource, group: set[int], first: Sequence[int], e: int) -> bool:
+def _fits(resource: _Resource, group: Collection[int], first: Sequence[int], e: int) -> bool:
     """Whether, for every j, those of a group that cannot come before j fit into stages j … e.
 
     Ranks with several of these stages have their capacity once.

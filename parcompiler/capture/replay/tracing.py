@@ -47,9 +47,9 @@ class Tracing:
     @property
     def calls(self) -> dict[str, int]:
         """How often each module inside the layer was called, by its path from there."""
-        path = path_of(self.stack)
-        found = self.tracer.num_calls.items()
-        return {n.removeprefix(path): count for n, count in found if n.startswith(f"{path}.")}
+        path, known = path_of(self.stack), self.tracer.num_calls
+        inside = (f".{n}" for n, _ in self.layer.named_modules(remove_duplicate=False) if n)
+        return {n: known[f"{path}{n}"] for n in inside if f"{path}{n}" in known}
 
     def has_constant(self, tensor: torch.Tensor) -> bool:
         """Whether the tracer knows the values of a tensor, or does not know the tensor."""
