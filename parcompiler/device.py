@@ -14,12 +14,11 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from parcompiler import efficiency, figures
+from parcompiler import documents, efficiency, figures
 from parcompiler.efficiency import Efficiency
 from parcompiler.errors import InputError
 
@@ -111,11 +110,7 @@ class Device:
 
         Raises InputError, naming the figure, when one is missing, unknown, negative or no number.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            message = f"a device file must be JSON ({error})"
-            raise InputError(message) from error
+        data = documents.parse(text, "device")
         found = figures.fields(cls, data, "", optional=("devices_per_node", "sources"))
         if not isinstance(found["name"], str):
             message = f"device figure 'name' must be a string ({found['name']!r} given)"
@@ -132,11 +127,7 @@ class Device:
 
         Raises InputError, naming file and figure, when it cannot be read or describes none.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"cannot read the device file {path} ({error})"
-            raise InputError(message) from error
+        text = documents.text_of(path)
         try:
             return cls.from_json(text)
         except InputError as error:
@@ -152,14 +143,15 @@ def names() -> tuple[str, ...]:
 
 @cache
 def device(name: str) -> Device:
-    """The device of that name in the catalogue. Raises InputError for an unknown name."""
-    if name not in names():
+    """The device of that name, in any case. Raises InputError for a name not in the catalogue."""
+    known = name.lower()
+    if known not in names():
         message = (
             f"no device {name!r} in the catalogue (known: {', '.join(names())}); "
             "describe another in a JSON file (Device.load)"
         )
         raise InputError(message)
-    return Device.from_json((_catalogue() / f"{name}.json").read_text(encoding="utf-8"))
+    return Device.from_json((_catalogue() / f"{known}.json").read_text(encoding="utf-8"))
 
 
 def _catalogue() -> Traversable:

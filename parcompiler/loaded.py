@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 from parcompiler.instruction import parse
 from parcompiler.plan import Plan
@@ -53,13 +54,11 @@ class LoadedProgram:
         # Here, because a rank that only trains then starts without the passes and their solvers.
         from parcompiler.report import Report
 
-        path = self.path / "report.json"
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"cannot read {path} ({error}): export the program again"
-            raise InputError(message) from error
-        return Report.from_json(text)
+            return Report.from_json(documents.text_of(self.path / "report.json"))
+        except InputError as error:
+            error.add_note(f"(the report is that of {self.path}: export the program again)")
+            raise
 
     def worker(self) -> Worker:
         """This process's rank, with the exported weights. Call it in processes that torchrun
@@ -101,12 +100,7 @@ def load(path: str | Path) -> LoadedProgram:
     if not plan.is_file():
         message = f"{folder} is no exported program: it has no plan.json"
         raise InputError(message)
-    try:
-        text = plan.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot read {plan} ({error}): export the program again"
-        raise InputError(message) from error
-    return LoadedProgram(folder, Plan.from_json(text))
+    return LoadedProgram(folder, Plan.from_json(documents.text_of(plan)))
 
 
 def _modules() -> list[str]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass
-from typing import Any, Union
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 
 VERSION = 1
@@ -240,14 +238,10 @@ class Plan:
 
         What the command line writes beside a plan, its figures as "predicted", is left out.
         """
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            message = f"the plan is no JSON: {error}"
-            raise InputError(message) from error
+        data = documents.parse(text, "plan")
         if isinstance(data, dict):
             data.pop("predicted", None)
-        plan = _read(cls, data, "plan")
+        plan = documents.value(cls, data, "plan")
         if plan.version != VERSION:
             message = f"the plan has version {plan.version}; this release reads version {VERSION}"
             raise InputError(message)
@@ -256,54 +250,4 @@ class Plan:
             count = len(device)
             message = f"plan.mesh.device must name {wanted} devices, or one ({count} found)"
             raise InputError(message)
-        assert isinstance(plan, Plan)
         return plan
-
-
-def _read(kind: Any, data: object, place: str) -> Any:
-    """`data` as a value of type `kind`, checked; `place` names it in errors."""
-    if dataclasses.is_dataclass(kind):
-        return _read_fields(kind, data, place)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        if data is None and types.NoneType in arguments:
-            return None
-        kinds = [a for a in arguments if a is not types.NoneType]
-        listed = (a for a in kinds if isinstance(data, list) and typing.get_origin(a) is tuple)
-        return _read(next(listed, kinds[0]), data, place)
-    if origin is tuple:
-        if not isinstance(data, list):
-            raise InputError(_expected(place, "a list", data))
-        return tuple(_read(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(data))
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, kind) or isinstance(data, bool):
-        names = {int: "an integer", float: "a number", str: "a string"}
-        raise InputError(_expected(place, names.get(kind, str(kind)), data))
-    return data
-
-
-def _read_fields(kind: Any, data: object, place: str) -> Any:
-    """A dataclass from a JSON object with exactly its fields."""
-    if not isinstance(data, dict):
-        raise InputError(_expected(place, "an object", data))
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-        message = (
-            f"{place} has an unknown field {unknown[0]!r} (known: {', '.join(sorted(fields))})"
-        )
-        raise InputError(message)
-    for name, field in fields.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            message = f"{place} lacks the field {name!r}"
-            raise InputError(message)
-    return kind(
-        **{name: _read(hints[name], value, f"{place}.{name}") for name, value in data.items()}
-    )
-
-
-def _expected(place: str, wanted: str, found: object) -> str:
-    """The message for a field of the wrong type."""
-    return f"{place} must be {wanted} ({json.dumps(found)[:60]} found)"

@@ -97,7 +97,7 @@ def changed(path: str, value: Any) -> str:
         ("link.bandwidth", "fast", "'link.bandwidth' must be a number above 0 ('fast' given)"),
         ("link.latency", -1e-6, "'link.latency' must be a number of at least 0 (-1e-06 given)"),
         ("launch_overhead", True, "'launch_overhead' must be a number of at least 0 (True"),
-        ("launch_overhead", float("nan"), "'launch_overhead' must be a number of at least 0"),
+        ("launch_overhead", float("nan"), "device.launch_overhead must be a finite number (NaN"),
         ("efficiency.matmul", 1.5, "'efficiency.matmul' must be a number above 0 and at most 1"),
         ("name", 7, "device figure 'name' must be a string (7 given)"),
         ("devices_per_node", 0, "'devices_per_node' must be a number above 0 (0 given)"),
@@ -122,7 +122,7 @@ def test_a_wrong_figure_is_refused_by_name(path: str, value: Any, message: str) 
 
 
 def test_a_text_that_is_no_json_is_refused() -> None:
-    with pytest.raises(InputError, match="a device file must be JSON"):
+    with pytest.raises(InputError, match="the device is no JSON"):
         Device.from_json("flops: many")
 
 
@@ -167,5 +167,5 @@ def test_a_wrong_file_is_refused_by_field_and_file(tmp_path: Path, path: str, va
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot read the device file .*none\.json"):
+    with pytest.raises(InputError, match=r"cannot read .*none\.json"):
         pc.Mesh(device=tmp_path / "none.json")

@@ -11,6 +11,7 @@ import json
 import math
 from pathlib import Path
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 
 
@@ -24,8 +25,8 @@ class Journal:
         try:
             if fresh:
                 path.unlink(missing_ok=True)
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-        except (OSError, UnicodeDecodeError) as error:
+            text = documents.text_of(path) if path.exists() else ""
+        except (OSError, InputError) as error:
             message = f"cannot read the measurements in {path} ({error}): move the file away"
             raise InputError(message) from error
         for line in text.splitlines():
@@ -50,8 +51,8 @@ class Journal:
 
     def _read(self, line: str) -> None:
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = documents.parse(line, "measurement")
+        except InputError:
             return
         match entry:
             case {"machine": self.machine, "work": str(work), "seconds": float(seconds)}:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from parcompiler import documents
 from parcompiler.plan import Plan
-from parcompiler.report import Report, serial
+from parcompiler.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Figures:
     @classmethod
     def read(cls, data: object) -> Figures:
         """What `data()` gave. Raises InputError that names the field and what was expected."""
-        return serial.from_json(cls, json.dumps(data), "predicted")
+        return documents.value(cls, data, "predicted")
 
     def data(self) -> dict[str, Any]:
         """The figures as the json module writes them."""

@@ -8,11 +8,10 @@ all.json        what `parcompiler plan --format json` printed: {"plan": ..., "re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from parcompiler import documents
 from parcompiler.changes.figures import Figures, digest
 from parcompiler.changes.sense import check
 from parcompiler.errors import InputError
@@ -49,7 +48,7 @@ def read(path: Path) -> Side:
         message = f"{path} is no exported program: it has no {EXPORTED}"
         raise InputError(message)
     file = path / EXPORTED if folder else path
-    text = text_of(file)
+    text = documents.text_of(file)
     try:
         side = _side(str(path), text)
     except InputError as error:
@@ -57,18 +56,6 @@ def read(path: Path) -> Side:
         raise InputError(message) from error
     report = file.with_name("report.json")
     return _reported(side, report) if folder and report.is_file() else side
-
-
-def text_of(path: Path) -> str:
-    """The text of a file. Raises InputError when it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        message = f"cannot read {path} ({error.strerror})"
-        raise InputError(message) from error
-    except UnicodeDecodeError as error:
-        message = f"{path} is no text ({error.reason} at byte {error.start})"
-        raise InputError(message) from error
 
 
 def agrees(plan: Plan, report: Report) -> bool:
@@ -90,8 +77,8 @@ def agrees(plan: Plan, report: Report) -> bool:
 
 def _side(name: str, text: str) -> Side:
     """A plan with what stands beside it in its file."""
-    data = _object(text)
-    if isinstance(data.get("plan"), Mapping) and "fingerprint" not in data:
+    data = documents.parse(text, "plan")
+    if isinstance(data, dict) and isinstance(data.get("plan"), dict) and "fingerprint" not in data:
         plan = Plan.from_json(json.dumps(data["plan"]))
         check(plan)
         report = data.get("report")
@@ -108,22 +95,10 @@ def _side(name: str, text: str) -> Side:
     return Side(name, plan, figures)
 
 
-def _object(text: str) -> Mapping[str, Any]:
-    """The JSON object of a text; empty where `Plan.from_json` will say what is wrong."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return {}
-    except RecursionError as error:
-        message = "the plan is no JSON: it nests too deeply"
-        raise InputError(message) from error
-    return data if isinstance(data, dict) else {}
-
-
 def _reported(side: Side, path: Path) -> Side:
     """The side with the figures of a report beside its plan."""
     try:
-        return _checked(side.name, side.plan, Report.from_json(text_of(path)))
+        return _checked(side.name, side.plan, Report.from_json(documents.text_of(path)))
     except InputError as error:
         message = f"{path}: {error}"
         raise InputError(message) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 
 LONGEST = 2048  # tokens in a row, where neither --sequence nor the model says less
@@ -41,14 +41,8 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object of a file, with the type of model that it is of."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        message = f"cannot read {path} ({error.strerror})"
-        raise InputError(message) from error
-    except (ValueError, RecursionError) as error:
-        message = f"{path} is no JSON: {error}"
-        raise InputError(message) from error
+    text = documents.text_of(path)
+    data = documents.parse(text, path.name, finite=False)  # Mamba has Infinity
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         message = f"{path} is no configuration of transformers: it has no 'model_type'"
         raise InputError(message)

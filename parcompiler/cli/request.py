@@ -156,26 +156,18 @@ def _devices(text: str) -> Any:
 
 def _device(name: str) -> Any:
     """A device of the catalogue by its name, or one that a JSON file describes."""
-    from parcompiler.changes.side import text_of
     from parcompiler.device import Device, names
 
     path = Path(name)
-    if name in names() or not (path.suffix == ".json" or path.is_file()):
+    if name.lower() in names() or not (path.suffix == ".json" or path.is_file()):
         return name
-    text = text_of(path)
-    try:
-        return Device.from_json(text)
-    except InputError as error:
-        message = f"{path}: {error}"
-        raise InputError(message) from error
+    return Device.load(path)
 
 
 def _schedule(name: str | None) -> str | Schedule | None:
     """A schedule by its name, or one that a CSV describes."""
-    from parcompiler.changes.side import text_of
     from parcompiler.schedules import SCHEDULES, Schedule
 
     if name is None or name in SCHEDULES or not (Path(name).suffix == ".csv"):
         return name
-    text_of(Path(name))  # whether it can be read, in the words of every other file
     return Schedule.from_csv(name)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.passes.shard.local import local
@@ -138,7 +139,7 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         """Read a report. Raises InputError that names the field and what was expected there."""
-        report = serial.from_json(cls, text, "report")
+        report = documents.value(cls, documents.parse(text, "report"), "report")
         if report.version != VERSION:
             message = f"the report has version {report.version}; this release reads {VERSION}"
             raise InputError(message)

@@ -14,12 +14,14 @@ ranks do for the head of micro-batch 3 (`exchange_head`).
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from parcompiler import documents
 from parcompiler.errors import InputError
 from parcompiler.instruction import HEAD, Kind
 from parcompiler.schedules.action import (
@@ -74,6 +76,9 @@ def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
 
 def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]:
     """The rank of every stage and the order on every rank, from cells; raises as `read_csv`."""
+    if not rows:
+        message = "a schedule has a row for each rank (0 found)"
+        raise InputError(message)
     found, shared = _found(rows)
     placement = _placement(found, len(rows))
     _check_complete(found, len(placement))
@@ -84,17 +89,14 @@ def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]
 
 def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
     """The cells of a file without the empty rows at its end."""
+    text = documents.text_of(path).removeprefix("\ufeff")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
-    except (UnicodeDecodeError, csv.Error) as error:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
+    except csv.Error as error:
         message = f"a schedule is a text file of comma-separated values ({error})"
         raise InputError(message) from error
     while rows and not any(rows[-1]):
         rows.pop()
-    if not rows:
-        message = "a schedule has a row for each rank (0 found)"
-        raise InputError(message)
     return rows
 
 

@@ -140,7 +140,7 @@ def test_threads_are_as_before_afterwards(tmp_path: Path, monkeypatch: pytest.Mo
         ({"name": "cpu"}, "the catalogue has a device 'cpu' already"),
         ({"name": "cpu-a/b"}, "has letters, digits, '.', '_' and '-' ('cpu-a/b' given)"),
         ({"like": "abacus"}, "no device 'abacus' in the catalogue"),
-        ({"like": "none.json"}, "cannot read the device file none.json"),
+        ({"like": "none.json"}, "cannot read none.json"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(

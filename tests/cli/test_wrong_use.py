@@ -34,7 +34,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("calibrate", "--output", "tests"), "cannot write tests: it is a folder"),
         (("calibrate", "--output", "no/d.json"), "cannot write no/d.json: there is no folder no"),
         (("calibrate", "--output", "d.json", "--like", "abacus"), "no device 'abacus' in the cat"),
-        (("calibrate", "--output", "d.json", "--like", "no.json"), "cannot read the device file"),
+        (
+            ("calibrate", "--output", "d.json", "--like", "no.json"),
+            "cannot read no.json (No such file",
+        ),
         (("calibrate", "--output", "d.json", "--dtypes", "float32,"), "'float32,' has an empty"),
         (("calibrate", "--output", "d.json", "--dtypes", "int8"), "calibrate measures float32, "),
         (("calibrate", "--output", "d.json", "--seconds", "0"), "0.0 is not in the range x>0"),

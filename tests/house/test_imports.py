@@ -23,7 +23,7 @@ PICTURE = """\
 3  problem options progress calibrate times garbage
 2  capture cost naming spmd vocabulary schedules solver
 1  mesh device efficiency figures graph plan
-0  errors instruction grid pieces
+0  errors instruction grid pieces documents
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
