@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from parcompiler.cost import OPTIMIZERS
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import Check
-from parcompiler.options import Options, offered
+from parcompiler.options import MOST_PASSES, Options, offered
+from parcompiler.passes import Pass
 from parcompiler.plan import Plan
 from parcompiler.program import Program
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import planned
 
 
-def check_kinds(mesh: object, plan: object) -> None:
-    """Refuse what is no mesh and what is no plan."""
+def check_kinds(mesh: object, plan: object, passes: object) -> None:
+    """Refuse what is no mesh, no plan, and no sequence of passes."""
+    if passes is not None:
+        listed = isinstance(passes, Sequence) and all(isinstance(item, Pass) for item in passes)
+        if not listed:
+            message = f"passes must be a sequence of Pass ({shown(passes)} given)"
+            raise InputError(message)
     if not isinstance(mesh, Mesh | Cluster):
         message = f"compile needs a Mesh, such as Mesh(pipeline=2) ({type(mesh).__name__} given)"
         raise InputError(message)
@@ -31,6 +39,7 @@ def check_kinds(mesh: object, plan: object) -> None:
 def check_given(mesh: Mesh | Cluster, model: object, options: Options, plan: Plan | None) -> None:
     """Refuse options that do not go together, and what a given mesh cannot have."""
     if isinstance(mesh, Mesh):
+        _check_size(mesh, options, plan)
         _check_order(mesh, options)
         _check_replicas(mesh, model, plan)
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
@@ -40,10 +49,24 @@ def checked(model: object) -> Check:
     """What a mesh that is weighed must pass: the checks of one that is given."""
 
     def check(mesh: Mesh, options: Options) -> None:
+        _check_size(mesh, options, None)
         _check_order(mesh, options)
         _check_replicas(mesh, model, None)
 
     return check
+
+
+def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:
+    """Refuse a step of so many forwards that no plan of it could be made in minutes."""
+    each = max(options.virtual_stages, 1 if plan is None else plan.virtual_stages)
+    passes = mesh.pipeline * each * options.microbatches
+    if passes > MOST_PASSES:
+        message = (
+            f"pipeline={mesh.pipeline:,}, virtual_stages={each:,} and microbatches="
+            f"{options.microbatches:,} make a step of {passes:,} forwards of stages (at most "
+            f"{MOST_PASSES:,}): take fewer and larger micro-batches, or fewer stages"
+        )
+        raise InputError(message)
 
 
 def _check_order(mesh: Mesh, options: Options) -> None:

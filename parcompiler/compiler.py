@@ -18,7 +18,7 @@ from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
 from parcompiler.checks import check_given, check_kinds, checked
-from parcompiler.errors import InputError, LaunchError
+from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.garbage import rarely_collected
 from parcompiler.given_plan import check_plan, granularity_of
 from parcompiler.graph import Graph
@@ -32,6 +32,7 @@ from parcompiler.meshes import (
     search,
     wanted_rows,
 )
+from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
@@ -96,7 +97,7 @@ def compile(
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
     """
-    check_kinds(mesh, plan)
+    check_kinds(mesh, plan, passes)
     microbatches = _microbatches(mesh, microbatches, plan)
     source, criterion = _source(model, loss)
     wanted = wanted_rows(microbatch, mesh, costs, again=source is not None)
@@ -150,7 +151,13 @@ def _microbatches(mesh: Mesh | Cluster, given: int | None, plan: Plan | None) ->
 def _planned(problem: Problem, passes: Sequence[Pass], given: Plan | None, steps: Progress) -> Plan:
     """What the passes decide, or a given plan that breaks no rules."""
     if given is None:
-        plan = decide(problem, passes, steps)
+        try:
+            refuse_too_large(problem, passes, steps)
+            plan = decide(problem, passes, steps)
+        except InfeasibleError as error:
+            for line in enough_ranks(problem, passes):
+                error.add_note(line)
+            raise
         return _with_costs(local(problem, plan), plan)
     with steps("check plan"):
         check_plan(problem, given)

@@ -20,7 +20,7 @@ import torch
 
 from parcompiler import documents, efficiency, figures
 from parcompiler.efficiency import Efficiency
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 
 __all__ = ["Device", "Efficiency", "Link", "device", "names"]
 
@@ -68,8 +68,14 @@ class Device:
 
     def __post_init__(self) -> None:
         """Sort the pairs, so that equal devices compare equal, and check the figures."""
-        object.__setattr__(self, "flops", tuple(sorted(self.flops)))
-        object.__setattr__(self, "sources", tuple(sorted(self.sources)))
+        kinds = {"name": str, "efficiency": Efficiency, "link": Link, "network": Link}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                message = f"device figure {name!r} must be a {kind.__name__} "
+                message += f"({shown(getattr(self, name))} given)"
+                raise InputError(message)
+        object.__setattr__(self, "flops", figures.pairs("flops", self.flops))
+        object.__setattr__(self, "sources", figures.pairs("sources", self.sources))
         for dtype, peak in self.flops:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 message = f"device figure 'flops.{dtype}' names no dtype of torch"
@@ -112,9 +118,6 @@ class Device:
         """
         data = documents.parse(text, "device")
         found = figures.fields(cls, data, "", optional=("devices_per_node", "sources"))
-        if not isinstance(found["name"], str):
-            message = f"device figure 'name' must be a string ({found['name']!r} given)"
-            raise InputError(message)
         found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
         found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
         for name, part in (("efficiency", Efficiency), ("link", Link), ("network", Link)):
@@ -147,7 +150,7 @@ def device(name: str) -> Device:
     known = name.lower()
     if known not in names():
         message = (
-            f"no device {name!r} in the catalogue (known: {', '.join(names())}); "
+            f"no device {shown(name)} in the catalogue (known: {', '.join(names())}); "
             "describe another in a JSON file (Device.load)"
         )
         raise InputError(message)

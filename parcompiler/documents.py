@@ -31,7 +31,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 
 LARGEST = 2**28  # bytes of a file; the report of a thousand ranks has a hundredth of that
 DEEPEST = 64  # levels of objects and lists
@@ -40,10 +40,21 @@ DIGITS = 40  # of an integer: FLOPs of a year on all ranks have 30
 T = TypeVar("T")
 
 
+def path_of(path: str | PathLike[str]) -> Path:
+    """A path that the system can look up. Raises InputError for what is none."""
+    try:
+        found = Path(path)
+        found.exists()
+    except (TypeError, ValueError, OSError) as error:
+        message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
+        raise InputError(message) from error
+    return found
+
+
 def text_of(path: str | PathLike[str]) -> str:
     """The text of a file. Raises InputError, naming it, when it cannot be read as text."""
     try:
-        with Path(path).open("rb") as file:
+        with path_of(path).open("rb") as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             message = f"{path} is too large to be read (more than {LARGEST:,} bytes)"
@@ -55,7 +66,7 @@ def text_of(path: str | PathLike[str]) -> str:
     except UnicodeDecodeError as error:
         message = f"{path} is no text ({error.reason} at byte {error.start})"
         raise InputError(message) from error
-    except ValueError as error:  # a path with a null character
+    except ValueError as error:  # no file can have this name
         message = f"cannot read {path!r} ({error})"
         raise InputError(message) from error
 
@@ -157,9 +168,8 @@ def _check_text(text: str, place: str) -> None:
 
 
 def _too_deep(place: str) -> str:
-    """The message for nesting without end; the place of the whole is enough."""
-    top = place.partition(".")[0].partition("[")[0]
-    return f"the {top} nests too deeply (at most {DEEPEST} levels)"
+    """The message for nesting without end."""
+    return f"the {place[:200]} nests too deeply (at most {DEEPEST} levels)"
 
 
 def _short(literal: str) -> str:

@@ -27,3 +27,18 @@ class LaunchError(ParcompilerError):
 
 class InputError(ParcompilerError, ValueError):
     """An argument or a batch does not have the form that was asked for."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message: short, whatever it is.
+
+    >>> shown(0), shown("a" * 99, most=5), shown(10**5000)
+    ('0', "'aaaa…", 'of type int, too large to print')
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integers of more than 4,300 digits
+        return f"of type {type(value).__name__}, too large to print"
+    except Exception:  # whatever an object of the user raises
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 
 
 def fields(
@@ -35,17 +36,30 @@ def fields(
 def mapping(name: str, data: object) -> Mapping[str, Any]:
     """A JSON object. Raises InputError for anything else."""
     if not isinstance(data, dict):
-        message = f"device figure '{name}' must be a JSON object ({data!r} given)"
+        message = f"device figure '{name}' must be a JSON object ({shown(data)} given)"
         raise InputError(message)
     return data
+
+
+def pairs(name: str, data: object) -> tuple[tuple[str, Any], ...]:
+    """Pairs of a name and a figure, sorted. Raises InputError for anything else."""
+    found = list(data) if isinstance(data, tuple | list) else [None]
+    if not all(
+        isinstance(p, tuple | list) and len(p) == 2 and isinstance(p[0], str) for p in found
+    ):
+        message = (
+            f"device figure '{name}' must be pairs of a name and a figure ({shown(data)} given)"
+        )
+        raise InputError(message)
+    return tuple(sorted((tuple(pair) for pair in found), key=lambda pair: pair[0]))
 
 
 def number(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:
     """Refuse `value` unless it is a finite number from 0 (or above 0) to `most`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value <= most and math.isfinite(value) and (value > 0 or not positive):
+        if 0 <= value <= min(most, sys.float_info.max) and (value > 0 or not positive):
             return
     wanted = "a number above 0" if positive else "a number of at least 0"
     wanted += f" and at most {most:g}" if math.isfinite(most) else ""
-    message = f"device figure '{name}' must be {wanted} ({value!r} given)"
+    message = f"device figure '{name}' must be {wanted} ({shown(value)} given)"
     raise InputError(message)

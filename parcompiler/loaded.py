@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from parcompiler import documents
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.instruction import parse
+from parcompiler.mesh import MOST_RANKS, whole
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.runtime import Worker, loading
@@ -86,16 +87,17 @@ class LoadedProgram:
 
     def _path(self, rank: int) -> Path:
         """The script of a rank."""
-        path = self.path / f"rank_{rank}.py"
+        index = whole(rank)
+        path = self.path / f"rank_{'none' if index is None else min(index, MOST_RANKS)}.py"
         if not path.is_file():
-            message = f"{self.path} has no rank {rank}"
+            message = f"{self.path} has no rank {shown(rank)}"
             raise InputError(message)
         return path
 
 
 def load(path: str | Path) -> LoadedProgram:
     """An exported folder. Raises InputError when it is none, or its plan is damaged."""
-    folder = Path(path)
+    folder = documents.path_of(path)
     plan = folder / "plan.json"
     if not plan.is_file():
         message = f"{folder} is no exported program: it has no plan.json"

@@ -27,10 +27,13 @@ from os import PathLike
 from typing import SupportsIndex, TypeGuard
 
 from parcompiler.device import Device, device
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.grid import Coordinate, Grid
 
 __all__ = ["Cluster", "Coordinate", "Mesh", "whole"]
+
+MOST_RANKS = 2**20  # five times those of the largest clusters
+MOST_STAGES = 2**14  # more than any model has layers
 
 Named = str | PathLike[str] | Device  # a device: by its name in the catalogue, its file, itself
 
@@ -54,12 +57,10 @@ class Mesh:
     def __post_init__(self) -> None:
         """Refuse degrees that are no positive integers, and unknown devices."""
         for axis in ("pipeline", "tensor", "data"):
-            given = getattr(self, axis)
-            degree = whole(given)
-            if degree is None or degree < 1:
-                message = f"mesh axis {axis!r} needs a positive integer ({given!r} given)"
-                raise InputError(message)
+            most = MOST_STAGES if axis == "pipeline" else MOST_RANKS
+            degree = positive(f"mesh axis {axis!r}", getattr(self, axis), most)
             object.__setattr__(self, axis, degree)
+        positive("the number of ranks of a mesh", self.size, MOST_RANKS)
         several = _each(self.device, self.pipeline) if _is_listed(self.device) else None
         object.__setattr__(self, "device", several or _read(self.device))
 
@@ -102,18 +103,21 @@ class Mesh:
 
     def coordinate(self, rank: int) -> Coordinate:
         """Where `rank` sits. Raises InputError outside 0 … size - 1."""
-        if not 0 <= rank < self.size:
-            message = f"rank {rank} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
+        found = whole(rank)
+        if found is None or not 0 <= found < self.size:
+            message = (
+                f"rank {shown(rank)} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
+            )
             raise InputError(message)
-        return self.grid.coordinate(rank)
+        return self.grid.coordinate(found)
 
     def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
         """The rank at a coordinate. Raises InputError when the mesh has no such place."""
         place = {"pipeline": pipeline, "data": data, "tensor": tensor}
-        for axis, index in place.items():
-            if not 0 <= index < getattr(self, axis):
-                degree = getattr(self, axis)
-                message = f"no {axis} coordinate {index} in the mesh ({axis}={degree})"
+        for axis, given in place.items():
+            degree, index = getattr(self, axis), whole(given)
+            if index is None or not 0 <= index < degree:
+                message = f"no {axis} coordinate {shown(given)} in the mesh ({axis}={degree})"
                 raise InputError(message)
         return self.grid.rank(pipeline, data, tensor)
 
@@ -134,12 +138,9 @@ class Cluster:
     def __post_init__(self) -> None:
         """Refuse counts that are no positive integers, and unknown devices."""
         for name in ("nodes", "devices_per_node"):
-            given = getattr(self, name)
-            count = whole(given)
-            if count is None or count < 1:
-                message = f"the cluster's {name!r} must be a positive integer ({given!r} given)"
-                raise InputError(message)
+            count = positive(f"the cluster's {name!r}", getattr(self, name), MOST_RANKS)
             object.__setattr__(self, name, count)
+        positive("the number of devices of a cluster", self.size, MOST_RANKS)
         if _is_listed(self.device):
             message = "a cluster has one kind of device (several given): give a Mesh its devices"
             raise InputError(message)
@@ -199,11 +200,12 @@ def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device
 def _read(value: object) -> Device | str:
     """A device or its name, which is known; one in a file is read."""
     found = Device.load(value) if _is_file(value) else value
+    if isinstance(found, str):
+        found = device(found).name
     if not isinstance(found, str | Device):
         kind = type(found).__name__
         message = f"the mesh's device must be a name or a Device ({kind} given)"
         raise InputError(message)
-    _figures(found)
     return found
 
 
@@ -225,6 +227,21 @@ def _is_listed(value: object) -> TypeGuard[Sequence[object]]:
 def _is_file(value: object) -> TypeGuard[str | PathLike[str]]:
     """Whether a device is meant by its file: a path, or a string with the ending of one."""
     return isinstance(value, PathLike) or (isinstance(value, str) and value.endswith(".json"))
+
+
+def positive(what: str, given: object, most: int) -> int:
+    """A count that the user gave, of any type of integers, as `int`.
+
+    Raises InputError unless it is from 1 to `most`.
+    """
+    count = whole(given)
+    if count is None or count < 1:
+        message = f"{what} must be a positive integer ({shown(given)} given)"
+        raise InputError(message)
+    if count > most:
+        message = f"{what} may be at most {most:,} ({shown(count)} given)"
+        raise InputError(message)
+    return count
 
 
 def whole(value: object) -> int | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from parcompiler.capture.narrow import NARROW
-from parcompiler.errors import InputError
-from parcompiler.mesh import whole
+from parcompiler.errors import InputError, shown
+from parcompiler.mesh import positive, whole
 from parcompiler.schedules import SCHEDULES, Schedule
 from parcompiler.spmd.placement import parse
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
+MOST_PASSES = 2**18  # forwards of all stages in a step: so many take a minute and 2 GB to plan
 PRECISIONS = {
     None: None,
     "fp32": torch.float32,
@@ -44,7 +45,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what this release cannot do, before anything is captured."""
         for name in ("microbatches", "virtual_stages"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            object.__setattr__(self, name, positive(name, getattr(self, name), MOST_PASSES))
         if not isinstance(self.schedule, Schedule):
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
@@ -65,29 +66,23 @@ class Options:
         return self.dtype if self.dtype in NARROW else None
 
 
-def _positive(name: str, given: object) -> int:
-    """A count that the user gave."""
-    count = whole(given)
-    if count is None or count < 1:
-        message = f"{name} must be a positive integer ({given!r} given)"
-        raise InputError(message)
-    return count
-
-
 def _stages(given: object) -> str | tuple[int, ...]:
     """The option `stages`: a word, or a positive number of blocks for each stage."""
     if isinstance(given, str):
         offered("stages", given, ("auto", "even"))
         return given
-    counts = [whole(item) for item in given] if isinstance(given, Iterable) else []
-    positive = tuple(n for n in counts if n is not None and n > 0)
-    if not positive or len(positive) != len(counts):
+    try:
+        counts = [whole(item) for item in given]  # type: ignore[attr-defined]  # or it raises
+    except TypeError:
+        counts = []
+    blocks = tuple(n for n in counts if n is not None and 0 < n <= MOST_PASSES)
+    if not blocks or len(blocks) != len(counts):
         message = (
             "stages must be 'auto', 'even' or the number of blocks of each stage, positive "
-            f"integers ({given!r} given)"
+            f"integers ({shown(given)} given)"
         )
         raise InputError(message)
-    return positive
+    return blocks
 
 
 def _recompute(given: object) -> str | dict[str, bool]:
@@ -100,7 +95,7 @@ def _recompute(given: object) -> str | dict[str, bool]:
         return given
     message = (
         "recompute must be 'auto', 'none', 'full' or a dict such as {'layers.*': True} "
-        f"({given!r} given)"
+        f"({shown(given)} given)"
     )
     raise InputError(message)
 
@@ -117,13 +112,15 @@ def _sharding(given: object) -> str | dict[str, str]:
     elif isinstance(given, str):
         offered("sharding", given, ("auto",))
         return given
-    message = f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({given!r} given)"
+    message = (
+        f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({shown(given)} given)"
+    )
     raise InputError(message)
 
 
 def offered(name: str, value: object, values: Sequence[object]) -> None:
     """Raise InputError unless `value` is one of `values`."""
-    if not any(value == known and type(value) is type(known) for known in values):
+    if not any(type(value) is type(known) and value == known for known in values):
         known = ", ".join(map(repr, values))
-        message = f"{name} must be one of {known} ({value!r} given)"
+        message = f"{name} must be one of {known} ({shown(value)} given)"
         raise InputError(message)

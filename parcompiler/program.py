@@ -19,9 +19,10 @@ from parcompiler.codegen.folder import export
 from parcompiler.codegen.launchers import LAUNCHERS, Launch
 from parcompiler.codegen.modules import stage_classes, vocabulary_class
 from parcompiler.codegen.rank import rank_program
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
+from parcompiler.mesh import whole
 from parcompiler.options import offered
 from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
@@ -150,11 +151,12 @@ class Program:
     def rank_program(self, rank: int) -> RankProgram:
         """What the runtime executes on a rank. Raises InputError for no such rank."""
         size = self.lowered.grid.size
-        if not 0 <= rank < size:
-            message = f"there is no rank {rank} (ranks: 0 to {size - 1})"
+        found = whole(rank)
+        if found is None or not 0 <= found < size:
+            message = f"there is no rank {shown(rank)} (ranks: 0 to {size - 1})"
             raise InputError(message)
-        position = self.lowered.grid.coordinate(rank).pipeline
-        return rank_program(self.lowered, rank, self.plan.mesh.devices[position])
+        position = self.lowered.grid.coordinate(found).pipeline
+        return rank_program(self.lowered, found, self.plan.mesh.devices[position])
 
     def worker(self) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun

@@ -268,7 +268,8 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
         largest = max(parts, key=lambda part: part.size)
         message = (
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
-            f"{devices[worst].name} has {devices[worst].memory:,}; the largest part is "
+            f"{devices[worst].name} has {devices[worst].memory:,}, "
+            f"{memory[worst] - devices[worst].memory:,} less; the largest part is "
             f'{largest.what} ({largest.size:,} bytes). stages="auto" may find one that fits'
         )
         raise InfeasibleError(message)

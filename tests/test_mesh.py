@@ -33,7 +33,7 @@ def test_rank_and_coordinate_are_inverse(degrees: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("axis", ["pipeline", "tensor", "data"])
 @pytest.mark.parametrize("degree", [0, -1, True, 2.0, "2", None])
 def test_a_degree_that_is_no_positive_integer_is_refused(axis: str, degree: object) -> None:
-    with pytest.raises(pc.InputError, match=f"mesh axis '{axis}' needs a positive integer"):
+    with pytest.raises(pc.InputError, match=f"mesh axis '{axis}' must be a positive integer"):
         pc.Mesh(**{axis: degree})  # type: ignore[arg-type]
 
 

@@ -29,7 +29,7 @@ from parcompiler.capture.beneath import set_aside
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import as_if_eager, compiled_late, quiet, unmoved
-from parcompiler.capture.inputs import Batch, arguments
+from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
@@ -54,6 +54,7 @@ def capture(
     """
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
+    _check_rows(inputs)
     exported = _export(model, loss, args, kwargs)
     graph = exported.graph_module.graph
     clean.inline_regions(graph, exported.graph_module)
@@ -78,6 +79,12 @@ def _on_device_of(
     device = torch.device("cpu") if first is None else first.device
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+            message = (
+                f"the inputs are on the meta device, and the parameters of the model on {device}: "
+                "give inputs with values, or make the model under torch.device('meta') too"
+            )
+            raise InputError(message)
         return leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
     return pytree.tree_map(move, args), pytree.tree_map(move, kwargs)
@@ -96,6 +103,14 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     except TypeError as error:
         message = f"inputs do not fit {type(model).__name__}.forward{signature}: {error}"
         raise InputError(message) from error
+
+
+def _check_rows(inputs: Batch) -> None:
+    """Refuse a micro-batch without rows: what a step of it takes is not told by it."""
+    for key, leaf in flat(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and not leaf.shape[0]:
+            message = f"the input {key!r} has no rows (shape {tuple(leaf.shape)}): give one or more"
+            raise InputError(message)
 
 
 def _export(

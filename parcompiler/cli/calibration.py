@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     help="Threads of a rank on a CPU.",
 )  # fmt: skip
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True,
-    metavar="S", help="About how long each measurement takes.",
+    "--seconds", type=click.FloatRange(min=0, max=600, min_open=True), default=0.2,
+    show_default=True, metavar="S", help="About how long each measurement takes.",
 )  # fmt: skip
 @click.option(
     "--sizes", type=click.IntRange(min=1), metavar="N",

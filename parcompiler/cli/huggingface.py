@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import CRITICAL
@@ -19,8 +20,10 @@ import torch
 from torch import nn
 
 from parcompiler import documents
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 
+MOST_LAYERS = 100_000  # of a model, and of experts in a layer: ten times those that any model has
+COUNTS = re.compile(r"(.*_)?(layers|n_layer|experts)")  # names of fields that say how many
 LONGEST = 2048  # tokens in a row, where neither --sequence nor the model says less
 CLASSIFIES_ROWS = "ForSequenceClassification"
 
@@ -32,7 +35,14 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
     language: its inputs are the user's to make.
     """
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        message = (
+            f"there is no file {path}: hf: takes the path of a config.json, and nothing is "
+            "downloaded (fetch it first, as with 'hf download NAME config.json')"
+        )
+        raise InputError(message)
     data = _read(path)
+    _check_fields(data, path, "")
     with silent():
         config = _config(data, path)
         model = _model(config, data, path)
@@ -42,11 +52,42 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object of a file, with the type of model that it is of."""
     text = documents.text_of(path)
-    data = documents.parse(text, path.name, finite=False)  # Mamba has Infinity
+    data = documents.parse(text, str(path), finite=False)  # Mamba has Infinity
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         message = f"{path} is no configuration of transformers: it has no 'model_type'"
         raise InputError(message)
     return data
+
+
+def _check_fields(data: dict[str, Any], path: Path, prefix: str) -> None:
+    """Refuse fields that load code or kernels, weights of a few bits, and absurd counts."""
+    for name, value in data.items():
+        why = _refusal(name, value)
+        if why is not None:
+            message = f"{path}: {prefix}{name} {why} ({shown(value)} found)"
+            raise InputError(message)
+        if isinstance(value, dict):
+            _check_fields(value, path, f"{prefix}{name}.")
+
+
+def _refusal(name: str, value: Any) -> str | None:
+    """What is wrong with a field of a configuration, if anything is."""
+    plain = name.removeprefix("_")
+    if plain in ("auto_map", "trust_remote_code", "use_kernels", "kernel_config") and value:
+        return "loads code that is not in transformers: remove it to take the model as it is there"
+    if plain.endswith("_implementation") and any("/" in text for text in _texts(value)):
+        return "loads a kernel from a repository: write 'sdpa' or 'eager'"
+    if plain in ("quantization_config", "load_in_4bit", "load_in_8bit") and value:
+        return "keeps weights in a few bits, which cannot be trained: remove it"
+    if COUNTS.fullmatch(plain) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+        return f"must be from 0 to {MOST_LAYERS:,}"
+    return None
+
+
+def _texts(value: Any) -> list[str]:
+    """The text of a field, or of each part of the model."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return [text for text in values if isinstance(text, str)]
 
 
 def _transformers() -> Any:

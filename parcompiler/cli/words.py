@@ -56,7 +56,7 @@ class Mesh(_Word):
             axis, sign, count = (word.strip() for word in part.partition("="))
             if axis not in AXES:
                 self.fail(f"{part!r} names no axis: write {_example()}", param, ctx)
-            if not sign or not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
+            if not sign or not re.fullmatch(r"[0-9]{1,15}", count) or int(count) < 1:
                 self.fail(f"{part!r} needs a positive integer: write {axis}=2", param, ctx)
             if axis in found:
                 self.fail(f"axis {axis!r} is given twice in {value!r}", param, ctx)
@@ -85,7 +85,7 @@ class Stages(_Word):
         if value in ("auto", "even"):
             return str(value)
         parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[0-9]+", part) and int(part) for part in parts):
+        if not all(re.fullmatch(r"[0-9]{1,15}", part) and int(part) for part in parts):
             wanted = "auto, even, or the number of blocks of each stage, as in 3,4,4,3"
             self.fail(f"{value!r} is none of {wanted}", param, ctx)
         return tuple(map(int, parts))
@@ -109,7 +109,7 @@ class Rows(_Word):
         if value in ("given", AUTO):
             return str(value)
         parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[0-9]+", part) and int(part) for part in parts):
+        if not all(re.fullmatch(r"[0-9]{1,15}", part) and int(part) for part in parts):
             wanted = "given, auto, or numbers of rows, as in 2,4,8"
             self.fail(f"{value!r} is none of {wanted}", param, ctx)
         return tuple(map(int, parts))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompiler import device as catalogue
 from parcompiler.errors import InfeasibleError, ParcompilerError
-from parcompiler.mesh import Cluster
+from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.sizes import Sizes
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import given, planned
 from parcompiler.passes import Pass
+from parcompiler.passes.decide import Observer, decide
 from parcompiler.problem import Problem
 
 ENDLESS = 2**60  # bytes: more than any model takes
@@ -45,10 +46,97 @@ def nothing_fits(
     cures = ", or ".join(_cures(cluster, sizes, least))
     error = InfeasibleError(
         f"the model fits no mesh of the cluster ({has}; the least found to do is "
-        f"{least.nbytes:,} bytes a device, with {degrees}): {cures}"
+        f"{least.nbytes:,} bytes a device, {least.nbytes - device.memory:,} more than it has, with "
+        f"{degrees}): {cures}"
     )
     error.add_note(f"parameters, gradients and optimizer states are {least.states:,} bytes of that")
     return error
+
+
+def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observer) -> None:
+    """Raise InfeasibleError where the states of the model alone are more than all ranks have.
+
+    The plainest plan says soonest which rank lacks how much: the others need not be weighed.
+    """
+    mesh = problem.mesh
+    if Bounds(problem).states <= mesh.tensor * sum(device.memory for device in mesh.devices):
+        return
+    lean = plainest(problem)
+    try:
+        decide(lean, passes, observer)
+    except InfeasibleError as error:
+        if lean.options.recompute == "full":
+            error.add_note("that is with every block recomputed")
+        raise
+
+
+def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
+    """What to say of the fewest ranks that would do where a mesh has too little memory.
+
+    Fewer than a bound cannot hold the states; which pipeline of more ranks fits is tried, with
+    everything recomputed. Nothing where memory is not the reason, or ranks have several devices.
+    """
+    mesh, options = problem.mesh, problem.options
+    if not mesh.is_uniform or not isinstance(options.schedule, str):
+        return
+    hardware = mesh.hardware
+    roomy = dataclasses.replace(mesh, device=dataclasses.replace(hardware, memory=ENDLESS))
+    if not _does(problem, roomy, passes):
+        return
+    bounds = Bounds(problem)
+    least = math.ceil(bounds.states / (mesh.tensor * hardware.memory))
+    held = f"parameters, gradients and optimizer states are {bounds.states:,} bytes in all"
+    replicas, given = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
+    fewer = f"fewer than {least * replicas} ranks (pipeline={least}, {given})"
+    yield f"{held}: {fewer} cannot hold them"
+    low, most = max(least, mesh.pipeline + 1), max(bounds.blocks)
+    enough = _smallest(low, most, lambda p: _does(problem, _longer(mesh, p), passes))
+    if enough is None:
+        yield f"no pipeline of up to {most} ranks was found to fit with {given}: raise tensor"
+    else:
+        ranks = f"{enough * replicas} ranks (pipeline={enough}, {given})"
+        yield f"{ranks} were tried and fit, with what may be recomputed: the fewest found to do"
+
+
+def _longer(mesh: Mesh, pipeline: int) -> Mesh:
+    """The mesh with another number of pipeline ranks."""
+    return dataclasses.replace(mesh, pipeline=pipeline)
+
+
+def _does(problem: Problem, mesh: Mesh, passes: Sequence[Pass]) -> bool:
+    """Whether a mesh has room for the leanest plan that the options allow."""
+    lean = plainest(problem)
+    try:
+        decide(Problem(lean.graph, mesh, lean.options, explain=False), passes)
+    except ParcompilerError:
+        return False
+    return True
+
+
+def plainest(problem: Problem) -> Problem:
+    """The problem with everything recomputed and nothing to weigh, where that may be decided."""
+    options = _leanest(problem).options
+    schedule = "1f1b" if options.schedule in ("auto", "search") else options.schedule
+    vocabulary = "whole" if options.vocabulary == "auto" else options.vocabulary
+    options = dataclasses.replace(options, schedule=schedule, vocabulary=vocabulary)
+    return dataclasses.replace(problem, options=options)
+
+
+def _smallest(low: int, most: int, does: Callable[[int], bool]) -> int | None:
+    """The smallest number from `low` to `most` that does, if all larger ones do; else None.
+
+    >>> _smallest(3, 100, lambda n: n >= 37), _smallest(3, 100, lambda n: n >= 101)
+    (37, None)
+    """
+    step, before = 1, low - 1
+    while low <= most and not does(low):
+        before, low, step = low, min(low + step, most) if low < most else most + 1, 2 * step
+    if low > most:
+        return None
+    while low - before > 1:
+        middle = (before + low) // 2
+        before, low = (before, middle) if does(middle) else (middle, low)
+    return low
 
 
 def _least(sizes: Sizes, candidates: Sequence[Candidate], passes: Sequence[Pass]) -> Least | None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parcompiler.capture.inputs import Batch
-from parcompiler.errors import CaptureError, InputError
+from parcompiler.errors import CaptureError, InputError, shown
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh, whole
 from parcompiler.meshes.mean import differs
+from parcompiler.options import MOST_PASSES
 from parcompiler.plan import STAYS
 from parcompiler.problem import Problem
 from parcompiler.symbolic import Batched, Unfit, batch_of, sample_at
@@ -36,7 +37,7 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     if found not in (GIVEN, AUTO) and (isinstance(found, str) or not found):
         message = (
             "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed, "
-            f"positive integers ({given!r} given)"
+            f"positive integers ({shown(given)} given)"
         )
         raise InputError(message)
     if found == GIVEN:
@@ -59,7 +60,7 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
 def _counts(given: object) -> tuple[int, ...]:
     """The rows that are listed, each once; none where one is no positive integer."""
     counts = [whole(item) for item in given] if isinstance(given, Sequence) else []
-    positive = [count for count in counts if count is not None and count > 0]
+    positive = [count for count in counts if count is not None and 0 < count <= MOST_PASSES]
     return tuple(dict.fromkeys(positive)) if len(positive) == len(counts) else ()
 
 

@@ -70,7 +70,7 @@ def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
     try:
         return read_orders(_rows(path))
     except InputError as error:
-        error.add_note(f"in {os.fspath(path)}")
+        error.add_note(f"in {path}")
         raise
 
 

@@ -16,6 +16,8 @@ from parcompiler.passes.divide.task import Task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import UndecidedError, solve
 
+SHOWN = 8  # ranks that an error lists: those that take most
+
 
 def too_little_memory(
     task: Task,
@@ -41,18 +43,34 @@ def too_little_memory(
     needed = memory[worst] + besides[worst]
     given = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
     least = f"the least {'that would' if proven else 'found to'} do is {needed:,} bytes"
+    missing = max(1, memory[worst] + besides[worst] - room)
     more = "add stages" if task.each == 1 else "add ranks"
     error = InfeasibleError(
         f"no division into {task.stages} stages fits the memory limit ({given}; {least}"
-        f"{'' if alike else ', when all limits grow alike'}): raise the limit, {more}, or "
-        f"recompute activations. The largest part there is {largest.what} ({largest.size:,} bytes)"
+        f"{'' if alike else ', when all limits grow alike'}): {place} {worst} lacks {missing:,} "
+        f"bytes. Raise the limit, {more}, or recompute activations. The largest part there is "
+        f"{largest.what} ({largest.size:,} bytes)"
     )
-    for rank, size in enumerate(memory):
+    sizes = [size + more for size, more in zip(memory, besides, strict=True)]
+    for rank in sorted(sorted(range(task.ranks), key=sizes.__getitem__)[-SHOWN:]):
         here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
-        taken = f"{place} {rank} takes {size + besides[rank]:,} bytes"
-        error.add_note(f"with that limit, {taken}: {', '.join(here)}")
+        taken = f"{place} {rank} takes {sizes[rank]:,} bytes"
+        error.add_note(f"with that limit, {taken}: {_in_short(here)}")
+    if task.ranks > SHOWN:
+        error.add_note(f"and {task.ranks - SHOWN} more {place}s take less")
     error.add_note("messages on their way come on top")
     return error
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """The blocks of a stage, on one line.
+
+    >>> _in_short(["a", "b", "c", "d"]), _in_short(["a", "b", "c", "d", "e", "f"])
+    ('a, b, c, d', 'a, b, ..., f (6 blocks)')
+    """
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{', '.join(names[:2])}, ..., {names[-1]} ({len(names)} blocks)"
 
 
 def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:

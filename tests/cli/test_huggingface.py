@@ -93,6 +93,28 @@ def test_a_plan_of_a_configuration_is_printed(
         ('{"hidden_size": 8}', "it has no 'model_type'"),
         ('{"model_type": "lama"}', r"no model_type 'lama' \(did you mean 'llama'\?\)"),
         ('{"model_type": "llama", "hidden_size": "big"}', "'hidden_size' expected int, got str"),
+        (
+            '{"model_type": "llama", "auto_map": {"AutoModel": "a--b.C"}}',
+            "auto_map loads code that",
+        ),
+        ('{"model_type": "llama", "trust_remote_code": true}', "trust_remote_code loads code that"),
+        ('{"model_type": "llama", "use_kernels": true}', "use_kernels loads code that is not in"),
+        (
+            '{"model_type": "llama", "attn_implementation": "kernels-community/flash-attn"}',
+            "attn_implementation loads a kernel from a repository: write 'sdpa' or 'eager'",
+        ),
+        (
+            '{"model_type": "llava", "text_config": {"_attn_implementation": {"": "a/b"}}}',
+            "text_config._attn_implementation loads a kernel from a repository",
+        ),
+        (
+            '{"model_type": "llama", "quantization_config": {"load_in_4bit": true}}',
+            "quantization_config keeps weights in a few bits, which cannot be trained: remove it",
+        ),
+        ('{"model_type": "llama", "num_hidden_layers": -2}', r"from 0 to 100,000 \(-2 found\)"),
+        ('{"model_type": "gpt2", "n_layer": 1000000000}', r"from 0 to 100,000 \(1000000000 found"),
+        ('{"model_type": "llama", "hidden_size": 1' + "0" * 5000 + "}", "at most 40 digits"),
+        ('{"model_type": "llama", "x": ' + "[" * 5000 + "]" * 5000 + "}", "nests too deeply"),
         ('{"model_type": "vit"}', "has a language model with a loss for 'vit': build it in a file"),
     ],
 )
@@ -105,7 +127,9 @@ def test_a_file_that_is_no_configuration_is_named(text: str, message: str, tmp_p
 
 
 def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot read .*config.json \(No such file"):
+    with pytest.raises(
+        InputError, match=r"there is no file .*config.json: .* nothing is downloaded"
+    ):
         build(tmp_path, None, None)
 
 

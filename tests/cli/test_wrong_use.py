@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         ),
         (("calibrate", "--output", "d.json", "--dtypes", "float32,"), "'float32,' has an empty"),
         (("calibrate", "--output", "d.json", "--dtypes", "int8"), "calibrate measures float32, "),
-        (("calibrate", "--output", "d.json", "--seconds", "0"), "0.0 is not in the range x>0"),
+        (("calibrate", "--output", "d.json", "--seconds", "0"), "0.0 is not in the range 0<x<=600"),
         (("calibrate", "--output", "d.json", "--threads", "0"), "0 is not in the range x>=1"),
         (("calibrate", "--output", "d.json", "--name", "h100"), "must begin with 'cpu-'"),
         (("plan",), "Missing argument 'MODEL'"),

@@ -544,7 +544,7 @@ def test_too_little_memory_of_a_rank_says_what_would_do() -> None:
         InfeasibleError, match=r"\(900 bytes a rank; the least that would do"
     ) as caught:
         case.divide()
-    assert "raise the limit, add ranks, or recompute activations" in str(caught.value)
+    assert "Raise the limit, add ranks, or recompute activations" in str(caught.value)
     assert [note.split(":")[0][:28] for note in caught.value.__notes__] == [
         "with that limit, rank 0 take",
         "with that limit, rank 1 take",
@@ -572,9 +572,9 @@ def test_too_little_memory_says_what_would_do() -> None:
         chain(9, 3, limit=1000).divide(names=names)
     assert str(caught.value) == (
         "no division into 3 stages fits the memory limit (1,000 bytes a stage; the least that "
-        "would do is 1,270 bytes): raise the limit, add stages, or recompute activations. The "
-        "largest part there is shared parameters and their optimizer states, most of them of wte "
-        "(500 bytes)"
+        "would do is 1,270 bytes): stage 0 lacks 270 bytes. Raise the limit, add stages, or "
+        "recompute activations. The largest part there is shared parameters and their optimizer "
+        "states, most of them of wte (500 bytes)"
     )
     assert caught.value.__notes__ == [
         "with that limit, stage 0 takes 1,270 bytes: layers.0, layers.1, layers.2",
