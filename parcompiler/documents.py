@@ -53,13 +53,11 @@ def path_of(path: str | PathLike[str]) -> Path:
 
 def text_of(path: str | PathLike[str]) -> str:
     """The text of a file. Raises InputError, naming it, when it cannot be read as text."""
+    found = path_of(path)
     try:
-        with path_of(path).open("rb") as file:
+        with found.open("rb") as file:
             data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
-            message = f"{path} is too large to be read (more than {LARGEST:,} bytes)"
-            raise InputError(message)
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except OSError as error:
         message = f"cannot read {path} ({error.strerror})"
         raise InputError(message) from error
@@ -69,6 +67,10 @@ def text_of(path: str | PathLike[str]) -> str:
     except ValueError as error:  # no file can have this name
         message = f"cannot read {path!r} ({error})"
         raise InputError(message) from error
+    if len(data) > LARGEST:
+        message = f"{path} is too large to be read (more than {LARGEST:,} bytes)"
+        raise InputError(message)
+    return text
 
 
 def parse(text: str, place: str, *, finite: bool = True) -> Any:

@@ -42,16 +42,14 @@ def mapping(name: str, data: object) -> Mapping[str, Any]:
 
 
 def pairs(name: str, data: object) -> tuple[tuple[str, Any], ...]:
-    """Pairs of a name and a figure, sorted. Raises InputError for anything else."""
-    found = list(data) if isinstance(data, tuple | list) else [None]
-    if not all(
-        isinstance(p, tuple | list) and len(p) == 2 and isinstance(p[0], str) for p in found
-    ):
-        message = (
-            f"device figure '{name}' must be pairs of a name and a figure ({shown(data)} given)"
-        )
-        raise InputError(message)
-    return tuple(sorted((tuple(pair) for pair in found), key=lambda pair: pair[0]))
+    """Pairs of a name and what it is, sorted. Raises InputError for anything else."""
+    found: list[tuple[str, Any]] = []
+    for pair in data if isinstance(data, tuple | list) else [None]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            message = f"device figure '{name}' must be pairs ({shown(data)} given)"
+            raise InputError(message)
+        found.append((pair[0], pair[1]))
+    return tuple(sorted(found, key=lambda pair: pair[0]))
 
 
 def number(name: str, value: object, *, positive: bool = False, most: float = math.inf) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from parcompiler import documents
 from parcompiler.errors import InputError, shown
 from parcompiler.instruction import parse
-from parcompiler.mesh import MOST_RANKS, whole
+from parcompiler.mesh import whole
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.runtime import Worker, loading
@@ -65,9 +65,13 @@ class LoadedProgram:
         """This process's rank, with the exported weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's, or the ranks'
         folders differ, InputError when a file is missing or damaged."""
-        size = self.plan.mesh.pipeline * self.plan.mesh.data * self.plan.mesh.tensor
-        worker: Worker = self._script(current_rank(size)).worker()
+        worker: Worker = self._script(current_rank(self._size)).worker()
         return worker
+
+    @property
+    def _size(self) -> int:
+        """The number of ranks."""
+        return self.plan.mesh.pipeline * self.plan.mesh.data * self.plan.mesh.tensor
 
     def _script(self, rank: int) -> ModuleType:
         """`rank_N.py` as a module, with the other modules of this folder."""
@@ -88,8 +92,8 @@ class LoadedProgram:
     def _path(self, rank: int) -> Path:
         """The script of a rank."""
         index = whole(rank)
-        path = self.path / f"rank_{'none' if index is None else min(index, MOST_RANKS)}.py"
-        if not path.is_file():
+        path = self.path / f"rank_{rank}.py" if index in range(self._size) else None
+        if path is None or not path.is_file():
             message = f"{self.path} has no rank {shown(rank)}"
             raise InputError(message)
         return path

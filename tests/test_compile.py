@@ -210,6 +210,34 @@ def test_a_model_that_needs_a_gigabyte_does_not_fit_into_a_megabyte() -> None:
         pc.compile(model, mesh, inputs, loss=lambda y: y.mean())
 
 
+def test_what_does_not_fit_says_on_one_screen_what_is_missing_and_how_many_ranks_would_do() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    inputs = (torch.ones(2, 256, device="meta"),)
+    options: dict[str, Any] = {"loss": lambda y: y.mean(), "microbatches": 4, "schedule": "1f1b"}
+    tight = small(4_000_000)
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(model, pc.Mesh(pipeline=2, device=tight), inputs, **options)
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert len(text.splitlines()) < 24
+    assert max(map(len, text.splitlines())) < 400
+    least = least_memory(text)
+    missing = re.search(r"stage (\d) lacks ([\d,]+) bytes", text)
+    assert missing is not None
+    assert int(missing[2].replace(",", "")) + 4_000_000 >= least
+    assert "layers" in text or re.search(r"\d+, \d+, \.\.\., \d+ \(\d+ blocks\)", text), text
+    states = 12 * 256 * 257 * 16
+    fewest = -(-states // 4_000_000)
+    assert f"{states:,} bytes in all: fewer than {fewest} ranks" in text
+    enough = re.search(r"(\d+) ranks \(pipeline=\d+, tensor=1, data=1\) were tried and fit", text)
+    assert enough is not None
+    count = int(enough[1])
+    assert count >= fewest
+    assert pc.compile(model, pc.Mesh(pipeline=count, device=tight), inputs, **options).plan.stages
+    with pytest.raises(pc.InfeasibleError):
+        pc.compile(model, pc.Mesh(pipeline=count - 1, device=tight), inputs, **options)
+
+
 def test_counts_that_do_not_fit_into_the_memory_are_refused(program: pc.Program) -> None:
     mesh = pc.Mesh(pipeline=2, device=small(1_000))
     with pytest.raises(

@@ -36,12 +36,7 @@ def high(node: fx.Node) -> int | None:
 
 def high_of_example(tensor: torch.Tensor) -> int | None:
     """One more than the largest value of an example batch; None when it has no values."""
-    if (
-        tensor.dtype.is_floating_point
-        or tensor.is_complex()
-        or tensor.is_meta
-        or not tensor.numel()
-    ):
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or not tensor.numel():
         return None
     return max(int(tensor.max()) + 1, 1)
 

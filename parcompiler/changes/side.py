@@ -43,7 +43,7 @@ def read(path: Path) -> Side:
 
     Raises InputError, naming the file, when there is none or its fields are not as expected.
     """
-    folder = path.is_dir()
+    folder = documents.path_of(path).is_dir()
     if folder and not (path / EXPORTED).is_file():
         message = f"{path} is no exported program: it has no {EXPORTED}"
         raise InputError(message)

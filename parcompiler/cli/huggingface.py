@@ -34,7 +34,7 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
     Raises InputError for a file that is no configuration, and for a model that is none of
     language: its inputs are the user's to make.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if documents.path_of(path).is_dir() else path
     if not path.exists():
         message = (
             f"there is no file {path}: hf: takes the path of a config.json, and nothing is "

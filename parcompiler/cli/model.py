@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from parcompiler.documents import path_of
 from parcompiler.errors import InputError
 
 HF = "hf:"
@@ -93,7 +94,7 @@ def _module(name: str) -> ModuleType:
 
 def _file(path: Path) -> ModuleType:
     """A file as a module; files beside it can be imported by it, as by a script."""
-    if not path.is_file():
+    if not path_of(path).is_file():
         message = f"there is no file {path}"
         raise InputError(message)
     name = path.stem if path.stem not in sys.modules else f"parcompiler_model_{path.stem}"

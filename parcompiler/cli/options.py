@@ -10,10 +10,20 @@ import click
 
 from parcompiler.cli import words
 from parcompiler.cli.faults import Settings
+from parcompiler.documents import path_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-PATH = click.Path(path_type=Path)
+
+class _Path(click.Path):
+    """A path that the system can look up."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path. Raises InputError for what is none."""
+        return path_of(value)
+
+
+PATH = _Path()
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:

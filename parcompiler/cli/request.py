@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def _mesh(degrees: dict[str, int] | None, name: str | None, plan: Plan | None) -
 
 def _devices(text: str) -> Any:
     """A device, or with commas between them one for each pipeline coordinate."""
-    if "," not in text or Path(text).is_file():
+    if "," not in text or os.path.isfile(text):
         return _device(text)
     return tuple(map(_device, text.split(",")))
 
@@ -159,7 +160,7 @@ def _device(name: str) -> Any:
     from parcompiler.device import Device, names
 
     path = Path(name)
-    if name.lower() in names() or not (path.suffix == ".json" or path.is_file()):
+    if name.lower() in names() or not (path.suffix == ".json" or os.path.isfile(name)):
         return name
     return Device.load(path)
 

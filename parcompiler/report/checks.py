@@ -24,7 +24,8 @@ def _faults(report: Report) -> Iterator[str]:
     if not stages or not ranks:
         yield "report.stages and report.ranks must not be empty"
     if report.mesh.pipeline != ranks:
-        yield f"report.mesh.pipeline must be {ranks}, as report.ranks ({report.mesh.pipeline} found)"
+        found = report.mesh.pipeline
+        yield f"report.mesh.pipeline must be {ranks}, as report.ranks are ({found} found)"
     if report.mesh.memory < 1:
         yield f"report.mesh.memory must be positive ({report.mesh.memory} found)"
     if len(report.mesh.devices) not in (0, ranks):

@@ -67,8 +67,9 @@ def write_csv(path: str | os.PathLike[str], orders: Orders) -> None:
 
 def read_csv(path: str | os.PathLike[str]) -> tuple[tuple[int, ...], Orders]:
     """The rank of every stage and the order on every rank. Raises InputError; see `from_csv`."""
+    text = documents.text_of(path).removeprefix("\ufeff")
     try:
-        return read_orders(_rows(path))
+        return read_orders(_rows(text))
     except InputError as error:
         error.add_note(f"in {path}")
         raise
@@ -87,9 +88,8 @@ def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]
     return placement, _orders(found, shared)
 
 
-def _rows(path: str | os.PathLike[str]) -> list[list[str]]:
-    """The cells of a file without the empty rows at its end."""
-    text = documents.text_of(path).removeprefix("\ufeff")
+def _rows(text: str) -> list[list[str]]:
+    """The cells of a text without the empty rows at its end."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
     except csv.Error as error:

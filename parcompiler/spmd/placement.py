@@ -70,7 +70,7 @@ def S(dim: int, segments: Sequence[int] = ()) -> Placement:
     return Placement("S", dim, tuple(segments))
 
 
-_TEXT = re.compile(r"(?P<kind>[RIP])|S\((?P<dim>\d+)(?::(?P<segments>( \d+)+))?\)")
+_TEXT = re.compile(r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?::(?P<segments>( \d{1,18})+))?\)")
 
 
 def parse(text: str) -> Placement:

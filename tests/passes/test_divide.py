@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from parcompiler.passes.divide import (
     evaluate,
     memory_parts,
 )
+from parcompiler.passes.divide.runs import Run
+from parcompiler.passes.divide.task import Task
 from parcompiler.solver import UndecidedError
 
 
@@ -582,6 +585,26 @@ def test_too_little_memory_says_what_would_do() -> None:
         "with that limit, stage 2 takes 1,070 bytes: layers.7, layers.8",
         "messages on their way come on top",
     ]
+
+
+def test_long_chains_are_divided_by_looking_at_runs_near_the_even_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All runs of 700 blocks are 245,000, and so are the sets of all that is above them too."""
+    looked = 0
+
+    def counted(*fields: Any) -> Run:
+        nonlocal looked
+        looked += 1
+        return Run(*fields)
+
+    monkeypatch.setattr("parcompiler.passes.divide.runs.Run", counted)
+    case = chain(700, 4)
+    found = case.divide()
+    assert looked < 50 * 700
+    assert max(found.stage_of.count(j) for j in range(4)) <= 180
+    task = Task(case.loads, case.flows, case.placement, case.microbatches, case.held, case.limits)
+    assert task.above[-1] == task.below[0] == range(700)
 
 
 def test_limits_that_differ_grow_alike() -> None:

@@ -193,9 +193,11 @@ def test_a_given_division_is_priced_but_not_improved() -> None:
 def test_a_given_division_must_fit_into_the_memory() -> None:
     options = Options(microbatches=4, schedule="1f1b", stages="even", recompute="none")
     problem = chain([1.0] * 6, elements=[1000, 2, 2, 2, 2, 2], on=small(10_000), options=options)
-    message = r"rank 0 of this division needs 16,064 bytes, small has 10,000, 6,064 less; the largest part is "
+    message = (
+        "rank 0 of this division needs 16,064 bytes, small has 10,000, 6,064 less; the largest"
+    )
     with pytest.raises(
-        pc.InfeasibleError, match=f"{message}parameters and optimizer states.*embed"
+        pc.InfeasibleError, match=f"{message} part is parameters and optimizer states.*embed"
     ):
         planned(problem)
 
