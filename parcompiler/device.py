@@ -71,7 +71,8 @@ class Device:
         kinds = {"name": str, "efficiency": Efficiency, "link": Link, "network": Link}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                message = f"device figure {name!r} must be a {kind.__name__} "
+                wanted = "a string" if kind is str else f"of type {kind.__name__}"
+                message = f"device figure {name!r} must be {wanted} "
                 message += f"({shown(getattr(self, name))} given)"
                 raise InputError(message)
         object.__setattr__(self, "flops", figures.pairs("flops", self.flops))

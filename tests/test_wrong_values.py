@@ -59,10 +59,10 @@ def program() -> pc.Program:
     return pc.compile(Chain(), pc.Mesh(), (torch.ones(2, 4),), microbatches=2, progress=False)
 
 
-def refused(call: Callable[[], object]) -> None:
-    """Whatever goes wrong is an error of ours that can be shown."""
+def refused(call: Callable[..., object], *given: Any, **named: Any) -> None:
+    """Whatever goes wrong in a call is an error of ours that can be shown."""
     try:
-        call()
+        call(*given, **named)
     except pc.ParcompilerError as error:
         assert 0 < len(str(error).encode(errors="backslashreplace")) < 4000
 
@@ -71,7 +71,7 @@ def every(call: Callable[..., object], *names: str) -> None:
     """Call with each value for each argument, and nothing for the others."""
     for name in names:
         for value in VALUES:
-            refused(lambda name=name, value=value: call(**{name: value}))
+            refused(call, **{name: value})
 
 
 def test_meshes_and_clusters() -> None:
@@ -88,7 +88,7 @@ def test_devices() -> None:
     every(pc.Device.from_json, "text")
     for value in VALUES:
         if not isinstance(value, int):  # a number is an open file
-            refused(lambda value=value: pc.Device.load(value))
+            refused(pc.Device.load, value)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_options_of_compile(name: str) -> None:
 def test_inputs_of_compile() -> None:
     options: dict[str, Any] = {"mesh": pc.Mesh(), "microbatches": 2, "progress": False}
     for value in VALUES:
-        refused(lambda value=value: pc.compile(value, inputs=(torch.ones(2, 4),), **options))
-        refused(lambda value=value: pc.compile(Chain(), inputs=value, **options))
+        refused(pc.compile, value, inputs=(torch.ones(2, 4),), **options)
+        refused(pc.compile, Chain(), inputs=value, **options)
     with pytest.raises(pc.InputError, match=r"the input '0' has no rows \(shape \(0, 4\)\)"):
         pc.compile(Chain(), inputs=(torch.zeros(0, 4),), **options)
     with pytest.raises(pc.InputError, match="the inputs are on the meta device, and the par"):
@@ -116,7 +116,7 @@ def test_inputs_of_compile() -> None:
 
 def edited(data: Any) -> Iterator[str]:
     """The JSON of `data` with each of its fields in turn replaced by each wrong value."""
-    wrong = [None, -1, 10**30, 10**50, "\ud800x", [[]], float("nan")]
+    wrong: list[Any] = [None, -1, 10**30, 10**50, "\ud800x", [[]], float("nan")]
     for container, key in fields_of(data):
         before = container[key]
         for value in wrong:
@@ -144,12 +144,12 @@ def test_plans_and_reports_as_json() -> None:
         program(), pc.Mesh(pipeline=2), microbatches=2, schedule="search", progress=False
     )
     for text in [*TEXTS, *VALUES]:
-        refused(lambda text=text: pc.Plan.from_json(text))
-        refused(lambda text=text: Report.from_json(text))
+        refused(pc.Plan.from_json, text)
+        refused(Report.from_json, text)
     for text in edited(json.loads(two.plan.to_json())):
-        refused(lambda text=text: pc.Plan.from_json(text))
+        refused(pc.Plan.from_json, text)
     for text in edited(json.loads(two.report().to_json())):
-        refused(lambda text=text: Report.from_json(text))
+        refused(Report.from_json, text)
     for orders in ([], [""], ["", ""], ["0F0", "1F0"], ["9F999999999"] * 2):
         data = json.loads(two.plan.to_json()) | {"orders": orders}
         plan = pc.Plan.from_json(json.dumps(data))
@@ -160,11 +160,11 @@ def test_plans_and_reports_as_json() -> None:
 def test_exported_folders(tmp_path: Path) -> None:
     folder = program().export(tmp_path / "out")
     for value in VALUES:
-        refused(lambda value=value: pc.load(value))
-        refused(lambda value=value: pc.load(folder).instructions(value))
-        refused(lambda value=value: program().instructions(value))
+        refused(pc.load, value)
+        refused(pc.load(folder).instructions, value)
+        refused(program().instructions, value)
         if not isinstance(value, int):
-            refused(lambda value=value: pc.Schedule.from_csv(value))
+            refused(pc.Schedule.from_csv, value)
     for path in (folder / name for name in ("plan.json", "report.json", "rank_0.py")):
         whole = path.read_bytes()
         for data in (b"", b"\xff\xfe", b"{", b"[" * 100_000, b"\x00", whole[: len(whole) // 2]):

@@ -70,24 +70,24 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
     for j, (stage, choice) in enumerate(zip(lowered.stages, plan.stages or (), strict=False)):
         blocks = tuple(call.block.name for call in stage.calls)
         if (stage.rank, blocks) != (choice.rank, choice.blocks):
-            found, wanted = ", ".join(blocks), ", ".join(choice.blocks)
-            detail = f"stage {j} has {found} on rank {stage.rank}, and {wanted} on {choice.rank}"
+            own, other = ", ".join(blocks), ", ".join(choice.blocks)
+            detail = f"stage {j} has {own} on rank {stage.rank}, and {other} on {choice.rank}"
             yield Fault(PLANNED, f"{detail} in the plan")
 
 
 def _listed(wiring: Wiring, placeholders: list[fx.Node]) -> Iterator[Fault]:
     """Each placeholder is one input or one tensor."""
     graph = wiring.graph
-    rules = {BATCH: graph.inputs, TENSORS: graph.parameters}
-    counts = Counter(item.node for items in rules.values() for item in items)
+    inputs, tensors = ([item.node for item in items] for items in (graph.inputs, graph.parameters))
+    counts = Counter([*inputs, *tensors])
     for node in placeholders:
         if counts[node.name] != 1:
-            yield Fault(TENSORS, f"{node.name} is listed {counts.pop(node.name, 0)} times")
+            yield Fault(TENSORS, f"{node.name} is listed {counts[node.name]} times")
     known = {node.name for node in placeholders}
-    for rule, items in rules.items():
-        for item in items:
-            if item.node not in known:
-                yield Fault(rule, f"{item.node} is listed, and the graph has none")
+    for rule, names in ((BATCH, inputs), (TENSORS, tensors)):
+        for name in names:
+            if name not in known:
+                yield Fault(rule, f"{name} is listed, and the graph has none")
     for key, count in Counter(item.key for item in graph.inputs).items():
         if count > 1:
             yield Fault(BATCH, f"{count} inputs are {key!r} of the batch")
