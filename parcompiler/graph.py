@@ -26,10 +26,11 @@ class Parameter:
     """A parameter or buffer of the model, under its name there.
 
     `aliases` are further names of the same tensor (tied weights); `mutated` says that the forward
-    updates it in place (running statistics). Constants met while tracing are buffers too. `unsaved`
-    are those of its names that the model's state dict has not: of constants, of buffers that are
-    not persistent, of parameters of the loss. Where tensor ranks hold pieces of it, `shape` is that
-    of a largest piece and `shard` says which.
+    updates it in place (running statistics). Only what the loss depends on is `trainable`: the rest
+    gets no gradient, and no optimizer changes it. Constants met while tracing are buffers too.
+    `unsaved` are those of its names that the model's state dict has not: of constants, of buffers
+    that are not persistent, of parameters of the loss. Where tensor ranks hold pieces of it,
+    `shape` is that of a largest piece and `shard` says which.
     """
 
     name: str
@@ -150,6 +151,13 @@ class Vocabulary:
         """What these layers yield."""
         ends = (self.head.node,) if self.head else ()
         return (*(item.node for item in self.lookups), *ends)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """The parameters and buffers that ranks hold rows of."""
+        head = self.head
+        ends = (head.weight, head.bias, head.class_weight) if head else ()
+        return frozenset(filter(None, (*(item.weight for item in self.lookups), *ends)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ def inline_regions(
     graph: fx.Graph, owner: torch.nn.Module, contexts: tuple[Context, ...] = ()
 ) -> None:
     """Replace each `wrap_with_*` region by its nodes. Raises CaptureError for other regions."""
+    _renew_users(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
             node.target, torch._ops.HigherOrderOperator
@@ -40,6 +41,15 @@ def inline_regions(
         context, body, operands = region
         inner = contexts + (() if context is None else (context,))
         _inline(graph, node, owner.get_submodule(str(body.target)), operands, inner)
+
+
+def _renew_users(graph: fx.Graph) -> None:
+    """Note anew who uses each node: export leaves that wrong beside the regions that it makes."""
+    for node in graph.nodes:
+        node.users.clear()
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            operand.users[node] = None
 
 
 def _region(name: str, node: fx.Node) -> tuple[Context | None, fx.Node, tuple[Any, ...]] | None:
@@ -101,27 +111,22 @@ def drop_assertions(graph: fx.Graph) -> None:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Erase what nothing uses, but keep updates of tensors in place and random draws."""
+    """Erase what neither the result, nor an update of a placeholder in place, nor a random draw
+    depends on. Updates of other memory stay where what reads that memory after them does."""
     effects = Effects(graph)
+    pending = [node for node in graph.nodes if node.op == "output"]
+    for root, writers in effects.writers.items():
+        pending += writers if root.op == "placeholder" else ()
+    pending += [node for node in graph.nodes if is_random(node) and not effects.mutates(node)]
+    alive: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in alive:
+            alive.add(node)
+            pending.extend(effects.dependencies(node))
     for node in reversed(graph.nodes):
-        if node.op in ("placeholder", "output") or node.users:
-            continue
-        if not effects.mutates(node) and not is_random(node):
+        if node not in alive and node.op != "placeholder":
             graph.erase_node(node)
-    _drop_unread(graph)
-
-
-def _drop_unread(graph: fx.Graph) -> None:
-    """Erase memory that is written and never read (weights of a module made in forward)."""
-    effects = Effects(graph)
-    sharing: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        sharing.setdefault(effects.root(node), []).append(node)
-    for root in reversed([root for root in effects.writers if root.op == "call_function"]):
-        inside = {*sharing[root], *effects.writers[root]}
-        if all(user in inside for node in inside for user in node.users):
-            for node in reversed([node for node in graph.nodes if node in inside]):
-                graph.erase_node(node)
 
 
 def drop_no_operations(graph: fx.Graph) -> None:

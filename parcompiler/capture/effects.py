@@ -163,10 +163,14 @@ class Effects:
         """Whether a node updates memory in place."""
         return any(True for _ in mutated_operands(node))
 
+    def earlier_writers(self, operand: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+        """Who has updated the memory of an operand before `node` reads it."""
+        for writer in self.writers.get(self.root(operand), ()):
+            if self._position[writer] < self._position[node]:
+                yield writer
+
     def dependencies(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nodes that must have run before `node`: its operands, and earlier writers of them."""
         for operand in node.all_input_nodes:
             yield operand
-            for writer in self.writers.get(self.root(operand), ()):
-                if self._position[writer] < self._position[node]:
-                    yield writer
+            yield from self.earlier_writers(operand, node)

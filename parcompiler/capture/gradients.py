@@ -1,8 +1,13 @@
-"""Who carries gradients: what is floating, and is reached from a trainable parameter."""
+"""Who carries gradients: what is floating, depends on a trainable parameter, and leads to the loss.
+
+weight ─► y ─► loss          weight and y carry gradients
+          └─► detach ─► z    z is on no differentiable way to the loss: autograd never comes to
+other ─► z                   it, and `other` has no gradient, not even one of zeros
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -15,28 +20,54 @@ _NO_GRADIENT = frozenset(
 )
 
 
-def differentiable(graph: fx.Graph, trainable: set[str]) -> frozenset[str]:
-    """Names of the nodes that carry gradients: floating, and reached from a trainable parameter."""
-    found, effects = set(trainable), Effects(graph)
+def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -> frozenset[str]:
+    """Names of the nodes that carry gradients, placeholders of parameters among them."""
+    effects = Effects(graph)
+    return requiring(graph, trainable, effects) & _leading_to(loss, effects)
+
+
+def requiring(
+    graph: fx.Graph, trainable: Collection[str], effects: Effects | None = None
+) -> frozenset[str]:
+    """Names of the nodes that autograd keeps a history of: floating, from a trainable parameter."""
+    found, effects = set(trainable), effects or Effects(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not _is_floating(node):
             continue
-        contexts = node.meta.get("contexts", ())
-        modes = [context[0] for context in contexts if context[0].endswith("_grad")]
-        if modes and modes[-1] == "no_grad":
-            # What is updated in place there is the tensor that it was, and is used as such.
-            if any(operand.name in found for operand in mutated_operands(node)):
-                found.add(node.name)
-            continue
-        if getattr(node.target, "_opname", "") in _NO_GRADIENT:
-            continue
-        if any(operand.name in found for operand in node.all_input_nodes):
+        if any(operand.name in found for operand in _sources(node)):
             found.add(node.name)
+            if _is_unrecorded(node):
+                continue
             # An update in place makes its target carry the gradient too, with what that is a view
             # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
             for operand in mutated_operands(node):
                 found.update(_in_memory_of(operand, graph, effects))
     return frozenset(found)
+
+
+def _leading_to(loss: fx.Node, effects: Effects) -> set[str]:
+    """Names of the nodes whose gradient autograd asks for when it starts from the loss."""
+    found = {loss}
+    for node in reversed(loss.graph.nodes):
+        if node in found:
+            for source in _sources(node):
+                found.add(source)
+                found.update(effects.earlier_writers(source, node))
+    return {node.name for node in found}
+
+
+def _sources(node: fx.Node) -> Iterable[fx.Node]:
+    """The operands that a gradient of a node goes on to."""
+    if _is_unrecorded(node):
+        # What is updated in place there is the tensor that it was, and is used as such.
+        return mutated_operands(node)
+    return () if getattr(node.target, "_opname", "") in _NO_GRADIENT else node.all_input_nodes
+
+
+def _is_unrecorded(node: fx.Node) -> bool:
+    """Whether a node stands under `no_grad`."""
+    modes = [item[0] for item in node.meta.get("contexts", ()) if item[0].endswith("_grad")]
+    return bool(modes) and modes[-1] == "no_grad"
 
 
 def _in_memory_of(updated: fx.Node, graph: fx.Graph, effects: Effects) -> Iterator[str]:

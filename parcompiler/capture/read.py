@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from parcompiler.capture.bounds import high, high_of_example
 from parcompiler.capture.buffers import computed
+from parcompiler.capture.clean import where
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.inputs import Batch, flat
@@ -32,16 +35,22 @@ def read(
     """The value of a cleaned graph. Raises CaptureError where the model holds what is no tensor."""
     found = _Signature(model, exported, graph)
     found.read(sample)
-    parameters = found.parameters.values()
-    trainable = {item.node for item in parameters if item.trainable}
+    loss = _loss(graph)
+    trainable = {item.node for item in found.parameters.values() if item.trainable}
+    carrying = differentiable(graph, trainable, loss)
+    _check_trained(trainable, carrying, loss)
+    parameters = [
+        dataclasses.replace(item, trainable=item.node in trainable & carrying)
+        for item in found.parameters.values()
+    ]
     return Graph(
         name=type(model).__name__,
         fx_graph=graph,
         parameters=tuple(parameters),
         inputs=tuple(found.inputs),
-        loss=_loss(graph),
+        loss=loss,
         tensors=found.tensors | computed(model, [n for item in parameters for n in item.unsaved]),
-        differentiable=differentiable(graph, trainable),
+        differentiable=carrying,
         sample=sample,
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
         positional=positional,
@@ -127,6 +136,21 @@ def _loss(graph: fx.Graph) -> fx.Node:
         message = "the loss does not depend on the model or its inputs (a constant)"
         raise CaptureError(message)
     return loss
+
+
+def _check_trained(trainable: set[str], carrying: Collection[str], loss: fx.Node) -> None:
+    """Refuse a loss that trains nothing."""
+    if not trainable:
+        message = "no parameter is trained: all have requires_grad=False, or there is none"
+        raise CaptureError(message)
+    if loss.name not in carrying:
+        kind = dtype_of(loss)
+        why = f"it is {kind}" if not kind.is_floating_point else "detached, or under no_grad"
+        message = (
+            f"the loss has no gradient ({why}; {len(trainable)} parameters are to be trained): "
+            f"return one that depends on them; {where(loss)}"
+        )
+        raise CaptureError(message)
 
 
 def _label(model: nn.Module, key: str) -> str:

@@ -10,6 +10,7 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects
+from parcompiler.capture.gradients import requiring
 from parcompiler.capture.templates import identifier
 from parcompiler.codegen.layout import remarked, wrap
 from parcompiler.codegen.literals import literal
@@ -108,8 +109,9 @@ class Body:
 
     def _needed(self, contexts: Sequence[Context], nodes: Sequence[fx.Node]) -> Sequence[Context]:
         """The contexts that matter: without gradients it does not matter who forbids them."""
-        carried = self._graph.differentiable
-        if any(operand.name in carried for node in nodes for operand in node.all_input_nodes):
+        graph = self._graph
+        recorded = graph.once("requiring", lambda: requiring(graph.fx_graph, graph.differentiable))
+        if any(operand.name in recorded for node in nodes for operand in node.all_input_nodes):
             return contexts
         return [context for context in contexts if not str(context[0]).endswith("_grad")]
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.cost.alive import Alive
 from parcompiler.cost.boundary import Boundary, boundary
+from parcompiler.cost.exchange import EXCHANGE, note
 from parcompiler.cost.execution import differentiate, doubled, execute
 from parcompiler.cost.held import Gone, Held
 from parcompiler.cost.operation import Operation, describe
@@ -26,6 +28,7 @@ from parcompiler.cost.saved import Saved
 from parcompiler.cost.seeding import drop_gradients, roots_of, seeding
 from parcompiler.cost.split import FirstPart, first_part
 from parcompiler.cost.stand_in import stand_in, storage_of, tensors
+from parcompiler.graph import dtype_of
 
 Storages = set[torch.UntypedStorage]
 
@@ -114,6 +117,7 @@ def trace_block(
         recorder = Recorder(Alive(_storages(outside.values)))
         held = Held(recorder.alive, gone or {})
         results, saved, estimated = _forward(nodes, outputs, outside, recorder, held)
+        results = {n: v if n.name in differentiable else _detached(v) for n, v in results.items()}
         forward, forward_peak, kept = recorder.take(), recorder.alive.most, saved.storages()
         roots = roots_of(results, differentiable)
         cost = _known(nodes, inputs, outputs, parameters, differentiable, outside, results, kept)
@@ -122,7 +126,7 @@ def trace_block(
         del results, kept, roots  # the backward frees what it has used
         if not _backward(seed, outside, recorder):
             estimated.append("backward")
-            recorder.operations += map(doubled, reversed(forward))
+            _guess_backward(nodes, forward, recorder)
         parts = first_part(*given, outputs) if split else FirstPart()
     return dataclasses.replace(
         cost,
@@ -209,6 +213,23 @@ def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) 
         recorder.take()
         return False
     return True
+
+
+def _guess_backward(
+    nodes: Sequence[fx.Node], forward: Sequence[Operation], recorder: Recorder
+) -> None:
+    """Note a backward that could not run: twice each operation, and what ranks exchange in it."""
+    for operation in reversed(forward):
+        if operation.kind != EXCHANGE:
+            recorder.add(doubled(operation))
+    for node in reversed(nodes):
+        if "exchange" in node.meta:
+            note(node.meta["exchange"], dtype_of(node), recorder, backward=True)
+
+
+def _detached(value: Any) -> Any:
+    """A value that no gradient comes to, which keeps nothing for one."""
+    return map_aggregate(value, lambda v: v.detach() if isinstance(v, torch.Tensor) else v)
 
 
 def _products(

@@ -125,15 +125,17 @@ class Division:
         return any(self.stage_of.get(user, j) != j for user in node.users)
 
     def _stage_tensors(self, j: int, blocks: list[Block], read: set[fx.Node]) -> Iterator[str]:
-        """The parameters and buffers of a stage; those that nothing reads are kept on the first."""
+        """The parameters and buffers of a stage; those that no stage reads are on the first."""
         found = dict.fromkeys(_tensors(blocks))
         by_node: Mapping[str, object] = self.graph.by_node
         found |= dict.fromkeys(self.graph.by_node[n.name].name for n in read if n.name in by_node)
         if j == 0:
-            used = {
-                operand.name for n in self.graph.fx_graph.nodes for operand in n.all_input_nodes
-            }
-            found |= {item.name: None for item in self.graph.parameters if item.node not in used}
+            spread = self.graph.vocabulary
+            apart, rows = (spread.nodes, spread.tensors) if spread else ((), frozenset())
+            nodes = (node for node in self.graph.fx_graph.nodes if node not in apart)
+            used = {operand.name for node in nodes for operand in node.all_input_nodes}
+            others = (p.name for p in self.graph.parameters if p.node not in used)
+            found |= dict.fromkeys(name for name in others if name not in rows)
         yield from (item.name for item in self.graph.parameters if item.name in found)
 
 

@@ -167,7 +167,11 @@ class Interpreter:
         if loss is not None:
             state.losses[i] = loss.detach()
         if state.training:
-            edges = {n: get_gradient_edge(t) for n, t in results.items() if t.requires_grad}
+            edges = {
+                name: get_gradient_edge(tensor)
+                for name, tensor in results.items()
+                if tensor.requires_grad and self._carries(state, (name, i))
+            }
             state.saved[j, i] = Saved(edges, loss)
         for name, tensor in results.items():
             self._give(state, (name, i), tensor.detach())

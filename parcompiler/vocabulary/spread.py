@@ -85,7 +85,7 @@ class _Spreading:
         lookups = tuple(map(self._lookup, self.lookups))
         head = self._head(self.head) if self.head else None
         loss = head.node if head else self.nodes[self.whole.loss]
-        _drop_dead(self.made)
+        drop_dead(self.made)
         self.made.lint()
         left = {node.name for node in self.made.nodes}
         return dataclasses.replace(
@@ -218,11 +218,3 @@ def _flatten_targets(graph: fx.Graph) -> None:
         flat = graph.call_function(torch.ops.aten.reshape.default, (result, [-1]))
     flat.meta = {**result.meta, "val": result.meta["val"].reshape(-1)}
     output.args = (flat,)
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Erase what nothing uses any more, also what wrote to memory that nothing reads."""
-    count = -1
-    while count != len(graph.nodes):
-        count = len(graph.nodes)
-        drop_dead(graph)
