@@ -46,12 +46,11 @@ def given_batch(graph: Graph, microbatches: int) -> dict[str, torch.Tensor] | No
 
 
 def piece(graph: Graph, batch: Mapping[str, torch.Tensor], i: int) -> dict[str, torch.Tensor]:
-    """The tensors of micro-batch `i` by key."""
+    """Copies of the tensors of micro-batch `i` by key: a model may update them in place."""
+    rows = {item.key: item.shape[:1] for item in graph.inputs}
     return {
-        item.key: batch[item.key].narrow(0, i * item.shape[0], item.shape[0])
-        if item.shape
-        else batch[item.key]
-        for item in graph.inputs
+        key: (batch[key].narrow(0, i * some[0], some[0]) if some else batch[key]).clone()
+        for key, some in rows.items()
     }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
+from parcompiler.capture.guise import ONE_THREAD
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
 from parcompiler.capture.modes import in_modes
@@ -115,7 +116,7 @@ def compile(
     )
     bench = _bench(mesh, options)
     check_given(mesh, model, options, plan)
-    with rarely_collected(), Progress(progress) as steps:
+    with ONE_THREAD, rarely_collected(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
             _tell_mode(captured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InputError
 from parcompiler.graph import Block
 from parcompiler.problem import Problem
@@ -45,7 +46,9 @@ def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
             return level, _spread(layers, stages)
         most = max(most, sum(layers))
     message = f"more stages than layers ({stages} > {most}): use fewer pipeline ranks"
-    raise InputError(message)
+    error = InputError(message)
+    error.add_note(why_so_few(problem.graph))
+    raise error
 
 
 def is_layer(block: Block) -> bool:

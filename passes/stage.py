@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
+from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
@@ -126,6 +127,9 @@ class StagePass(Pass):
                 break
         if best is None:
             assert refusal is not None
+            stages = len(planned(plan).placement)
+            if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
+                refusal.add_note(why_so_few(problem.graph))
             raise refusal
         return best
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from parcompiler.capture.clean import where
 from parcompiler.capture.effects import Effects, effects_of
 from parcompiler.capture.prologue import prologue_of
 from parcompiler.capture.templates import Run, group
@@ -54,17 +55,48 @@ def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
     """The blocks of `graph`, cut."""
     effects = effects_of(graph)
     nodes = _divisible(graph)
-    runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
-    if level > depth(nodes):
-        runs = [piece for run in runs for piece in _pieces(run, graph)]
-    unsendable = graph.once("unsendable", lambda: [n for n in nodes if not is_sendable(n)])
-    runs = _keep_together(runs, effects, unsendable)
+    unsendable = _unsendable(graph, nodes)
+    runs = _keep_together(_apart(graph, nodes, level), effects, unsendable)
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
     prologue = prologue_of(graph, nodes, home, effects, set(sent))
     parts = [[node for node in run.nodes if node not in prologue] for run in runs]
     kept = [run._replace(nodes=part) for run, part in zip(runs, parts, strict=True) if part]
     blocks = group(graph, _keep_together(kept, effects, unsendable))
     return Cut(blocks, tuple(node for node in nodes if node in prologue))
+
+
+def _apart(graph: Graph, nodes: list[fx.Node], level: int) -> list[Run]:
+    """The runs at a level, before those that no cut may part are joined."""
+    runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
+    if level > depth(nodes):
+        runs = [piece for run in runs for piece in _pieces(run, graph)]
+    return runs
+
+
+def _unsendable(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes that yield a number or a tensor of unknown size."""
+    return graph.once("unsendable", lambda: [n for n in nodes if not is_sendable(n)])
+
+
+def why_so_few(graph: Graph) -> str:
+    """What keeps the blocks of `graph` from being more, with the line that is to blame."""
+    nodes = _divisible(graph)
+    runs = _apart(graph, nodes, levels(graph)[-1])
+    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    reasons = {
+        "is updated in place (return a new tensor there)": _updates(home, effects_of(graph)),
+        "is no tensor of known size": _crossings(home, _unsendable(graph, nodes)),
+    }
+    spans = [
+        (e - f, f, why, node) for why, pairs in reasons.items() for f, e, node in pairs if e > f
+    ]
+    if spans:
+        length, first, why, node = max(spans, key=lambda span: span[0])
+        ends = " to ".join(runs[k].path or "the model itself" for k in (first, first + length))
+        joined = f"{length + 1} of {len(runs)} pieces of the model stay together ({ends})"
+        return f"{joined}: what they share {why}; {where(node)}"
+    count = f"{len(runs)} pieces with parameters" if len(runs) > 1 else "one piece with parameters"
+    return f"the forward of the model consists of {count}: put layers into an nn.ModuleList"
 
 
 def levels(graph: Graph) -> range:
@@ -199,9 +231,9 @@ def _joined(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) 
     """One round: joining runs may leave others to join."""
     home = {node: index for index, run in enumerate(runs) for node in run.nodes}
     last = list(range(len(runs)))
-    for first, end in itertools.chain(
-        _updates(home, effects), _crossings(home, unsendable), _without_results(runs)
-    ):
+    shared = itertools.chain(_updates(home, effects), _crossings(home, unsendable))
+    together = ((first, end) for first, end, _ in shared)
+    for first, end in itertools.chain(together, _without_results(runs)):
         last[first] = max(last[first], end)
     joined: list[Run] = []
     end = -1
@@ -214,30 +246,31 @@ def _joined(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) 
     return joined
 
 
-def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int]]:
-    """The first and last run that touch memory which is updated in more than one of them."""
+def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int, fx.Node]]:
+    """The first and last run that touch memory which is updated in more than one of them, and the
+    last update. After that it is a value like others, and views of it are readers."""
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in home if effects.writers else ():
         sharing.setdefault(effects.root(node), []).append(node)
     for root, writers in effects.writers.items():
-        readers = [user for node in (root, *sharing.get(root, ())) for user in node.users]
-        touching = [*sharing.get(root, ()), *writers]
+        touching = [n for n in sharing.get(root, ()) if not effects.is_settled(n)] + writers
         if root.op == "placeholder":  # a buffer that the forward updates: it has one home
-            touching += readers
+            touching = [user for node in (root, *sharing.get(root, ())) for user in node.users]
+            touching += [*sharing.get(root, ()), *writers]
         spots = {home[node] for node in touching if node in home}
         if len(spots) > 1:
-            everywhere = spots | {home[node] for node in readers if node in home}
-            yield min(everywhere), max(everywhere)
+            yield min(spots), max(spots), writers[-1]
 
 
 def _crossings(
     home: dict[fx.Node, int], unsendable: Collection[fx.Node]
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[tuple[int, int, fx.Node]]:
     """The run that makes, and the last that reads, a number or a tensor of unknown size."""
     for node in unsendable:
         index = home.get(node)
         if index is not None:
-            yield index, max([index, *(home[user] for user in node.users if user in home)])
+            readers = (home[user] for user in node.users if user in home)
+            yield index, max([index, *readers]), node
 
 
 def is_sendable(node: fx.Node) -> bool:

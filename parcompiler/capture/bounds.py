@@ -1,11 +1,24 @@
-"""The bound of an integer input: rows of the tables it indexes, classes that it names."""
+"""The bound of an integer input: rows of the tables it indexes, classes that it names.
+
+Tables whose gradients are sparse, and indices beyond the rows of their table, are refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
-from parcompiler.graph import shape_of
+from parcompiler.capture.clean import where
+from parcompiler.capture.effects import effects_of, is_random
+from parcompiler.capture.functions import Applied
+from parcompiler.capture.inputs import flat
+from parcompiler.capture.prologue import cone
+from parcompiler.errors import CaptureError, InputError
+from parcompiler.graph import Graph, shape_of
 
 _PASS_ON = frozenset(
     "view reshape to slice contiguous pad flatten unsqueeze squeeze clone alias transpose expand "
@@ -13,6 +26,8 @@ _PASS_ON = frozenset(
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
+CPU = torch.device("cpu")
+_LARGEST = 1 << 20  # elements of a tensor that is computed to check indices
 _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
 
 
@@ -39,6 +54,75 @@ def high_of_example(tensor: torch.Tensor) -> int | None:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or not tensor.numel():
         return None
     return max(int(tensor.max()) + 1, 1)
+
+
+def check_tables(graph: Graph) -> None:
+    """Refuse tables whose gradients are sparse, and indices that their table has no row for, as far
+    as the inputs that the model was captured on and constants say them."""
+    examples = dict(flat(graph.sample))
+    values = {item.node: examples[item.key] for item in graph.inputs}
+    buffers = (item for item in graph.parameters if item.buffer and not item.mutated)
+    values |= {item.node: graph.tensors[item.name] for item in buffers}
+    for node in graph.fx_graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and "embedding" in node.target._opname:
+            names = [argument.name for argument in node.target._schema.arguments]
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
+            if given.get("sparse") and node.name in graph.differentiable:
+                message = (
+                    "an embedding with sparse=True has sparse gradients, which ranks cannot add "
+                    f"up: leave sparse out; {where(node)}"
+                )
+                raise CaptureError(message)
+            _check_rows(graph, node, given["weight"], _computed(graph, given["indices"], values))
+
+
+def _check_rows(graph: Graph, node: fx.Node, table: fx.Node, index: torch.Tensor | None) -> None:
+    """Refuse an index below zero or beyond the rows of a table."""
+    rows = shape_of(table)[0]
+    if index is not None and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
+        known = graph.by_node.get(table.name)
+        message = (
+            f"{table.name if known is None else known.name} has {rows} rows (0 to {rows - 1}), and "
+            f"is asked for rows {int(index.min())} to {int(index.max())}: give shorter inputs or "
+            f"smaller indices, or more rows; {where(node)}"
+        )
+        raise InputError(message)
+
+
+def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.Tensor | None:
+    """The value of a node where it follows from `values`, those of placeholders by name; else None,
+    as for what has no data, is drawn or large."""
+    members = cone(node, effects_of(graph))
+    order = [item for item in graph.fx_graph.nodes if item in members]
+    leaves = {leaf for item in order for leaf in item.all_input_nodes} - members
+    known = {leaf: values.get(leaf.name) for leaf in (leaves if members else {node})}
+    if not all(isinstance(v, torch.Tensor) and not v.is_meta for v in known.values()):
+        return None
+    if any(
+        is_random(item) or isinstance(item.target, Applied) or _is_large(item) for item in order
+    ):
+        return None
+    known = {leaf: tensor.to("cpu", copy=True) for leaf, tensor in known.items()}  # may be updated
+    try:
+        with torch.no_grad():
+            for item in order:
+                args, kwargs = fx.map_arg((item.args, item.kwargs), known.__getitem__)
+                known[item] = item.target(*_on_cpu(args), **_on_cpu(kwargs))
+    except Exception:  # whatever an operator raises on another device than it was captured on
+        return None
+    found: torch.Tensor = known[node]
+    return found
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether a node yields a tensor that takes a while to compute."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() > _LARGEST
+
+
+def _on_cpu(arguments: Any) -> Any:
+    """Arguments of an operator that makes tensors, for the CPU."""
+    return map_aggregate(arguments, lambda x: CPU if isinstance(x, torch.device) else x)
 
 
 def _size(table: object, dim: int) -> int:

@@ -11,6 +11,7 @@ Graph                              parameters, buffers, inputs, loss, who carrie
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,9 +27,10 @@ from torch.utils import _pytree as pytree
 from parcompiler.capture import clean
 from parcompiler.capture.adaptive import computing_all_rows
 from parcompiler.capture.beneath import set_aside
+from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import call_functions, kept_whole
-from parcompiler.capture.guise import as_if_eager, compiled_late, quiet, unmoved
+from parcompiler.capture.guise import ONE_THREAD, as_if_eager, compiled_late, quiet, unmoved
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
@@ -55,17 +57,20 @@ def capture(
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
-    exported = _export(model, loss, args, kwargs)
-    graph = exported.graph_module.graph
-    clean.inline_regions(graph, exported.graph_module)
-    call_functions(graph)
+    with ONE_THREAD:
+        exported = _export(model, loss, args, kwargs)
+        graph = exported.graph_module.graph
+        clean.inline_regions(graph, exported.graph_module)
+        call_functions(graph)
     _check_operators(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
     keep_memory(graph)
     make_cuttable(graph, _input_nodes(exported))
     mark(graph, WithLoss(model, loss))
-    return read(model, exported, graph, inputs, positional=not kwargs)
+    captured = read(model, exported, graph, inputs, positional=not kwargs)
+    check_tables(captured)
+    return captured
 
 
 def _on_device_of(
@@ -122,7 +127,8 @@ def _export(
     """Export the model with its loss; when that fails, in other ways (see `_attempts`).
 
     What depends on the values of the batch is refused at once: `fx.symbolic_trace` would take the
-    branch that values of its own decide.
+    branch that values of its own decide. Where the model does not even run, it is that which is
+    said.
     """
     own = tried = failed = shared(model)
     first: Exception | None = None
@@ -147,7 +153,35 @@ def _export(
     assert first is not None
     if isinstance(first, CaptureError):
         raise placed(first, failed) from first
-    raise first if isinstance(first, ParcompilerError) else explain(first, failed) from first
+    if isinstance(first, ParcompilerError):
+        raise first
+    _check_runs(model, loss, args, kwargs)
+    raise explain(first, failed) from first
+
+
+def _check_runs(
+    model: nn.Module,
+    loss: Callable[[Any], torch.Tensor] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse a model that fails on its inputs when it is simply called; a copy of it is.
+
+    What tensors without data cannot do says nothing about the model.
+    """
+    try:
+        whole = WithLoss(copy.deepcopy(model), loss)
+    except Exception:  # whatever a user's attributes raise when they are copied
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole(*args, **kwargs)
+    except NotImplementedError:
+        return
+    except Exception as error:  # whatever a user's model raises
+        if not is_data_dependent(error):
+            raise explain(error, whole.model, runs=False) from error
 
 
 def _attempts(

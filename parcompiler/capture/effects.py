@@ -144,6 +144,11 @@ class Effects:
                 found.setdefault(self.root(operand), []).append(node)
         return found
 
+    def is_settled(self, node: fx.Node) -> bool:
+        """Whether nothing updates the memory that a node's value lies in from there on."""
+        writers = self.writers.get(self.root(node), ())
+        return all(self._position[writer] < self._position[node] for writer in writers)
+
     def early_readers(self, roots: Collection[fx.Node]) -> set[fx.Node]:
         """Who reads the memory of `roots`, or a view of it, before it is written the last time."""
         ends = {

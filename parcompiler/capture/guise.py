@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,9 @@ _LOGGERS = (
     "torch.fx.experimental.recording",
     "torch.fx.experimental.symbolic_shapes",
 )
+
+
+ONE_THREAD = threading.RLock()  # these hold for the whole process: one compile at a time
 
 
 @contextmanager

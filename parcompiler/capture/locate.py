@@ -26,7 +26,11 @@ _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
     "mask, or move it out of forward"
 )
-_ADVICE = "try torch.export.export(model, args, kwargs, strict=False) on the module that is named"
+_ADVICE = (
+    "torch.export cannot take what this does: write it otherwise, and try "
+    "torch.export.export(model, args, kwargs, strict=False) on the module that is named"
+)
+_ADVICE_BROKEN = "this is no limit of capturing: mend the model or the inputs until the call runs"
 
 
 class Place(NamedTuple):
@@ -42,14 +46,17 @@ def placed(error: CaptureError, model: nn.Module) -> CaptureError:
     return error if place is None else CaptureError(f"{error}\n  {_at(place)}")
 
 
-def explain(error: Exception, model: nn.Module) -> CaptureError:
-    """A CaptureError that names the innermost module and line of the model in the traceback."""
+def explain(error: Exception, model: nn.Module, *, runs: bool = True) -> CaptureError:
+    """A CaptureError that names the innermost module and line of the model in the traceback;
+    `runs` says whether the model itself does, on the same inputs."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     place = _place(error, model)
-    message = f"cannot capture {type(model).__name__}: {text}"
+    name = type(model).__name__
+    message = f"cannot capture {name}: {text}" if runs else f"{name} fails on these inputs: {text}"
     if place is not None:
         message += f"\n  {_at(place)}"
-    return CaptureError(f"{message}\n  {_ADVICE_DATA if is_data_dependent(error) else _ADVICE}")
+    advice = _ADVICE_DATA if is_data_dependent(error) else _ADVICE
+    return CaptureError(f"{message}\n  {advice if runs else _ADVICE_BROKEN}")
 
 
 def is_data_dependent(error: Exception) -> bool:

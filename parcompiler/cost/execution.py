@@ -45,6 +45,8 @@ def execute(
                     values[node] = _run(node, target, args, kwargs, recorder)
                 except Exception:  # whatever it is: the recorded shapes still say what comes out
                     del recorder.operations[noted:]
+                    if "exchange" in node.meta:
+                        note(node.meta["exchange"], dtype_of(node), recorder)
                     torch.set_grad_enabled(grad_mode)
                     values[node] = _estimate(node, args, kwargs, recorder)
                     estimated.append(label(node.target))

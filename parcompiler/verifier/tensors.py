@@ -113,7 +113,8 @@ def _ties(wiring: Wiring) -> Iterator[Fault]:
 class _Memory:
     """The rules on memory that some node updates in place. `root` is the node that made it.
 
-    `members` write it or share it, `readers` use it; `homes` are the stages that run them.
+    `members` write it, or share it before the last update; `readers` use it; `homes` are the stages
+    that run them.
     """
 
     def __init__(self, wiring: Wiring, root: fx.Node, writers: list[fx.Node]) -> None:
@@ -122,9 +123,15 @@ class _Memory:
         self.position = wiring.position
         views = wiring.views[root]
         self.writers = set(writers)
-        self.members = {n for n in (*views, *writers) if n.op == "call_function"}
+        self.last = max(self.position[node] for node in writers)
+        self.members = {n for n in (*views, *writers) if self._is_member(n)}
         self.readers = {u for node in views for u in node.users if u.op == "call_function"}
         self.homes = dict(self._homes())
+
+    def _is_member(self, node: fx.Node) -> bool:
+        """Whether a node that writes this memory or shares it must stay with the updates."""
+        settled = self.root.op != "placeholder" and self.position[node] > self.last
+        return node.op == "call_function" and not settled
 
     def faults(self) -> Iterator[Fault]:
         """All faults of this memory."""
@@ -154,10 +161,9 @@ class _Memory:
 
     def _strangers(self, place: int) -> Iterator[Fault]:
         """Other stages read the memory only as it is after the last update, and never a buffer."""
-        last = max(self.position[node] for node in self.writers)
         for node in sorted(self.readers - self.members, key=self.position.__getitem__):
             home = self.homes.get(node, place)
-            early = self.root.op == "placeholder" or self.position[node] < last
+            early = self.root.op == "placeholder" or self.position[node] < self.last
             if home != place and early:
                 detail = f"{_place(place)} updates {self._name()}, and {_place(home)} reads it"
                 yield Fault(IN_PLACE, f"{detail} ({node.name})")

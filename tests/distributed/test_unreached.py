@@ -1,0 +1,125 @@
+"""What the loss does not depend on has no gradient on any rank: weight decay leaves it alone."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.instruction import Kind
+from parcompiler.pool import Job, pool
+from tests.distributed.models import WIDTH
+
+TOKENS, STEPS, MICROBATCHES = 16, 2, 2
+INPUTS = {"tokens": torch.arange(8).view(2, 4), "labels": torch.arange(8, 16).view(2, 4)}
+OPTIONS = {"lr": 0.01, "weight_decay": 0.5}
+
+
+class Partly(nn.Module):
+    """Of its parameters the loss depends on some; the others feed a buffer, or are cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
+        self.watch = nn.Linear(WIDTH, WIDTH)
+        self.teacher = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.unread = nn.Linear(2, 2)
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 0:
+                early, watched = x, self.watch(x)
+        self.mean.mul_(0.9).add_(watched.detach().mean((0, 1)), alpha=0.1)
+        with torch.no_grad():
+            gate = torch.sigmoid(x * self.gate)
+        x = x * gate + self.teacher(early).detach()
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Probe(Partly):
+    """A head on a backbone that it does not train."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x.detach()).flatten(0, 1), labels.flatten())
+
+
+def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randint(TOKENS, (rows, 4), generator=generator) for key in INPUTS}
+
+
+@cache
+def built(kind: type[Partly]) -> Partly:
+    torch.manual_seed(0)
+    return kind()
+
+
+@cache
+def one_process(kind: type[Partly], data: int) -> tuple[set[str], dict[str, torch.Tensor]]:
+    """The parameters with a gradient, and the state after the steps of a plain loop."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    count = MICROBATCHES * data
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = {key: tensor.chunk(count) for key, tensor in batch(step, 2 * count).items()}
+        for i in range(count):
+            (model(**{key: part[i] for key, part in parts.items()}) / count).backward()
+        optimizer.step()
+    known = {name for name, p in model.named_parameters() if p.grad is not None}
+    return known, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+PLANS: dict[str, tuple[pc.Mesh, dict[str, Any]]] = {
+    "1f1b": (pc.Mesh(pipeline=2), {"schedule": "1f1b", "vocabulary": "whole"}),
+    "two parts": (pc.Mesh(pipeline=2), {"schedule": "zb-h1", "recompute": "full"}),
+    "two stages a rank": (pc.Mesh(pipeline=2), {"schedule": "interleaved"}),
+    "data": (pc.Mesh(data=2, pipeline=2), {"schedule": "1f1b", "vocabulary": "whole"}),
+    "tensor": (pc.Mesh(tensor=2), {}),
+    "vocabulary": (pc.Mesh(pipeline=2), {"schedule": "1f1b", "vocabulary": "vocab-2"}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [Partly, Probe])
+def test_a_step_with_weight_decay_is_that_of_one_process(
+    kind: type[Partly], plan: str, tmp_path: Path
+) -> None:
+    mesh, options = PLANS[plan]
+    if kind is Probe and plan == "vocabulary":
+        options = {**options, "vocabulary": "whole"}  # nothing before its head is trained
+    program = pc.compile(
+        built(kind), mesh, INPUTS, microbatches=MICROBATCHES, stages="even", **options
+    )
+    program.export(tmp_path / "program")
+    batches = [batch(step, 2 * MICROBATCHES * mesh.data) for step in range(STEPS)]
+    job = Job(str(tmp_path / "program"), batches, optimizer="AdamW", options=OPTIONS)
+    found = pool().run(job, program.lowered.grid.size)
+    known, state = one_process(kind, mesh.data)
+    assert set(found.gradients) == known
+    for name, tensor in found.state.items():
+        if name != "mean" or mesh.data == 1:  # data ranks keep means of their own rows
+            assert torch.allclose(tensor, state[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_nothing_is_sent_back_where_nothing_is_trained() -> None:
+    program = pc.compile(built(Probe), pc.Mesh(pipeline=2), INPUTS, schedule="1f1b", stages="even")
+    assert not any(line.gradient for lines in program.lowered.instructions for line in lines)
+    assert not any(value.differentiable for value in program.lowered.values.values())
+    assert any(line.kind is Kind.SEND for line in program.lowered.instructions[0])
