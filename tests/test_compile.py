@@ -5,12 +5,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import parcompiler as pc
@@ -174,6 +176,63 @@ def test_more_stages_than_blocks_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     with pytest.raises(pc.InfeasibleError, match=r"more stages than blocks \(9 > 2\): use fewer"):
         pc.compile(model, pc.Mesh(pipeline=9), (batch(1)["x"],), loss=lambda y: y.sum())
+
+
+class Residual(nn.Module):
+    """Layers that add to the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for layer in self.layers:
+            x += layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("stages", ["auto", "even"])
+def test_the_update_in_place_that_joins_blocks_is_named(stages: str) -> None:
+    with pytest.raises(pc.ParcompilerError, match=r"more stages than \w+ \(2 > 1\)") as caught:
+        pc.compile(Residual(), pc.Mesh(pipeline=2), (batch(1)["x"],), stages=stages)
+    note = caught.value.__notes__[-1]
+    assert note.startswith("4 of 4 pieces of the model stay together (layers.0 to layers.3)")
+    assert "updated in place" in note
+    assert "x += layer(x)" in note
+
+
+def test_too_few_modules_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    with pytest.raises(pc.InfeasibleError, match="more stages than blocks") as caught:
+        pc.compile(model, pc.Mesh(pipeline=3), (batch(1)["x"],), loss=lambda y: y.sum())
+    assert "2 pieces with parameters" in caught.value.__notes__[-1]
+
+
+def test_threads_compile_one_after_the_other() -> None:
+    def compiled(_: int) -> str:
+        inputs = (batch(1)["x"],)
+        return pc.compile(nn.Linear(6, 5), pc.Mesh(), inputs, loss=lambda y: y.sum()).plan.to_json()
+
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(compiled, range(3)))) == 1
+
+
+def test_an_operator_without_a_backward_on_meta_tensors_is_planned_on_tensor_ranks() -> None:
+    class Margin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(1024, 4096), nn.Linear(4096, 4)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.multi_margin_loss(self.narrow(F.gelu(self.wide(x))), labels)
+
+    with torch.device("meta"):
+        inputs = {"x": torch.empty(64, 1024), "labels": torch.zeros(64, dtype=torch.long)}
+        program = pc.compile(Margin(), pc.Mesh(tensor=2), inputs)
+    targets = [str(n.target) for n in program.lowered.graph.fx_graph.nodes]
+    assert "runtime.all_reduce" in targets
+    assert program.simulate().step_time > 0
 
 
 def test_a_device_with_too_little_memory_is_refused_with_the_least_that_would_do(

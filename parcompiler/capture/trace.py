@@ -19,10 +19,22 @@ from parcompiler.errors import CaptureError
 def traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
     """`model` traced, with the arguments that are no tensors as constants; a copy."""
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
-    before = torch.get_rng_state()
-    module = fx.symbolic_trace(shared(model), concrete_args=constants or None)
-    if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
+    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
+    updated: list[str] = []
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        try:
+            module = fx.symbolic_trace(shared(model), concrete_args=constants or None)
+        finally:
+            for name, (buffer, version, value) in buffers.items():
+                if buffer._version != version:
+                    updated.append(name)
+                    buffer.copy_(value)
+        drawn = not torch.equal(before, torch.get_rng_state())
+    if updated:
+        message = f"the forward updates the buffer {updated[0]!r}, which tracing would leave out"
+        raise CaptureError(message)
+    if drawn:
         message = "the forward draws random numbers, which tracing would keep for ever"
         raise CaptureError(message)
     return module

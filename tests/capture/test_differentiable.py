@@ -52,3 +52,35 @@ def test_what_is_updated_without_a_gradient_keeps_the_one_that_it_has() -> None:
     assert carries["aten.clone.default"]
     assert carries["aten.matmul.default"]
     assert not carries["aten.mul.Tensor"]
+
+
+class CutOff(nn.Module):
+    """One value that the loss uses with and without its gradient, and others that only lead to a
+    detached value or to an update of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.table = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        self.mean.lerp_(self.second(y).detach().mean(0), 0.1)
+        filled = torch.zeros_like(y)
+        filled[0] = self.third(y.detach())[0]  # written, and nobody reads it afterwards
+        with torch.no_grad():
+            scale = self.table * 2
+        return (y * y.detach() * scale + self.third(y).round().detach()).sum()
+
+
+def test_only_what_leads_to_the_loss_carries_a_gradient_and_is_trained() -> None:
+    graph = capture(CutOff(), {"x": torch.ones(2, 4)})
+    trained = {item.name for item in graph.parameters if item.trainable}
+    assert trained == {"first.weight", "first.bias"}
+    model = CutOff()
+    model(torch.ones(2, 4)).backward()
+    assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
+    names = {n.name: str(n.target) for n in graph.fx_graph.nodes if n.op == "call_function"}
+    carrying = [target for name, target in names.items() if name in graph.differentiable]
+    assert [target.split(".")[1] for target in carrying] == ["linear", "mul", "mul", "add", "sum"]

@@ -7,7 +7,7 @@ from torch import nn
 
 from parcompiler.capture import capture
 from parcompiler.errors import CaptureError, InputError
-from tests.distributed.models import WIDTH, XY, Remembering, Stack, rows
+from tests.distributed.models import CLASSES, WIDTH, XY, Remembering, Stack, rows
 
 
 class Branching(nn.Module):
@@ -106,3 +106,92 @@ class Unusual(nn.Module):
 def test_the_place_is_found_whatever_a_module_calls_itself() -> None:
     with pytest.raises(CaptureError, match=r"the model itself.*if x.sum\(\) > 0"):
         capture(Unusual(), (torch.zeros(2),))
+
+
+class Detached(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, labels).detach()
+
+
+class Correct(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.layers[0](x)).argmax(-1) == labels).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Detached(), r"no gradient \(detached.*; 10 parameters.*return super\(\)\.forward"),
+        (Correct(), r"no gradient \(it is torch.int64"),
+        (Stack().requires_grad_(False), "no parameter is trained: all have requires_grad=False"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(model, XY)
+
+
+class Positioned(Stack):
+    """Layers on positions of the rows, and on rows of a table by class."""
+
+    def __init__(self, positions: int, sparse: bool = False) -> None:
+        super().__init__()
+        self.position = nn.Embedding(positions, WIDTH)
+        self.bag = nn.EmbeddingBag(CLASSES, WIDTH, sparse=sparse)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x + self.position(torch.arange(len(x), device=x.device)) + self.bag(labels[:, None])
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_positions_beyond_the_table_are_refused(device: str) -> None:
+    inputs = {key: value.to(device) for key, value in XY.items()}
+    capture(Positioned(4).to(device), inputs)
+    message = r"position.weight has 3 rows \(0 to 2\), and is asked for rows 0 to 3.*'position'"
+    with pytest.raises(InputError, match=message):
+        capture(Positioned(3).to(device), inputs)
+
+
+def test_inputs_beyond_the_table_are_refused() -> None:
+    labels = XY["labels"].clone()
+    labels[0] = CLASSES
+    with pytest.raises(InputError, match=rf"bag.weight has {CLASSES} rows"):
+        capture(Positioned(4), {"x": XY["x"], "labels": labels})
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"sparse=True has sparse gradients.*module 'bag'"):
+        capture(Positioned(4, sparse=True), XY)
+
+
+class Wrong(Stack):
+    """Fails by itself, in a layer, and changes its buffer before that."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH + 1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x + torch.rand(()), labels)
+
+
+def test_a_model_that_fails_by_itself_is_told_from_one_that_cannot_be_captured() -> None:
+    model, random = Wrong(), torch.get_rng_state()
+    with pytest.raises(CaptureError, match="Wrong fails on these inputs: RuntimeError") as error:
+        capture(model, XY)
+    assert "no limit of capturing" in str(error.value)
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert not model.calls
+    assert torch.equal(random, torch.get_rng_state())
+    with pytest.raises(CaptureError, match="cannot capture Unexported") as error:
+        capture(Unexported(), XY)
+    assert "torch.export cannot take" in str(error.value)
+
+
+class Unexported(Stack):
+    """Runs, and reads the memory of its input, which a traced one does not have."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + (x.data_ptr() % 1), labels) * float(x.numpy().size)

@@ -202,6 +202,20 @@ class Turning(nn.Module):
         return y.view(x.shape).transpose(1, 2)
 
 
+class Normalised(Stack):
+    """A batch that is updated in place, and read through views afterwards, in several blocks; and
+    so is a value with a gradient."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x.sub_(x.mean(0)).div_(x.std(0) + 1)
+        y = self.layers[0](x.view(-1, WIDTH))
+        F.relu(y, inplace=True)
+        y = self.layers[1](y.view(-1, WIDTH)) + x[:, :]
+        y = self.layers[3](self.layers[2](y) + x) + y.flatten(1)
+        labels.clamp_(max=CLASSES - 1)
+        return F.cross_entropy(self.head(y), labels) + F.cross_entropy(y, labels)
+
+
 class Strided(Stack):
     """Values of which only the transposed can be viewed cross stages."""
 
@@ -358,6 +372,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Loss | None]] = {
     "integers and truth values": (Choices, XY, None),
     "parts of a split": (Parts, XY, None),
     "in place": (InPlace, XY, None),
+    "in place, then views": (Normalised, XY, None),
     "strided, dropout": (Strided, {"x": rows(6, WIDTH), "labels": classes()}, None),
     "complex": (Complex, XY, None),
     "random": (lambda: Stack(Random), XY, None),
