@@ -95,14 +95,16 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
     members = cone(node, effects_of(graph))
     order = [item for item in graph.fx_graph.nodes if item in members]
     leaves = {leaf for item in order for leaf in item.all_input_nodes} - members
-    known = {leaf: values.get(leaf.name) for leaf in (leaves if members else {node})}
-    if not all(isinstance(v, torch.Tensor) and not v.is_meta for v in known.values()):
-        return None
+    known: dict[fx.Node, Any] = {}
+    for leaf in leaves if members else {node}:
+        value = values.get(leaf.name)
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return None
+        known[leaf] = value.to("cpu", copy=True)  # it may be updated
     if any(
         is_random(item) or isinstance(item.target, Applied) or _is_large(item) for item in order
     ):
         return None
-    known = {leaf: tensor.to("cpu", copy=True) for leaf, tensor in known.items()}  # may be updated
     try:
         with torch.no_grad():
             for item in order:

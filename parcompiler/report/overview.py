@@ -36,7 +36,7 @@ def title(report: Report) -> str:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     model, mesh, choices = report.model, report.mesh, report.choices
-    frozen = f", {quantity(model.frozen, COUNT)} of them frozen" if model.frozen else ""
+    frozen = f", {quantity(model.frozen, COUNT)} of them not trained" if model.frozen else ""
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
     axes = f"pipeline {mesh.pipeline} × data {mesh.data} × tensor {mesh.tensor}"
     yield "parameters", size + frozen

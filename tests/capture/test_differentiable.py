@@ -58,6 +58,8 @@ class CutOff(nn.Module):
     """One value that the loss uses with and without its gradient, and others that only lead to a
     detached value or to an update of a buffer."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
@@ -71,7 +73,8 @@ class CutOff(nn.Module):
         filled[0] = self.third(y.detach())[0]  # written, and nobody reads it afterwards
         with torch.no_grad():
             scale = self.table * 2
-        return (y * y.detach() * scale + self.third(y).round().detach()).sum()
+        total: torch.Tensor = y * y.detach() * scale + self.third(y).round().detach()
+        return total.sum()
 
 
 def test_only_what_leads_to_the_loss_carries_a_gradient_and_is_trained() -> None:

@@ -115,7 +115,8 @@ class Detached(Stack):
 
 class Correct(Stack):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (self.head(self.layers[0](x)).argmax(-1) == labels).sum()
+        correct: torch.Tensor = self.head(self.layers[0](x)).argmax(-1) == labels
+        return correct.sum()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,8 @@ def test_sparse_gradients_are_refused() -> None:
 
 class Wrong(Stack):
     """Fails by itself, in a layer, and changes its buffer before that."""
+
+    calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__(lambda: nn.Linear(WIDTH, WIDTH + 1))
