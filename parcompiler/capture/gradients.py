@@ -15,15 +15,22 @@ from torch import fx
 from parcompiler.capture.effects import Effects, mutated_operands
 
 _NO_GRADIENT = frozenset(
-    "detach zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones "
-    "new_empty new_full bernoulli".split()
+    "detach detach_ zeros_like ones_like empty_like full_like rand_like randn_like new_zeros "
+    "new_ones new_empty new_full histc".split()
 )
 
 
 def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -> frozenset[str]:
     """Names of the nodes that carry gradients, placeholders of parameters among them."""
     effects = Effects(graph)
-    return requiring(graph, trainable, effects) & _leading_to(loss, effects)
+    recorded = requiring(graph, trainable, effects)
+    found = {loss} if loss.name in recorded else set()
+    for node in reversed(graph.nodes):  # those whose gradient autograd asks for, from the loss on
+        if node in found:
+            for source in _sources(node):
+                ways = source, *effects.earlier_writers(source, node)
+                found.update(way for way in ways if way.name in recorded)
+    return frozenset(node.name for node in found)
 
 
 def requiring(
@@ -43,17 +50,6 @@ def requiring(
             for operand in mutated_operands(node):
                 found.update(_in_memory_of(operand, graph, effects))
     return frozenset(found)
-
-
-def _leading_to(loss: fx.Node, effects: Effects) -> set[str]:
-    """Names of the nodes whose gradient autograd asks for when it starts from the loss."""
-    found = {loss}
-    for node in reversed(loss.graph.nodes):
-        if node in found:
-            for source in _sources(node):
-                found.add(source)
-                found.update(effects.earlier_writers(source, node))
-    return {node.name for node in found}
 
 
 def _sources(node: fx.Node) -> Iterable[fx.Node]:

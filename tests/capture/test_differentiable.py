@@ -56,13 +56,14 @@ def test_what_is_updated_without_a_gradient_keeps_the_one_that_it_has() -> None:
 
 class CutOff(nn.Module):
     """One value that the loss uses with and without its gradient, and others that only lead to a
-    detached value or to an update of a buffer."""
+    detached value, to a choice or to an update of a buffer."""
 
     mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.fourth = nn.Linear(4, 4)
         self.table = nn.Parameter(torch.ones(4))
         self.register_buffer("mean", torch.zeros(4))
 
@@ -73,6 +74,7 @@ class CutOff(nn.Module):
         filled[0] = self.third(y.detach())[0]  # written, and nobody reads it afterwards
         with torch.no_grad():
             scale = self.table * 2
+        y = torch.where(self.fourth(y) > 0, y, -y)
         total: torch.Tensor = y * y.detach() * scale + self.third(y).round().detach()
         return total.sum()
 
@@ -86,4 +88,12 @@ def test_only_what_leads_to_the_loss_carries_a_gradient_and_is_trained() -> None
     assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
     names = {n.name: str(n.target) for n in graph.fx_graph.nodes if n.op == "call_function"}
     carrying = [target for name, target in names.items() if name in graph.differentiable]
-    assert [target.split(".")[1] for target in carrying] == ["linear", "mul", "mul", "add", "sum"]
+    assert [target.split(".")[1] for target in carrying] == [
+        "linear",
+        "neg",
+        "where",
+        "mul",
+        "mul",
+        "add",
+        "sum",
+    ]
