@@ -70,8 +70,8 @@ class _Finding:
             self.whole[known.name] = "a sum over bags of rows"
         elif why is not None:
             self.whole[known.name] = f"its indices {why}"
-        elif given["scale_grad_by_freq"] or given["sparse"]:
-            self.whole[known.name] = "a gradient that is sparse, or scaled by frequency"
+        elif given["scale_grad_by_freq"]:
+            self.whole[known.name] = "a gradient that is scaled by frequency"
         elif node.name not in self.graph.differentiable:
             self.whole[known.name] = "frozen"
         else:

@@ -119,8 +119,7 @@ def test_a_table_that_is_tied_to_a_head_that_stays_whole_does_so_too() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"sparse": True}, "a gradient that is sparse, or scaled by frequency"),
-        ({"scale_grad_by_freq": True}, "a gradient that is sparse, or scaled by frequency"),
+        ({"scale_grad_by_freq": True}, "a gradient that is scaled by frequency"),
         ({"max_norm": 1.0}, "its rows are changed in the forward (max_norm)"),
     ],
 )
