@@ -25,6 +25,7 @@ _PASS_ON = frozenset(
     "select permute t unbind split split_with_sizes chunk getitem".split()
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+_TABLES = ("embedding", "embedding_bag", "_embedding_bag")
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 CPU = torch.device("cpu")
 _LARGEST = 1 << 20  # elements of a tensor that is computed to check indices
@@ -64,7 +65,7 @@ def check_tables(graph: Graph) -> None:
     buffers = (item for item in graph.parameters if item.buffer and not item.mutated)
     values |= {item.node: graph.tensors[item.name] for item in buffers}
     for node in graph.fx_graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and "embedding" in node.target._opname:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _TABLES:
             names = [argument.name for argument in node.target._schema.arguments]
             given = dict(zip(names, node.args, strict=False)) | node.kwargs
             if given.get("sparse") and node.name in graph.differentiable:
