@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from keyword import iskeyword
 from typing import Any
 
@@ -31,6 +32,7 @@ from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import ONE_THREAD, as_if_eager, compiled_late, quiet, unmoved
+from parcompiler.capture.hooks import check_hooks, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
@@ -38,8 +40,10 @@ from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import Replay, replaying
+from parcompiler.capture.replay.alike import Attribute
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.trace import shared, traced
+from parcompiler.capture.untouched import check_attributes, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph
 
@@ -57,6 +61,7 @@ def capture(
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
+    check_hooks(WithLoss(model, loss))
     with ONE_THREAD:
         exported = _export(model, loss, args, kwargs)
         graph = exported.graph_module.graph
@@ -132,17 +137,21 @@ def _export(
     """
     own = tried = failed = shared(model)
     first: Exception | None = None
+    changed: set[Attribute] = set()
     with (
         warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
-        computing_all_rows(), Known() as known,
+        computing_all_rows(), without_hooks(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         replay = Replay(own, known.follows)
         for attempt in _attempts(model, own, kwargs, replay):
             try:
                 with attempt as tried, compiled_late(), set_aside() as beneath:
-                    whole = WithLoss(tried, loss, beneath)
-                    return torch.export.export(whole, args, kwargs, strict=False)
+                    whole = WithLoss(tried, loss, partial(watched, tried, beneath, changed))
+                    exported = torch.export.export(whole, args, kwargs, strict=False)
+                if changed or isinstance(tried, fx.GraphModule):
+                    check_attributes(WithLoss(model, loss), args, kwargs)
+                return exported
             except Exception as error:  # whatever a user's model raises
                 if replay.used:  # perhaps because of that
                     continue

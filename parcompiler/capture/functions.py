@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from parcompiler.errors import CaptureError
 
@@ -123,6 +124,12 @@ def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Record one application."""
+    if kind is CheckpointFunction:
+        message = (
+            "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "
+            "come back: say use_reentrant=False, or leave it to compile(recompute=)"
+        )
+        raise CaptureError(message)
     operands = [item for item in arguments if isinstance(item, torch.Tensor)]
     if kind.__module__.partition(".")[0] == "torch" or not operands:
         return _apply(kind, *arguments)

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.beneath import OfTheModel
 from parcompiler.capture.capture import capture
+from parcompiler.capture.hooks import check_hooks
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import loss_of
 from parcompiler.errors import CaptureError
@@ -76,6 +77,7 @@ def capture_in(
 
     Raises what `capture` raises, and CaptureError for a model that cannot be copied.
     """
+    check_hooks(model)  # which copies of parameters do not have
     twin = narrowed(model, dtype, values=False)
     with mixed(dtype):
         graph = capture(twin, narrow_batch(inputs, dtype), in_float32(loss))

@@ -21,24 +21,30 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @contextmanager
-def reads(layer: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attribute]]:
+def reads(
+    layer: nn.Module, watched: Collection[Attribute], *, unwritten: bool = False
+) -> Iterator[set[Attribute]]:
     """Within it, the attributes among `watched` that anybody reads are added to what it yields.
 
     Who takes hold of the `__dict__` of a module, other than torch itself, reads all of them.
+    With `unwritten`, what was written before within it is not counted.
     """
     found: set[Attribute] = set()
+    written: set[Attribute] = set()
     paths = {path for path, _ in watched}
     places = {id(vars(m)): p for p, m in layer.named_modules() if p in paths}
     kinds = {type(m) for p, m in layer.named_modules() if p in paths}
     names = {name for _, name in watched}
-    before = {kind: vars(kind).get("__getattribute__") for kind in kinds}
+
+    def place(module: nn.Module) -> str | None:
+        return places.get(id(object.__getattribute__(module, "__dict__")))
 
     def note(module: nn.Module, name: str) -> None:
-        path = places.get(id(object.__getattribute__(module, "__dict__")))
+        path = place(module)
         if path is None:
             return
         if name != "__dict__":
-            found.add((path, name))
+            found.update({(path, name)} - written)
         elif not sys._getframe(2).f_code.co_filename.startswith(_TORCH):
             found.update(item for item in watched if item[0] == path)
 
@@ -50,17 +56,29 @@ def reads(layer: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
 
         return get
 
-    for kind in kinds:
-        original: Any = kind.__getattribute__
-        setattr(kind, "__getattribute__", noting(original))  # noqa: B010  (of a class, not of one)
+    def writing(original: Callable[..., None]) -> Callable[..., None]:
+        def put(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+            path = place(self)
+            if path is not None:
+                written.add((path, name))
+            original(self, name, *args, **kwargs)
+
+        return put
+
+    methods = {"__getattribute__": noting}
+    if unwritten:
+        methods |= dict.fromkeys(("__setattr__", "register_buffer"), writing)
+    before = {(kind, name): vars(kind).get(name) for kind in kinds for name in methods}
+    for kind, name in before:
+        setattr(kind, name, methods[name](getattr(kind, name)))  # of the class: of all instances
     try:
         yield found
     finally:
-        for kind, own in before.items():
+        for (kind, name), own in before.items():
             if own is None:
-                delattr(kind, "__getattribute__")
+                delattr(kind, name)
             else:
-                setattr(kind, "__getattribute__", own)  # noqa: B010
+                setattr(kind, name, own)
 
 
 class Surroundings:
