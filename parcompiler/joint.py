@@ -1,19 +1,20 @@
 """The original model on several data ranks whose SyncBatchNorms count the batches of all.
 
-A copy of the model for each rank runs on its micro-batch, in a thread of its own, one at a time:
+The model runs on the micro-batch of each rank, in a thread of its own, one at a time:
 
     rank 0   ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm of the joined rows ──► loss
     rank 1            ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm ──► loss
 
 At a norm a rank leaves its rows and lets the next one run; when it is its turn again all have come
-as far, and it takes its rows of the plain batch norm of all rows. Autograd sees one graph of all
-ranks, and one backward gives the gradients of the mean of their losses.
+as far, and it takes its rows of the plain batch norm of all rows. Each rank has buffers of its own,
+which the model holds while it is that rank's turn. Autograd sees one graph of all ranks, and one
+backward gives the gradients of the mean of their losses.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,33 +22,51 @@ from torch import nn
 
 from parcompiler.capture.synchronized import alone, computing_as
 from parcompiler.pool import Outcome
-from parcompiler.reference import Original
+from parcompiler.reference import Optimizer, Original
 
-Losses = Sequence[Callable[[], torch.Tensor]]
+Buffers = Sequence[dict[str, torch.Tensor | None]]  # of each module
 
 
 def joined(
-    originals: Sequence[Original], batch: Mapping[str, torch.Tensor], count: int, rate: float
+    original: Original,
+    batch: Mapping[str, torch.Tensor],
+    count: int,
+    optimizer: Optimizer,
+    ranks: int,
 ) -> Outcome:
-    """One step on `count` micro-batches, of which each of the data ranks has as many.
+    """One step on `count` micro-batches, of which each of the data `ranks` has as many.
 
-    Mean loss, its gradients, and the state after gradient descent: buffers are the first rank's.
+    Mean loss, its gradients, and the state after the step: buffers are the first rank's.
     """
-    first, each = originals[0], count // len(originals)
+    each = count // ranks
+    modules = [*original.whole.modules()]
+    buffers = [_copies(modules) if r else [m._buffers for m in modules] for r in range(ranks)]
     found: list[torch.Tensor] = []
     for i in range(each):
-        tasks = [partial(_loss, own, batch, r * each + i) for r, own in enumerate(originals)]
-        with first.computing():  # for all threads: they end in another order than they began
-            losses = _Lockstep(tasks).run()
-            torch.autograd.backward(torch.stack(losses).sum() * (first.scale / count))
+        with original.computing():  # for all threads: they end in another order than they began
+            lockstep = _Lockstep(original, batch, [r * each + i for r in range(ranks)], buffers)
+            losses = lockstep.run()
+            torch.autograd.backward(torch.stack(losses).sum() * (original.scale / count))
         found += [loss.detach() for loss in losses]
-    for name, parameter in first.parameters.items():
-        grads = [own.parameters[name].grad for own in originals]
-        present = [grad for grad in grads if grad is not None]
-        if present:
-            parameter.grad = torch.stack(present).sum(0)
-    gradients, mean = first.gradients(), torch.stack(found).mean().reshape(1)
-    return Outcome(mean, gradients, first.descended(rate), first.scale)
+    _hold(modules, buffers[0])
+    gradients, mean = original.gradients(), torch.stack(found).mean().reshape(1)
+    return Outcome(mean, gradients, original.stepped(optimizer), original.scale)
+
+
+def _copies(modules: Sequence[nn.Module]) -> Buffers:
+    """Copies of the buffers of each module; what several have is one copy."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+        return None if buffer is None else made.setdefault(id(buffer), buffer.clone())
+
+    return [{name: copy(buffer) for name, buffer in m._buffers.items()} for m in modules]
+
+
+def _hold(modules: Sequence[nn.Module], buffers: Buffers) -> None:
+    """Let modules hold these buffers."""
+    for module, own in zip(modules, buffers, strict=True):
+        module._buffers = own
 
 
 def _loss(original: Original, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
@@ -57,19 +76,30 @@ def _loss(original: Original, batch: Mapping[str, torch.Tensor], i: int) -> torc
 
 
 class _Lockstep:
-    """Functions that run one at a time, each to the next norm; a turn goes around."""
+    """The losses of some micro-batches, one for each rank, which has `buffers` of its own.
 
-    def __init__(self, functions: Losses) -> None:
-        self._functions = functions
-        self._turns = [threading.Semaphore(0) for _ in functions]
+    They are computed one at a time, each to the next norm; a turn goes around.
+    """
+
+    def __init__(
+        self,
+        original: Original,
+        batch: Mapping[str, torch.Tensor],
+        microbatches: Sequence[int],
+        buffers: Sequence[Buffers],
+    ) -> None:
+        self._modules = [*original.whole.modules()]
+        self._functions = [partial(_loss, original, batch, i) for i in microbatches]
+        self._buffers = buffers
+        self._turns = [threading.Semaphore(0) for _ in microbatches]
         self._rows: list[dict[int, torch.Tensor]] = []  # of the norms, in order, by rank
         self._place = threading.local()  # `rank`, and the number of `norms` that it has come to
-        self._running = list(range(len(functions)))
+        self._running = list(range(len(microbatches)))
         self._results: dict[int, torch.Tensor] = {}
         self._error: BaseException | None = None
 
     def run(self) -> list[torch.Tensor]:
-        """Their results; what the first one that fails has raised."""
+        """The losses; what the first one that fails has raised."""
         ranks = range(len(self._functions))
         threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in ranks]
         with torch.random.fork_rng(devices=[]), computing_as(self._norm):
@@ -85,7 +115,7 @@ class _Lockstep:
     def _follow(self, rank: int) -> None:
         """The life of one thread."""
         self._place.rank, self._place.norms = rank, 0
-        self._turns[rank].acquire()
+        self._wait()
         try:
             if self._error is None:
                 self._results[rank] = self._functions[rank]()
@@ -102,6 +132,11 @@ class _Lockstep:
             self._running.pop(place)
         self._turns[following].release()
 
+    def _wait(self) -> None:
+        """Wait for the turn of this rank, and let the model hold its buffers."""
+        self._turns[self._place.rank].acquire()
+        _hold(self._modules, self._buffers[self._place.rank])
+
     def _norm(self, norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
         """A rank's rows of the batch norm of the rows of all."""
         if not norm.training:
@@ -113,7 +148,7 @@ class _Lockstep:
         rows = self._rows[number]
         rows[rank] = x.clone()  # what is done to it in place comes after the norm
         self._pass_on()
-        self._turns[rank].acquire()
+        self._wait()
         if self._error is not None or len(rows) < len(self._turns):
             message = "another data rank has not come to this SyncBatchNorm"
             raise RuntimeError(message)

@@ -13,18 +13,15 @@ is needed for what weight stashing computes (1806.03377, section 3.3): no ranks,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower import Lowered
 from parcompiler.pool import Outcome
-from parcompiler.reference import Original
-
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from parcompiler.reference import Optimizer, Original
 
 
 def reenacted(

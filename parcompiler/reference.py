@@ -1,25 +1,28 @@
 """The original model in one process, which programs are compared with.
 
 `accumulated` is a synchronous step as a user would write it: micro-batch after micro-batch, the
-gradients of the mean of their losses, then gradient descent.
+gradients of the mean of their losses, then a step of the optimizer. What runs is the user's own
+module with all that hangs on it (hooks, attributes, code that a copy might miss), which is left as
+it was; a model on the meta device has no values, and a copy of it is given some.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from parcompiler.batches import piece
 from parcompiler.capture.inputs import with_tensors
-from parcompiler.capture.lift import lifted_copy, lifting
-from parcompiler.capture.loss import WithLoss
-from parcompiler.capture.narrow import in_float32, mixed, narrowed
+from parcompiler.capture.lift import lifted, lifting
+from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.narrow import mixed, narrowed
+from parcompiler.capture.untouched import untouched
 from parcompiler.graph import Graph
 from parcompiler.pool import Outcome
 from parcompiler.runtime.chance import Chance
@@ -27,11 +30,14 @@ from parcompiler.runtime.chance import Chance
 if TYPE_CHECKING:
     from parcompiler.program import Program
 
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
 
 class Original:
-    """A copy of the model that `program` was compiled from, in `dtype`, and its losses.
+    """The model that `program` was compiled from, in `dtype`, and its losses.
 
-    Where that is 16 bits with `masters` in float32, these have the gradients of the 16-bit
+    It may be used within a `with` block, after which the model is as it was before. Where the
+    program is in 16 bits with masters in float32, `masters` have the gradients of the 16-bit
     parameters, which are those of the loss times `scale`, divided by it.
     """
 
@@ -42,17 +48,37 @@ class Original:
         self.graph = program.problem.graph
         self.narrow = self.graph.narrow
         self.scale = scale
-        self.model = _twin(program.model, self.graph, None if self.narrow else dtype)
-        self.masters = dict(self.model.named_parameters())
-        loss = program.loss
-        if self.narrow is not None:
-            self.model = narrowed(self.model, self.narrow)
-            loss = in_float32(loss)
-        self.parameters = dict(self.model.named_parameters())
-        self._whole = WithLoss(self.model, loss)
+        self.whole = WithLoss(program.model, program.loss, in_float32=self.narrow is not None)
         self._seed, self._dtype = seed, dtype
         floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
         self._own = program.captured.narrow or next(floating, torch.float32)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Original:
+        """Give the model values in its precision."""
+        if any(t.is_meta for t in (*self.whole.parameters(), *self.whole.buffers())):
+            self.whole = _materialised(self.whole, self.graph)
+        masters = {}
+        if self.narrow is not None:
+            dtype = narrowed(self.whole, self.narrow)
+            masters = {
+                name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                for name, parameter in _named(self.whole.named_parameters())
+                if parameter.requires_grad and dtype(parameter) == self.narrow
+            }
+        elif self._dtype is not None:
+            dtype = lifted(self._dtype)
+        else:
+            dtype = lambda tensor: tensor.dtype  # noqa: E731
+        self._stack.enter_context(untouched(self.whole, dtype))
+        self.parameters = dict(_named(self.whole.named_parameters()))
+        self.masters = self.parameters | masters
+        self._buffers = [name for name, _ in _named(self.whole.named_buffers())]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the model as it was."""
+        self._stack.close()
 
     def computing(self) -> AbstractContextManager[None]:
         """Within it, the model computes in its precision, forwards and backwards."""
@@ -64,13 +90,17 @@ class Original:
         """The loss of micro-batch `i`."""
         args, kwargs = with_tensors(self.graph.sample, piece(self.graph, batch, i))
         with Chance(self._seed, i) if self.graph.random else nullcontext():
-            loss: torch.Tensor = self._whole(*args, **kwargs)
+            loss: torch.Tensor = self.whole(*args, **kwargs)
         return loss
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name."""
-        tensors = self.masters | dict(self.model.named_buffers())
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        """Copies of the parameters and of the buffers that the model had before it ran, by name.
+
+        (What a forward registers as it goes, a program computes in every forward.)
+        """
+        named = dict(_named(self.whole.named_buffers()))
+        tensors = self.masters | {name: named[name] for name in self._buffers if name in named}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that backwards have left, by name; masters have them from now on."""
@@ -81,47 +111,62 @@ class Original:
         named = self.masters.items()
         return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
-    def descended(self, rate: float) -> dict[str, torch.Tensor]:
-        """The state after a step of gradient descent."""
-        trainable = [p for p in self.masters.values() if p.requires_grad]
-        if trainable:
-            torch.optim.SGD(trainable, lr=rate).step()
+    def stepped(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The state after a step of an optimizer."""
+        trained = [p for p in self.masters.values() if p.requires_grad]
+        if trained:
+            optimizer(trained).step()
         return self.state()
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers by name."""
-        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+    def updated(self) -> dict[str, torch.Tensor]:
+        """Copies of what forwards update themselves, by name: running statistics, a teacher."""
+        names = {item.name for item in self.graph.parameters if item.mutated}
+        return {n: t.detach().clone() for n, t in self._tensors().items() if n in names}
 
-    def set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the buffers the values of earlier copies."""
-        for name, buffer in self.model.named_buffers():
-            if name in values:
-                buffer.copy_(values[name])
+    def set_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors the values of earlier copies."""
+        tensors = self._tensors()
+        with torch.no_grad():
+            for name, value in values.items():
+                tensors[name].copy_(value)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return self.parameters | dict(_named(self.whole.named_buffers()))
 
 
 def accumulated(
-    original: Original, batch: Mapping[str, torch.Tensor], count: int, rate: float, ranks: int = 1
+    original: Original,
+    batch: Mapping[str, torch.Tensor],
+    count: int,
+    optimizer: Optimizer,
+    ranks: int = 1,
 ) -> Outcome:
-    """One step on `count` micro-batches: mean loss, its gradients, and the state after descent.
+    """One step on `count` micro-batches: mean loss, its gradients, and the state after the step.
 
     They belong to so many data `ranks`, each with as many after the other. Each begins with the
     buffers of the model, and those of the first are the state's.
     """
     losses = []
-    before = original.buffers() if ranks > 1 else {}
+    before = original.updated() if ranks > 1 else {}
     first: dict[str, torch.Tensor] = {}
     for i in range(count):
         if i and i % (count // ranks) == 0:
-            first = first or original.buffers()
-            original.set_buffers(before)
+            first = first or original.updated()
+            original.set_values(before)
         with original.computing():
             loss = original.loss(batch, i)
             torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
         losses.append(loss.detach())
-    original.set_buffers(first)
+    original.set_values(first)
     mean = torch.stack(losses).mean()
     gradients = original.gradients()
-    return Outcome(mean.reshape(1), gradients, original.descended(rate), original.scale)
+    return Outcome(mean.reshape(1), gradients, original.stepped(optimizer), original.scale)
+
+
+def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
+    """The same under the names of the model."""
+    return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
 
 
 @contextmanager
@@ -149,19 +194,15 @@ def materialised(graph: Graph, seed: int) -> Graph:
     return dataclasses.replace(graph, tensors={n: fill(t) for n, t in graph.tensors.items()})
 
 
-def _twin(model: nn.Module, graph: Graph, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of the model with the values of `graph`, in `dtype`."""
-    first = next(model.parameters(), None)
-    twin = copy.deepcopy(model)
-    if first is not None and first.is_meta:
-        twin = twin.to_empty(device="cpu")
-        _retie(model, twin)
-        named = dict(twin.named_parameters()) | dict(twin.named_buffers())
-        with torch.no_grad():
-            for name, tensor in named.items():
-                if name in graph.tensors:
-                    tensor.copy_(graph.tensors[name])
-    return twin if dtype is None else lifted_copy(twin, dtype)
+def _materialised(whole: WithLoss, graph: Graph) -> WithLoss:
+    """A copy of a model on the meta device with the values of `graph`."""
+    twin = copy.deepcopy(whole).to_empty(device="cpu")
+    _retie(whole, twin)
+    with torch.no_grad():
+        for name, tensor in _named((*twin.named_parameters(), *twin.named_buffers())):
+            if name in graph.tensors:
+                tensor.copy_(graph.tensors[name])
+    return twin
 
 
 def _retie(model: nn.Module, twin: nn.Module) -> None:

@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from parcompiler.program import Program
 
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-LEARNING_RATE = 0.01
+# Linear in the gradients, so that rounding is not amplified; momentum counts from the first step
+# on, and decay tells a gradient that is zero from none.
+OPTIMIZER = "SGD"
+OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
 OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
@@ -61,6 +64,8 @@ class Errors:
     """Largest relative errors of one comparison; `bitwise` when there is not a bit of difference.
 
     `given` says that the batch was made of the given inputs, for the model refused a random one.
+    `cause` says what cannot be compared at all: it is on one side alone, or not finite; its error
+    is infinite.
     An `asynchronous` program has no error of gradients: its updates have used them.
     `rounding` is the error of the model in one process against itself in float64; it is found, and
     counts, where the limit is passed although float64 shows no difference.
@@ -83,6 +88,7 @@ class Errors:
     given: bool = False
     asynchronous: bool = False
     rounding: float = 0.0
+    cause: str = ""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +102,8 @@ class Errors:
         if self.rounding:
             how += f"; the model in one process is {self.rounding:.1e} from itself in float64"
         how += ", on the inputs given: the model takes no random ones" if self.given else ""
+        if self.cause:
+            return f"{self.dtype}: {self.cause}"
         if self.asynchronous:
             figures = f"loss {self.loss:.1e}, gradients used by the updates"
             how += "; re-enacted in one process"
@@ -109,6 +117,7 @@ class Verification:
     """The outcome of `program.verify()`: `native` as the program is, `lifted` in float64.
 
     `lifted` is None, and `note` says why, when an operator of the model has no float64 kernel.
+    `note` also says what is not compared.
     """
 
     native: Errors
@@ -161,18 +170,33 @@ def check(program: Program, seed: int) -> Verification:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
     own = program.problem.graph
+    note = _of_several_ranks(program)
     native, wanted = _compare(program, own, seed, program.problem.options.dtype)
     if _is_double(own):
-        return Verification(native, native)
+        return Verification(native, native, note)
     try:
         double = simplify(lift(program.captured, torch.float64))
         _check_kernels(double)
         lifted, exact = _compare(program, double, seed, torch.float64)
     except _NoReference as error:
-        return Verification(native, None, f"no float64 comparison: {error}")
+        missing = f"no float64 comparison: {error}"
+        return Verification(native, None, "; ".join(filter(None, (missing, note))))
     if not native.ok and lifted.ok and native.given == lifted.given:
-        native = _among_roundings(native, wanted, exact, own.narrow)
-    return Verification(native, lifted)
+        native = _among_roundings(native, wanted, exact, _narrowest(own))
+    return Verification(native, lifted, note)
+
+
+def _of_several_ranks(program: Program) -> str:
+    """What each data rank updates by its own micro-batches alone."""
+    graph = program.problem.graph
+    names = [repr(item.name) for item in graph.parameters if item.mutated]
+    if program.lowered.data == 1 or not names or is_synchronized(graph.fx_graph):
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"forwards update {', '.join(names[:3])}{more}: each of the {program.lowered.data} data "
+        "ranks does by its own micro-batches, and those of the first are compared"
+    )
 
 
 def _among_roundings(
@@ -227,16 +251,15 @@ def _compare(
     with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
         path = variant.write(Path(folder) / "program", program.report())
         patience = PATIENCE + 30 * (time.perf_counter() - begin)
-        options = {"lr": LEARNING_RATE}
         scale = reference.scale if graph.narrow == torch.float16 else None
         job = Job(
-            str(path), (batch,), seed,
-            options=options, draws=numbers, patience=patience, scale=scale,
+            str(path), (batch,), seed, optimizer=OPTIMIZER, options=OPTIONS,
+            draws=numbers, patience=patience, scale=scale,
         )  # fmt: skip
         found = pool().run(job, variant.lowered.grid.size)
     own = [p.name for p in graph.parameters if p.trainable and not p.buffer]
     trained = own if variant.lowered.asynchronous else reference.gradients.keys()
-    errors = _errors(reference, found, trained, graph.narrow)
+    errors = _errors(reference, found, trained, _narrowest(graph))
     asynchronous = variant.lowered.asynchronous
     return dataclasses.replace(errors, given=given, asynchronous=asynchronous), reference
 
@@ -288,17 +311,16 @@ def _at_scale(
     scale: float,
 ) -> Outcome:
     """What the original model makes of a batch when its loss is scaled for the backward."""
-    original = Original(variant, seed, dtype, scale)
-    if variant.lowered.asynchronous:
-        descent = partial(torch.optim.SGD, lr=LEARNING_RATE)
-        return reenacted(original, variant.lowered, [batch], descent)
+    optimizer = partial(getattr(torch.optim, OPTIMIZER), **OPTIONS)
     ranks = variant.lowered.data
     count = variant.plan.microbatches * ranks
-    if ranks > 1 and is_synchronized(original.graph.fx_graph):
-        others = [Original(variant, seed, dtype, scale) for _ in range(ranks - 1)]
-        return joined([original, *others], batch, count, LEARNING_RATE)
-    with computing_as(alone):  # whatever torch.distributed does in this process
-        return accumulated(original, batch, count, LEARNING_RATE, ranks)
+    with Original(variant, seed, dtype, scale) as original:
+        if variant.lowered.asynchronous:
+            return reenacted(original, variant.lowered, [batch], optimizer)
+        if ranks > 1 and is_synchronized(original.graph.fx_graph):
+            return joined(original, batch, count, optimizer, ranks)
+        with computing_as(alone):  # whatever torch.distributed does in this process
+            return accumulated(original, batch, count, optimizer, ranks)
 
 
 def _errors(
@@ -318,6 +340,11 @@ def _errors(
     loss = _relative(reference.loss, found.loss, 0.0)
     everything = {**state, **gradients}
     worst = max(everything, key=lambda name: everything[name], default="")
+    causes = [
+        _cause({"": loss}, {"": reference.loss}, {"": found.loss}, "the loss"),
+        _cause(gradients, reference.gradients, found.gradients, "a gradient of {!r}"),
+        _cause(state, reference.state, named, "{!r} after a step"),
+    ]
     return Errors(
         dtype=str(dtype).removeprefix("torch."),
         loss=loss,
@@ -326,7 +353,42 @@ def _errors(
         worst=worst,
         bitwise=not any((loss, *everything.values())),
         limit=limit_of(dtype),
+        cause="; ".join(filter(None, causes)),
     )
+
+
+def _cause(
+    errors: Mapping[str, float],
+    wanted: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    what: str,
+) -> str:
+    """Why errors are infinite, in words; nothing where none is. `what` is to have a name put in."""
+    names = sorted(name for name, error in errors.items() if math.isinf(error))
+    if not names:
+        return ""
+    first = what.format(names[0])
+    sides = {"model": wanted.get(names[0]), "program": found.get(names[0])}
+    present = [side for side, tensor in sides.items() if tensor is not None]
+    broken = [f"in the {s}" for s, t in sides.items() if t is not None and not t.isfinite().all()]
+    if len(present) == 1:
+        text = f"only the {present[0]} has {first}"
+    elif broken:
+        text = f"{first} is not finite {' and '.join(broken)}"
+    else:
+        shapes = " and ".join(f"{tuple(t.shape)}" for t in sides.values() if t is not None)
+        text = f"{first} is of another shape or size (model and program: {shapes})"
+    return text + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _narrowest(graph: Graph) -> torch.dtype | None:
+    """The 16-bit dtype of some value that carries gradients; None if all are wider."""
+    values = [graph.narrow]
+    for node in graph.fx_graph.nodes:
+        value = node.meta.get("val")
+        if node.name in graph.differentiable and isinstance(value, torch.Tensor):
+            values.append(value.dtype)
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in values), None)
 
 
 def limit_of(dtype: torch.dtype) -> float:
@@ -340,7 +402,7 @@ def _differences(
     trained: Collection[str],
     narrow: torch.dtype | None,
 ) -> Iterator[tuple[str, float]]:
-    """The relative error of each tensor; infinite where one side has none.
+    """The relative error of each tensor; infinite where one side has none, not even zeros.
 
     Rounding is measured by the `trained` ones: buffers hold masks of -1e9 and the like.
     """
@@ -354,13 +416,13 @@ def _differences(
     for name in sorted(wanted.keys() | found.keys()):
         if name in wanted and name in found:
             yield name, _relative(wanted[name], found[name], floor, size)
-        elif _size(wanted.get(name, found.get(name))) > 0.0:
+        else:
             yield name, float("inf")
 
 
-def _size(tensor: torch.Tensor | None) -> float:
+def _size(tensor: torch.Tensor) -> float:
     """The largest element, in magnitude."""
-    return float(_wide(tensor).abs().max()) if tensor is not None and tensor.numel() else 0.0
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
 
 
 def _mean_size(tensor: torch.Tensor) -> float:

@@ -49,21 +49,32 @@ from parcompiler.graph import Graph
 
 
 def capture(
-    model: nn.Module, inputs: Batch, loss: Callable[[Any], torch.Tensor] | None = None
+    model: nn.Module,
+    inputs: Batch,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    in_float32: bool = False,
 ) -> Graph:
     """Capture `model` on one micro-batch of one data rank; the model is not modified.
 
     `inputs` is a dict of keyword arguments or a tuple of positional ones; values that are no
     tensors become constants. The graph is a plain value: compile it for as many meshes as needed.
+    The parameters of a loss that is a module are trained too, under names that begin with "loss.";
+    `in_float32` casts the loss to that.
     Raises CaptureError with the module path, the source line and advice; InputError for inputs
     that the model's forward does not take.
     """
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
-    check_hooks(WithLoss(model, loss))
+    original = WithLoss(model, loss, in_float32=in_float32)
+    check_hooks(original)
+    changed: set[Attribute] = set()
     with ONE_THREAD:
-        exported = _export(model, loss, args, kwargs)
+        exported = _export(original, args, kwargs, changed)
+        if changed:
+            with computing_as(alone):
+                check_attributes(original, args, kwargs)
         graph = exported.graph_module.graph
         clean.inline_regions(graph, exported.graph_module)
         call_functions(graph)
@@ -72,8 +83,8 @@ def capture(
     clean.drop_dead(graph)
     keep_memory(graph)
     make_cuttable(graph, _input_nodes(exported))
-    mark(graph, WithLoss(model, loss))
-    captured = read(model, exported, graph, inputs, positional=not kwargs)
+    mark(graph, original)
+    captured = read(original, exported, graph, inputs, positional=not kwargs)
     check_tables(captured)
     return captured
 
@@ -124,34 +135,28 @@ def _check_rows(inputs: Batch) -> None:
 
 
 def _export(
-    model: nn.Module,
-    loss: Callable[[Any], torch.Tensor] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], changed: set[Attribute]
 ) -> torch.export.ExportedProgram:
     """Export the model with its loss; when that fails, in other ways (see `_attempts`).
 
     What depends on the values of the batch is refused at once: `fx.symbolic_trace` would take the
     branch that values of its own decide. Where the model does not even run, it is that which is
-    said.
+    said. Adds the attributes that a forward has `changed`.
     """
-    own = tried = failed = shared(model)
+    own = tried = failed = shared(original)
     first: Exception | None = None
-    changed: set[Attribute] = set()
     with (
         warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
         computing_all_rows(), without_hooks(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         replay = Replay(own, known.follows)
-        for attempt in _attempts(model, own, kwargs, replay):
+        for attempt in _attempts(original, own, kwargs, replay, changed):
             try:
                 with attempt as tried, compiled_late(), set_aside() as beneath:
-                    whole = WithLoss(tried, loss, partial(watched, tried, beneath, changed))
-                    exported = torch.export.export(whole, args, kwargs, strict=False)
-                if changed or isinstance(tried, fx.GraphModule):
-                    check_attributes(WithLoss(model, loss), args, kwargs)
-                return exported
+                    whole = WithLoss(tried.model, tried.loss, in_float32=original.in_float32)
+                    whole.around = partial(watched, whole, beneath, changed)
+                    return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 if replay.used:  # perhaps because of that
                     continue
@@ -161,25 +166,20 @@ def _export(
                     break
     assert first is not None
     if isinstance(first, CaptureError):
-        raise placed(first, failed) from first
+        raise placed(first, failed.model) from first
     if isinstance(first, ParcompilerError):
         raise first
-    _check_runs(model, loss, args, kwargs)
-    raise explain(first, failed) from first
+    _check_runs(original, args, kwargs)
+    raise explain(first, failed.model) from first
 
 
-def _check_runs(
-    model: nn.Module,
-    loss: Callable[[Any], torch.Tensor] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a model that fails on its inputs when it is simply called; a copy of it is.
 
     What tensors without data cannot do says nothing about the model.
     """
     try:
-        whole = WithLoss(copy.deepcopy(model), loss)
+        whole = copy.deepcopy(original)
     except Exception:  # whatever a user's attributes raise when they are copied
         return
     try:
@@ -194,29 +194,39 @@ def _check_runs(
 
 
 def _attempts(
-    model: nn.Module, own: nn.Module, kwargs: dict[str, Any], replay: Replay
-) -> Iterator[AbstractContextManager[nn.Module]]:
+    original: WithLoss,
+    own: WithLoss,
+    kwargs: dict[str, Any],
+    replay: Replay,
+    changed: set[Attribute],
+) -> Iterator[AbstractContextManager[WithLoss]]:
     """The model as it is, layers that are equal traced once, else each; where it leaves out steps
     when it is compiled, as in eager mode; and with its Python resolved by `fx.symbolic_trace`."""
     yield replaying(replay, own)
     if replay.used:
         replay.used = False
-        yield nullcontext(shared(model))
-    yield _eager(model)
-    yield _resolved(model, kwargs)
+        yield nullcontext(shared(original))
+    yield _eager(original)
+    yield _resolved(original, kwargs, changed)
 
 
 @contextmanager
-def _eager(model: nn.Module) -> Iterator[nn.Module]:
+def _eager(original: WithLoss) -> Iterator[WithLoss]:
     """A copy of the model that is told that nothing is being compiled."""
     with as_if_eager():
-        yield shared(model)
+        yield shared(original)
 
 
 @contextmanager
-def _resolved(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[nn.Module]:
+def _resolved(
+    original: WithLoss, kwargs: dict[str, Any], changed: set[Attribute]
+) -> Iterator[WithLoss]:
     """A copy of the model, traced."""
-    yield traced(model, kwargs)
+    own = shared(original)
+    with watched(own, nullcontext, changed):
+        resolved = traced(own.model, kwargs)
+    own.model = resolved
+    yield own
 
 
 def _check_operators(graph: fx.Graph) -> None:

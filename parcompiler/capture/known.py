@@ -20,11 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parcompiler.capture.assertions import assumed
 from parcompiler.capture.beneath import OfTheModel
+from parcompiler.errors import CaptureError
 
 LARGEST = 1 << 20  # elements of a tensor whose values are followed
 
@@ -71,6 +73,7 @@ class Known(OfTheModel):
         if "size" in kwargs:
             kwargs = {**kwargs, "size": pytree.tree_map(self._number, kwargs["size"])}
         result = func(*args, **kwargs)
+        _check_registered(func, args, result)
         if not self._assume(getattr(func, "__name__", ""), args, result):
             self._follow(func, args, kwargs, result)
         return result
@@ -158,6 +161,24 @@ class Known(OfTheModel):
         value = self._value(tensor)
         if value is not None:
             self._spoiled.add(value.untyped_storage().data_ptr())
+
+
+def _check_registered(func: Any, args: Any, result: Any) -> None:
+    """Refuse to compute with a parameter that no module registered: torch.export would take it for
+    a constant. (Those that are registered are not themselves while they are traced.)"""
+    foreign = [p for p in args if type(p) is nn.Parameter and p.requires_grad]
+    if not foreign or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
+        return
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of a property
+        name = func.__self__.__name__
+    if name not in ("detach", "data", "grad"):
+        message = (
+            f"{name} reads a parameter {tuple(foreign[0].shape)} that is no parameter of the model "
+            "there (in a closure, a list, or by a second attribute): it would not be trained. "
+            "Register it in the model, or give a module that has it as loss="
+        )
+        raise CaptureError(message)
 
 
 def _writes(name: str) -> bool:

@@ -9,14 +9,13 @@ lifted to: what a model casts itself can only be told when it is captured, see `
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -210,8 +209,6 @@ def lifting(dtype: torch.dtype, own: torch.dtype = torch.float32) -> Iterator[No
         torch.set_default_dtype(before)
 
 
-def lifted_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of `model` whose floating and complex parameters and buffers are in `dtype`."""
-    twin = copy.deepcopy(model)
-    twin._apply(lambda tensor: tensor.to(_in(dtype, tensor.dtype)))
-    return twin
+def lifted(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
+    """What dtype each parameter and buffer of a model has when that is lifted to `dtype`."""
+    return lambda tensor: _in(dtype, tensor.dtype)

@@ -22,7 +22,7 @@ PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's m
 class WithLoss(nn.Module):
     """Calls the user's model and returns the scalar that training minimises.
 
-    `around` makes the context that it is called in.
+    `around` makes the context that it is called in; `in_float32` casts the loss to that.
     """
 
     def __init__(
@@ -30,11 +30,14 @@ class WithLoss(nn.Module):
         model: nn.Module,
         loss: Callable[[Any], torch.Tensor] | None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        in_float32: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.around = around
+        self.in_float32 = in_float32
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         """The loss of one micro-batch, a scalar."""
@@ -45,7 +48,28 @@ class WithLoss(nn.Module):
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             message = f"the loss must be a scalar tensor ({shape} returned by the loss callable)"
             raise CaptureError(message)
-        return loss if loss.dim() == 0 else loss.reshape(())
+        loss = loss if loss.dim() == 0 else loss.reshape(())
+        return loss.float() if self.in_float32 else loss
+
+    def names(self) -> dict[str, str]:
+        """For every name of a parameter or buffer, the first name of the same tensor.
+
+        Those of the model have its names, those of a loss that is a module begin with "loss.".
+        Raises CaptureError where both have a tensor of one name.
+        """
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        named = (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        )
+        for path, tensor in named:
+            name = path.removeprefix(PREFIX)
+            if name in found:
+                message = f"the model and the loss both have a tensor {name!r}: rename one"
+                raise CaptureError(message)
+            found[name] = first.setdefault(id(tensor), name)
+        return found
 
 
 def loss_of(outputs: object) -> torch.Tensor:

@@ -38,7 +38,7 @@ from parcompiler.capture.beneath import OfTheModel
 from parcompiler.capture.capture import capture
 from parcompiler.capture.hooks import check_hooks
 from parcompiler.capture.inputs import Batch
-from parcompiler.capture.loss import loss_of
+from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 
@@ -77,11 +77,13 @@ def capture_in(
 
     Raises what `capture` raises, and CaptureError for a model that cannot be copied.
     """
-    check_hooks(model)  # which copies of parameters do not have
-    twin = narrowed(model, dtype, values=False)
+    original = WithLoss(model, loss)
+    check_hooks(original)  # which copies of parameters do not have
+    twin = _narrowed(original, dtype)
     with mixed(dtype):
-        graph = capture(twin, narrow_batch(inputs, dtype), in_float32(loss))
-    own = dict(model.named_parameters(remove_duplicate=False))
+        graph = capture(twin.model, narrow_batch(inputs, dtype), twin.loss, in_float32=True)
+    named = original.named_parameters(remove_duplicate=False)
+    own = {name.removeprefix(PREFIX): parameter for name, parameter in named}
     tensors = {name: own.get(name, tensor) for name, tensor in graph.tensors.items()}
     return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype)
 
@@ -96,38 +98,28 @@ def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, inputs)
 
 
-def narrowed(model: nn.Module, dtype: torch.dtype, *, values: bool = True) -> nn.Module:
-    """A copy of `model` with its parameters in `dtype`, and the buffers of the model itself.
-
-    Without `values` the new parameters have none: memory that nobody reads is not taken.
-    """
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+def narrowed(model: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
+    """What dtype each parameter and buffer of `model` has in 16 bits."""
     kept = {id(p) for m in model.modules() if isinstance(m, _NormBase) for p in m.parameters()}
-    for parameter in model.parameters():
-        kind = parameter.dtype
-        if kind.is_floating_point and id(parameter) not in kept:
-            kind = dtype
-        data = parameter.detach()
-        made = data.to(kind) if values else torch.empty_like(data, dtype=kind)
+    cast = {id(p) for p in model.parameters() if p.is_floating_point()} - kept
+    return lambda tensor: dtype if id(tensor) in cast else tensor.dtype
+
+
+def _narrowed(whole: WithLoss, dtype: torch.dtype) -> WithLoss:
+    """A copy with parameters in `dtype` that have no values, and the buffers themselves."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in whole.buffers()}
+    kind = narrowed(whole, dtype)
+    for parameter in whole.parameters():
+        made = torch.empty_like(parameter.detach(), dtype=kind(parameter))
         memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(whole, memo)
     except Exception as error:  # whatever a user's attributes raise when they are copied
         message = (
-            f"{type(model).__name__} cannot be copied, which another precision needs ({error}): "
-            "leave precision out, or cast the model yourself"
+            f"{type(whole.model).__name__} cannot be copied, which another precision needs "
+            f"({error}): leave precision out, or cast the model yourself"
         )
         raise CaptureError(message) from error
-
-
-def in_float32(loss: Loss | None) -> Loss:
-    """The loss in float32, whatever the model computes it in."""
-
-    def widened(outputs: Any) -> torch.Tensor:
-        found = loss_of(outputs) if loss is None else loss(outputs)
-        return found.float() if isinstance(found, torch.Tensor) else found
-
-    return widened
 
 
 @contextmanager

@@ -19,21 +19,21 @@ from parcompiler.capture.clean import where
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.inputs import Batch, flat
-from parcompiler.capture.loss import PREFIX
+from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.modes import modes_of
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
 
 
 def read(
-    model: nn.Module,
+    whole: WithLoss,
     exported: torch.export.ExportedProgram,
     graph: fx.Graph,
     sample: Batch,
     positional: bool,
 ) -> Graph:
     """The value of a cleaned graph. Raises CaptureError where the model holds what is no tensor."""
-    found = _Signature(model, exported, graph)
+    found = _Signature(whole, exported, graph)
     found.read(sample)
     loss = _loss(graph)
     trainable = {item.node for item in found.parameters.values() if item.trainable}
@@ -44,18 +44,18 @@ def read(
         for item in found.parameters.values()
     ]
     return Graph(
-        name=type(model).__name__,
+        name=type(whole.model).__name__,
         fx_graph=graph,
         parameters=tuple(parameters),
         inputs=tuple(found.inputs),
         loss=loss,
-        tensors=found.tensors | computed(model, [n for item in parameters for n in item.unsaved]),
+        tensors=found.tensors | computed(whole.model, [n for item in parameters for n in item.unsaved]),
         differentiable=carrying,
         sample=sample,
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
         positional=positional,
         random=any(is_random(node) for node in graph.nodes),
-        modes=modes_of(model),
+        modes=modes_of(whole.model),
     )
 
 
@@ -63,7 +63,7 @@ def read(
 class _Signature:
     """What the placeholders of an exported program stand for."""
 
-    model: nn.Module
+    whole: WithLoss
     exported: torch.export.ExportedProgram
     graph: fx.Graph
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class _Signature:
 
     def __post_init__(self) -> None:
         """Look up nodes and names."""
-        self._names = _canonical_names(self.model)
-        self._saved = _saved_names(self.model)
+        self._names = self.whole.names()
+        self._saved = _saved_names(self.whole.model)
         self._aliases: dict[str, list[str]] = {}
         for alias, name in sorted(self._names.items()):
             if alias != name:
@@ -98,7 +98,7 @@ class _Signature:
         """A value of the batch."""
         if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
             bound = high(node) or high_of_example(example)
-            label = _label(self.model, key)
+            label = _label(self.whole.model, key)
             self.inputs.append(Input(key, node.name, shape_of(node), dtype_of(node), bound, label))
         elif node is not None:
             self.graph.erase_node(node)  # a constant: already burnt in
@@ -182,16 +182,6 @@ def _saved_names(model: nn.Module) -> set[str]:
         leaves = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
         found |= {f"{path}.{leaf}" if path else leaf for leaf in leaves}
     return found
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer, the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:

@@ -8,23 +8,25 @@ and goes through export like any other.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from parcompiler.errors import CaptureError
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
-    """`model` traced, with the arguments that are no tensors as constants; a copy."""
+    """`model` traced, with the arguments that are no tensors as constants."""
     constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
     buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
     updated: list[str] = []
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         try:
-            module = fx.symbolic_trace(shared(model), concrete_args=constants or None)
+            module = fx.symbolic_trace(model, concrete_args=constants or None)
         finally:
             for name, (buffer, version, value) in buffers.items():
                 if buffer._version != version:
@@ -40,7 +42,7 @@ def traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
     return module
 
 
-def shared(model: nn.Module) -> nn.Module:
+def shared(model: Model) -> Model:
     """A copy of `model` with the same tensors, so that names and ties stay the model's.
 
     A forward may assign attributes and exchange modules, and tracing would leave those of its

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.replay.alike import Attribute, is_plain
@@ -58,7 +59,7 @@ class Attributes:
         """Let modules and containers hold again what they held."""
         for container, copy in self._containers:
             container.clear()
-            (container.extend if isinstance(copy, list) else container.update)(copy)
+            (container.extend if isinstance(copy, list | deque) else container.update)(copy)
 
     def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
         """The attributes of a module, with the tensors and modules that it registered."""
@@ -92,7 +93,9 @@ class Attributes:
             value = getattr(value, "__dict__", None)
         if not isinstance(value, dict | list | set | deque):
             return None
-        self._containers.append((value, list(value) if isinstance(value, list | deque) else value.copy()))
+        self._containers.append(
+            (value, list(value) if isinstance(value, list | deque) else value.copy())
+        )
         if isinstance(value, dict):
             return [*value, *value.values()]
         return sorted(value, key=id) if isinstance(value, set) else list(value)
@@ -133,9 +136,11 @@ def watched(
 ) -> Iterator[None]:
     """Within it, and within `around`, a forward runs: adds the attributes that it changes."""
     before = Attributes(model)
-    with around():
-        yield
-    changed |= before.changed(Attributes(model))
+    try:
+        with around():
+            yield
+    finally:
+        changed |= before.changed(Attributes(model))
 
 
 def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -149,6 +154,7 @@ def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, 
         whole(*args, **kwargs)
         second = Attributes(whole)
         changed = first.changed(second)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         with reads(whole, changed, unwritten=True) as read:
             whole(*args, **kwargs)
         refused = second.changed(Attributes(whole)) & changed & read

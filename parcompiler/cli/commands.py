@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,5 +198,6 @@ def _started(launcher: str, path: Path, ranks: int) -> str:
 
 
 def _errors(errors: Errors) -> dict[str, Any]:
-    """One comparison for a script."""
-    return {**dataclasses.asdict(errors), "ok": errors.ok}
+    """One comparison for a script; an infinite error, of which `cause` tells, is null."""
+    figures = {**dataclasses.asdict(errors), "ok": errors.ok}
+    return {name: None if value == math.inf else value for name, value in figures.items()}

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.lift import lift, lifted_copy, lifting
+from parcompiler.capture.lift import lift, lifted, lifting
 from parcompiler.capture.simplify import simplify
+from parcompiler.capture.untouched import untouched
 from tests.distributed.models import WIDTH, rows
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -78,11 +79,10 @@ def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.op == "placeholder":
             assert value.dtype == torch.float64
-    twin = lifted_copy(model, torch.float64)
     if step is autocast:
-        vars(twin)["step"] = plain  # lifting leaves autocast out
-    with lifting(torch.float64):
-        wanted = twin(x.double())
+        vars(model)["step"] = plain  # lifting leaves autocast out
+    with untouched(model, lifted(torch.float64)), lifting(torch.float64):
+        wanted = model(x.double())
     by_name = {p.node: graph.tensors[p.name].double() for p in graph.parameters}
     values = [
         by_name.get(node.name, x.double())
@@ -103,7 +103,9 @@ def test_recorded_values_are_what_runs() -> None:
 def test_complex_tensors_are_lifted_as_such() -> None:
     model = nn.Module()
     model.register_buffer("turns", torch.tensor([1j, 2.0]))
-    assert lifted_copy(model, torch.float64).turns.dtype == torch.complex128
+    with untouched(model, lifted(torch.float64)):
+        assert model.turns.dtype == torch.complex128
+    assert model.turns.dtype == torch.complex64
 
 
 def test_rows_by_experts_are_multiplied_in_float64_too() -> None:

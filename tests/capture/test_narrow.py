@@ -9,8 +9,10 @@ from torch import fx, nn
 
 import parcompiler as pc
 from parcompiler.capture import capture
-from parcompiler.capture.narrow import capture_in, in_float32, mixed, narrow_batch, narrowed
+from parcompiler.capture.loss import WithLoss
+from parcompiler.capture.narrow import capture_in, mixed, narrow_batch, narrowed
 from parcompiler.capture.simplify import simplify
+from parcompiler.capture.untouched import untouched
 from parcompiler.graph import Graph
 from tests.distributed.models import CLASSES, WIDTH, classes, rows
 
@@ -70,9 +72,8 @@ def test_the_graph_is_the_model_in_16_bits(dtype: torch.dtype) -> None:
     model, batch = Model(), inputs()
     graph = simplify(capture_in(dtype, model, batch))
     found = run(graph, batch, dtype)
-    twin = narrowed(model, dtype)
-    with mixed(dtype):
-        wanted = in_float32(None)(twin(**narrow_batch(batch, dtype)))
+    with mixed(dtype), untouched(model, narrowed(model, dtype)):
+        wanted = WithLoss(model, None, in_float32=True)(**narrow_batch(batch, dtype))
     assert found.dtype == graph.loss.meta["val"].dtype == torch.float32
     assert torch.equal(found, wanted)
     exact = model(**batch)

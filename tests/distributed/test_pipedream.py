@@ -51,8 +51,7 @@ def trained(program: pc.Program, optimizer: str, folder: Path) -> Outcome:
 def in_one_process(program: pc.Program, optimizer: str, order: pc.Program) -> Outcome:
     """What the original model makes of the steps, updated as late as on the ranks of `order`."""
     kind: Any = getattr(torch.optim, optimizer)
-    with one_thread():
-        original = Original(program, 0, torch.float64)
+    with one_thread(), Original(program, 0, torch.float64) as original:
         made = partial(kind, **OPTIMIZERS[optimizer])
         return reenacted(original, order.lowered, batches(program), made)
 

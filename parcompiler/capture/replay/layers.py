@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
@@ -19,6 +19,7 @@ LEAST = 5  # layers that are alike, for fewer of which nothing is gained
 _MOST = 8  # kinds of layers in a list, and of calls of a kind, that are looked at
 
 Follows = Callable[[Any], bool]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Differs(Exception):
@@ -141,7 +142,7 @@ class Replay:
 
 
 @contextmanager
-def replaying(replay: Replay, model: nn.Module) -> Iterator[nn.Module]:
+def replaying(replay: Replay, model: Model) -> Iterator[Model]:
     """Within it, the equal layers of `model` have copies of what two of them are traced to."""
     original: Callable[..., Any] = nn.Module._call_impl
 

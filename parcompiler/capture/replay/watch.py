@@ -27,10 +27,12 @@ def reads(
     """Within it, the attributes among `watched` that anybody reads are added to what it yields.
 
     Who takes hold of the `__dict__` of a module, other than torch itself, reads all of them.
-    With `unwritten`, what was written before within it is not counted.
+    With `unwritten`, what was written before within it does not count, nor numbers that are read
+    in no other lines than those that write them (a counter that nobody asks).
     """
     found: set[Attribute] = set()
-    written: set[Attribute] = set()
+    reading: dict[Attribute, set[tuple[str, int]]] = {}  # the lines of code
+    written: dict[Attribute, set[tuple[str, int]]] = {}
     paths = {path for path, _ in watched}
     places = {id(vars(m)): p for p, m in layer.named_modules() if p in paths}
     kinds = {type(m) for p, m in layer.named_modules() if p in paths}
@@ -44,7 +46,9 @@ def reads(
         if path is None:
             return
         if name != "__dict__":
-            found.update({(path, name)} - written)
+            if (path, name) in found or (path, name) not in written:
+                found.add((path, name))
+                reading.setdefault((path, name), set()).add(_line())
         elif not sys._getframe(2).f_code.co_filename.startswith(_TORCH):
             found.update(item for item in watched if item[0] == path)
 
@@ -57,11 +61,13 @@ def reads(
         return get
 
     def writing(original: Callable[..., None]) -> Callable[..., None]:
-        def put(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+        def put(self: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             path = place(self)
             if path is not None:
-                written.add((path, name))
-            original(self, name, *args, **kwargs)
+                lines = written.setdefault((path, name), set())
+                if isinstance(value, int | float):
+                    lines.add(_line())
+            original(self, name, value, *args, **kwargs)
 
         return put
 
@@ -73,12 +79,21 @@ def reads(
         setattr(kind, name, methods[name](getattr(kind, name)))  # of the class: of all instances
     try:
         yield found
+        found -= {at for at, lines in reading.items() if lines <= written.get(at, set())}
     finally:
         for (kind, name), own in before.items():
             if own is None:
                 delattr(kind, name)
             else:
                 setattr(kind, name, own)
+
+
+def _line() -> tuple[str, int]:
+    """The line of code that reads or writes an attribute."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 class Surroundings:
