@@ -1,0 +1,312 @@
+"""What a captured graph would leave out is refused by name, and the model is left as it was."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parcompiler.capture import capture
+from parcompiler.capture.narrow import capture_in
+from parcompiler.capture.untouched import untouched
+from parcompiler.errors import CaptureError
+
+X = {"x": torch.ones(2, 4)}
+
+
+class Model(nn.Module):
+    """Two layers and a loss; `step` is what its forward does in between."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        vars(self)["step"] = step
+        self.count, self.list, self.table, self.numbers = 0, [], {}, Numbers()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.step(self, torch.tanh(self.norm(self.first(x))))
+        return self.last(x).square().mean()
+
+
+class Numbers:
+    """An object that is no module."""
+
+    seen = 0
+
+
+def counts_and_asks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count += 1
+    return x * self.count
+
+
+def asks_before_it_counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.count > 100:
+        x = x * 2
+    self.count += 1
+    return x
+
+
+def appends(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.list.append(1)
+    return x * len(self.list)
+
+
+def fills_a_table(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.table["calls"] = self.table.get("calls", 0) + 1
+    return x
+
+
+def counts_in_an_object(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.numbers.seen += 1
+    return x
+
+
+def reads_its_last_output(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x if self.state is None else x + self.state
+    self.state = x.detach()
+    return y
+
+
+def reads_and_writes_in_one_line(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x, self.state = (x if self.state is None else x + self.state), x.detach()
+    return x
+
+
+def assigns_a_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.norm.running_mean = self.norm.running_mean * 0.5
+    return x
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (counts_and_asks, "count"),
+        (asks_before_it_counts, "count"),
+        (appends, "list"),
+        (fills_a_table, "table"),
+        (counts_in_an_object, "numbers"),
+        (reads_its_last_output, "state"),
+        (reads_and_writes_in_one_line, "state"),
+        (assigns_a_buffer, "norm.running_mean"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_forward_reads_of_an_earlier_one_is_refused(
+    step: Callable[[Any, torch.Tensor], torch.Tensor], name: str, device: str
+) -> None:
+    with torch.device(device):
+        model = Model(step)
+    with pytest.raises(CaptureError, match=rf"earlier forwards have changed \({name}\)"):
+        capture(model, X)
+    assert (model.count, model.list, model.table, model.state) == (0, [], {}, None)
+    assert "seen" not in vars(model.numbers)
+    assert int(model.norm.num_batches_tracked or 0) == 0 if device == "cpu" else True
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count += 1
+    return x
+
+
+def keeps_what_it_made(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.state = x * 2
+    return x
+
+
+def writes_before_it_reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.list = []
+    self.list.append(x * 2)
+    return torch.stack(self.list).sum(0)
+
+
+def makes_a_table_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.state is None or len(self.state) < len(x):
+        self.state = torch.arange(len(x)).unsqueeze(1).to(x.dtype)
+    return x + self.state
+
+
+def registers_a_buffer_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "slopes"):
+        self.register_buffer("slopes", torch.arange(4.0), persistent=False)
+    return x + self.slopes
+
+
+def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.register_buffer("slopes", torch.arange(4.0), persistent=False)
+    return x + self.slopes
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        counts, keeps_what_it_made, writes_before_it_reads, makes_a_table_once,
+        registers_a_buffer_once, registers_a_buffer_each_time,
+    ],
+)  # fmt: skip
+def test_what_no_later_forward_depends_on_is_captured(
+    step: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    model = Model(step)
+    before = {**vars(model)}
+    capture(model, X)
+    assert vars(model) == before
+    assert [name for name, _ in model.named_buffers() if name == "slopes"] == []
+
+
+def half(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 0.5
+
+
+def cleared(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def unchanged(*_: object) -> None:
+    """A hook of a module."""
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("owner", "register", "hook", "named"),
+    [
+        ("first.weight", "register_post_accumulate_grad_hook", cleared, "'first.weight'"),
+        ("first", "register_full_backward_hook", unchanged, "module 'first'"),
+        ("first", "register_full_backward_pre_hook", unchanged, "module 'first'"),
+    ],
+)
+def test_hooks_on_gradients_are_refused_with_their_place(
+    owner: str, register: str, hook: Any, named: str, precision: torch.dtype | None
+) -> None:
+    model = Model(counts)
+    path, _, leaf = owner.rpartition(".")
+    getattr(getattr(model.get_submodule(path), leaf), register)(hook)
+    with pytest.raises(CaptureError) as caught:
+        capture(model, X) if precision is None else capture_in(precision, model, X)
+    assert str(caught.value).startswith(f"{named} has a hook that would not run on the ranks")
+    assert re.search(rf"{hook.__name__}, .*test_untouched.py:\d+", str(caught.value))
+
+
+def test_a_hook_that_a_forward_registers_is_refused_with_its_line() -> None:
+    def hooked(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(half)
+        return x
+
+    with pytest.raises(CaptureError, match=r"register_hook: half.*\n.*test_untouched.py:\d+"):
+        capture(Model(hooked), X)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_reentrant_checkpointing_is_refused(reentrant: bool) -> None:
+    def again(self: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(torch.tanh, x, use_reentrant=reentrant)
+        return result
+
+    if not reentrant:
+        capture(Model(again), X)
+        return
+    with pytest.raises(CaptureError, match="say use_reentrant=False"):
+        capture(Model(again), X)
+
+
+def test_hooks_on_forwards_are_part_of_the_graph() -> None:
+    model = Model(counts)
+    plain = capture(model, X).fingerprint
+    model.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    assert capture(model, X).fingerprint != plain
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda y: OUTSIDE(y).square().mean(), lambda y: (y @ OUTSIDE.weight.T).mean()]
+)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_parameters_that_no_module_registered_are_refused(
+    loss: Any, precision: torch.dtype | None
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"reads a parameter \(4, 4\).*would not be trained"):
+        if precision is None:
+            capture(model, (torch.ones(2, 4),), loss)
+        else:
+            capture_in(precision, model, (torch.ones(2, 4),), loss)
+
+
+OUTSIDE = nn.Linear(4, 4)
+
+
+class Criterion(nn.Module):
+    """A loss that has a parameter."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return (y @ self.weight).square().mean()
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_parameters_of_a_loss_are_the_models(precision: torch.dtype | None) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), (torch.ones(2, 4),)
+
+    def captured(loss: nn.Module) -> dict[str, Any]:
+        graph = (
+            capture(model, x, loss) if precision is None else capture_in(precision, model, x, loss)
+        )
+        return {p.name: (p.trainable, p.aliases, graph.tensors[p.name]) for p in graph.parameters}
+
+    own = nn.Parameter(torch.ones(4, 4))
+    trained, aliases, tensor = captured(Criterion(own))["loss.weight"]
+    assert (trained, aliases, tensor is own) == (True, (), True)
+    tied = captured(Criterion(model[0].weight))
+    assert tied["0.weight"][1] == ("loss.weight",)
+    assert "loss.weight" not in tied
+
+
+def test_a_name_that_model_and_loss_share_is_refused() -> None:
+    model = nn.Sequential()
+    model.add_module("loss", nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"both have a tensor 'loss.weight'"):
+        capture(model, (torch.ones(2, 4),), Criterion(nn.Parameter(torch.ones(4, 4))))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_was_run_and_trained_is_as_it_was(fails: bool) -> None:
+    model = Model(appends)
+    handle = model.first.weight.register_hook(half)
+    model(**X).backward()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {
+        name: (tensor, tensor.data_ptr(), tensor.clone(), tensor.grad)
+        for name, tensor in tensors.items()
+    }
+    attributes, chance, hooks = {**vars(model)}, torch.get_rng_state(), handle.hooks_dict_ref()
+    try:
+        with untouched(model, lambda tensor: torch.float64):
+            torch.rand(3)
+            assert model.first.weight.grad is None
+            model(X["x"].double()).backward()
+            assert model.first.weight.grad is not None
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            model.register_buffer("more", torch.ones(1))
+            model.requires_grad_(False)
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert vars(model) == attributes
+    assert model.list == [1]
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert after.keys() == before.keys()
+    for name, (tensor, place, values, gradient) in before.items():
+        found = after[name]
+        assert found is tensor
+        assert (found.data_ptr(), found.dtype) == (place, values.dtype)
+        assert torch.equal(found, values)
+        assert found.grad is gradient
+        assert found.requires_grad is (found.is_floating_point() and "running" not in name)
+    assert torch.equal(chance, torch.get_rng_state())
+    assert model.first.weight._backward_hooks == hooks is not None

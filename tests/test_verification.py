@@ -1,0 +1,183 @@
+"""The proof itself: what it compares, with what, how it says so, and that it leaves no trace."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import parcompiler as pc
+from parcompiler.batches import random_batch
+from parcompiler.pool import Outcome
+from parcompiler.reference import Original, accumulated
+from parcompiler.verification import OPTIMIZER, OPTIONS, _errors
+
+X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
+
+
+class Model(nn.Module):
+    """Layers with running statistics, and an attribute that its forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.norm(layer(x)))
+        self.last = x.detach()
+        return x.square().mean()
+
+
+def compiled(model: nn.Module, mesh: pc.Mesh | None = None, **more: Any) -> pc.Program:
+    return pc.compile(model, mesh or pc.Mesh(), X, **{"microbatches": 2, **more})
+
+
+def outcome(**more: Any) -> Outcome:
+    gradients = {"w": torch.ones(2), "v": torch.ones(2)}
+    known = {"losses": torch.ones(1), "gradients": gradients, "state": {"w": torch.ones(2)}}
+    return Outcome(**{**known, **more})
+
+
+def errors(wanted: Outcome, found: Outcome) -> Any:
+    return _errors(wanted, found, ("w", "v"))
+
+
+def test_a_gradient_of_zeros_is_another_than_none() -> None:
+    zeros = {"w": torch.ones(2), "v": torch.zeros(2), "u": torch.zeros(2)}
+    one, more = outcome(gradients={"w": torch.ones(2)}), outcome(gradients=zeros)
+    found = errors(one, more)
+    assert not found.ok
+    assert str(found) == "float32: only the program has a gradient of 'u' (and 1 more)"
+    assert str(errors(more, one)) == "float32: only the model has a gradient of 'u' (and 1 more)"
+    assert found.gradient == float("inf")
+
+
+def test_what_is_not_finite_or_of_another_shape_is_said_in_words() -> None:
+    broken = outcome(losses=torch.tensor([torch.nan]))
+    assert str(errors(outcome(), broken)) == "float32: the loss is not finite in the program"
+    other = outcome(state={"w": torch.ones(3)})
+    text = "'w' after a step is of another shape or size (model and program: (2,) and (3,))"
+    assert str(errors(outcome(), other)) == f"float32: {text}"
+
+
+def test_the_step_has_decay_and_momentum() -> None:
+    model = Model()
+    program = compiled(model, precision="fp64")
+    batch = random_batch(program.problem.graph, 2, seed=0)
+    optimizer: Any = getattr(torch.optim, OPTIMIZER)
+    with Original(program, 0, torch.float64) as original:
+        found = accumulated(original, batch, 2, lambda p: optimizer(p, **OPTIONS))
+    assert found.gradients["layers.0.weight"].abs().max() > 0
+    for name, parameter in model.double().named_parameters():
+        gradient = found.gradients[name] + OPTIONS["weight_decay"] * parameter.detach()
+        step = (1 + OPTIONS["momentum"]) * gradient
+        wanted = parameter.detach() - OPTIONS["lr"] * step
+        assert torch.allclose(found.state[name], wanted, rtol=1e-12), name
+
+
+def test_a_hook_that_the_program_has_not_is_noticed() -> None:
+    model = Model()
+    program = compiled(model)
+    model.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    found = program.verify()
+    assert not found.ok
+    assert found.worst == "layers.0.weight"
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_the_model_is_as_it_was(precision: str | None) -> None:
+    model = Model()
+    model(**X).backward()
+    program = compiled(model, precision=precision)
+    before, values = dict(vars(model)), copy.deepcopy(model.state_dict())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    chance = torch.get_rng_state()
+    assert program.verify().ok
+    assert vars(model) == before
+    assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(chance, torch.get_rng_state())
+
+
+def test_a_model_in_16_bits_is_judged_as_such() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        vocab_size=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    ids = torch.randint(32, (2, 8))
+    program = pc.compile(model, pc.Mesh(data=2), {"input_ids": ids, "labels": ids}, microbatches=2)
+    assert program.captured.loss.meta["val"].dtype == torch.float32
+    found = program.verify()
+    assert found.ok, str(found)
+    assert (found.native.dtype, found.native.limit) == ("bfloat16", 1e-1)
+
+
+class Criterion(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return (y * self.weight).square().mean()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_parameters_of_the_loss_are_trained(precision: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    program = pc.compile(
+        model, pc.Mesh(pipeline=2), (X["x"],), Criterion(), microbatches=2, precision=precision
+    )
+    trained = [item.name for item in program.captured.parameters if item.trainable]
+    assert "loss.weight" in trained
+    found = program.verify()
+    assert found.ok, str(found)
+    assert found.gradient_error <= 1e-9
+
+
+class Slopes(Model):
+    """Makes a buffer in its first forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "slopes"):
+            self.register_buffer("slopes", torch.arange(4.0), persistent=False)
+        return super().forward(x + self.slopes)
+
+
+def test_buffers_that_the_first_forward_makes_are_no_difference() -> None:
+    model = Slopes()
+    found = compiled(model).verify()
+    assert found.ok, str(found)
+    assert not hasattr(model, "slopes")
+
+
+class Teacher(nn.Module):
+    """A frozen layer follows another by each forward, and a buffer counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.mean = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+            self.mean.lerp_(x.mean(0), 0.1)
+        return (self.student(x) - self.teacher(x - self.mean)).square().mean()
+
+
+def test_what_forwards_update_on_each_data_rank_is_compared_and_said() -> None:
+    found = compiled(Teacher(), pc.Mesh(data=2)).verify()
+    assert found.ok, str(found)
+    assert "forwards update 'teacher.weight', 'mean': each of the 2 data ranks" in str(found)
+    assert compiled(Teacher()).verify().note == ""
