@@ -8,6 +8,7 @@ from torch import nn
 
 from parcompiler.cost import OPTIMIZERS
 from parcompiler.errors import InputError, shown
+from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import Check
 from parcompiler.options import MOST_PASSES, Options, offered
@@ -54,6 +55,16 @@ def checked(model: object) -> Check:
         _check_replicas(mesh, model, None)
 
     return check
+
+
+def check_hooks(lowered: Lowered) -> None:
+    """Refuse updates behind each backward where hooks change complete gradients."""
+    if lowered.asynchronous and lowered.graph.hooks:
+        message = (
+            f"{min(lowered.graph.hooks)!r} has a hook, which runs once a step, and pipedream "
+            "updates behind every backward: take a synchronous schedule"
+        )
+        raise InputError(message)
 
 
 def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:

@@ -18,7 +18,7 @@ from parcompiler.capture.lift import lift
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.simplify import simplify
-from parcompiler.checks import check_given, check_kinds, checked
+from parcompiler.checks import check_given, check_hooks, check_kinds, checked
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.garbage import rarely_collected
 from parcompiler.given_plan import check_plan, granularity_of
@@ -133,6 +133,7 @@ def compile(
         with steps("lower"):
             own = local(problem, plan)
             lowered = lower(own.graph, plan, own.priced(granularity_of(plan)).cut)
+            check_hooks(lowered)
         with steps("verify"):
             limits = list(problem.memories)
             own_costs = stage_costs(own, plan, lowered)

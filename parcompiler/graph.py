@@ -178,6 +178,17 @@ class Modes:
         return tuple(n for n in self.evaluating if not n or n.rpartition(".")[0] not in known)
 
 
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What the hooks of a parameter make of its gradient, element by element; `places` are theirs.
+
+    `graph` has one placeholder, the gradient.
+    """
+
+    graph: fx.Graph
+    places: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured model: one micro-batch in, the scalar loss out.
@@ -187,7 +198,8 @@ class Graph:
     `differentiable` are the names of the nodes that carry gradients, `sample` the inputs
     that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
     16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
-    the model's modules, which it computes in whatever becomes of them later.
+    the model's modules, which it computes in whatever becomes of them later. `hooks` are what is
+    done to complete gradients, by the name of the parameter.
     """
 
     name: str
@@ -204,6 +216,7 @@ class Graph:
     vocabulary: Vocabulary | None = None
     narrow: torch.dtype | None = None
     modes: Modes = Modes()
+    hooks: Mapping[str, Hook] = field(default_factory=dict)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:

@@ -42,12 +42,13 @@ def joined(
     modules = [*original.whole.modules()]
     buffers = [_copies(modules) if r else [m._buffers for m in modules] for r in range(ranks)]
     found: list[torch.Tensor] = []
-    for i in range(each):
-        with original.computing():  # for all threads: they end in another order than they began
-            lockstep = _Lockstep(original, batch, [r * each + i for r in range(ranks)], buffers)
-            losses = lockstep.run()
-            torch.autograd.backward(torch.stack(losses).sum() * (original.scale / count))
-        found += [loss.detach() for loss in losses]
+    with original.accumulating():
+        for i in range(each):
+            with original.computing():  # for all threads: they end in another order than they began
+                numbers = [r * each + i for r in range(ranks)]
+                losses = _Lockstep(original, batch, numbers, buffers).run()
+                torch.autograd.backward(torch.stack(losses).sum() * (original.scale / count))
+            found += [loss.detach() for loss in losses]
     _hold(modules, buffers[0])
     gradients, mean = original.gradients(), torch.stack(found).mean().reshape(1)
     return Outcome(mean, gradients, original.stepped(optimizer), original.scale)

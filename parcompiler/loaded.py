@@ -111,7 +111,8 @@ def load(path: str | Path) -> LoadedProgram:
 
 def _modules() -> list[str]:
     """The modules that are loaded under the names of those of exported folders."""
-    return [name for name in sys.modules if name.startswith("stage_") or name == "vocabulary"]
+    others = ("vocabulary", "hooks")
+    return [name for name in sys.modules if name.startswith("stage_") or name in others]
 
 
 def _module(path: Path) -> ModuleType:

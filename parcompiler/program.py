@@ -17,7 +17,7 @@ from parcompiler.capture.blocks import cut
 from parcompiler.capture.modes import in_modes
 from parcompiler.codegen.folder import export
 from parcompiler.codegen.launchers import LAUNCHERS, Launch
-from parcompiler.codegen.modules import stage_classes, vocabulary_class
+from parcompiler.codegen.modules import hook_functions, stage_classes, vocabulary_class
 from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
@@ -170,6 +170,7 @@ class Program:
             stage_classes(self.lowered, position, device),
             self._weights(),
             vocabulary=vocabulary_class(self.lowered, device),
+            hooks=hook_functions(self.lowered, device),
         )
 
     def on(self, graph: Graph) -> Program:

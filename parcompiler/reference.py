@@ -102,6 +102,23 @@ class Original:
         tensors = self.masters | {name: named[name] for name in self._buffers if name in named}
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within it hooks of parameters do not run; at its end they do, on the whole gradients."""
+        hooked = [(p, p._backward_hooks) for p in self.parameters.values() if p._backward_hooks]
+        kept = [dict(hooks) for _, hooks in hooked]
+        for _, hooks in hooked:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for (_, hooks), own in zip(hooked, kept, strict=True):
+                hooks.update(own)
+        for parameter, _ in hooked:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                torch.autograd.backward(parameter, gradient)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that backwards have left, by name; masters have them from now on."""
         for name, parameter in self.parameters.items():
@@ -145,19 +162,21 @@ def accumulated(
     """One step on `count` micro-batches: mean loss, its gradients, and the state after the step.
 
     They belong to so many data `ranks`, each with as many after the other. Each begins with the
-    buffers of the model, and those of the first are the state's.
+    buffers of the model, and those of the first are the state's. Hooks of parameters see the
+    gradients of the mean loss, as if one backward had made them.
     """
     losses = []
     before = original.updated() if ranks > 1 else {}
     first: dict[str, torch.Tensor] = {}
-    for i in range(count):
-        if i and i % (count // ranks) == 0:
-            first = first or original.updated()
-            original.set_values(before)
-        with original.computing():
-            loss = original.loss(batch, i)
-            torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
-        losses.append(loss.detach())
+    with original.accumulating():
+        for i in range(count):
+            if i and i % (count // ranks) == 0:
+                first = first or original.updated()
+                original.set_values(before)
+            with original.computing():
+                loss = original.loss(batch, i)
+                torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
+            losses.append(loss.detach())
     original.set_values(first)
     mean = torch.stack(losses).mean()
     gradients = original.gradients()

@@ -84,7 +84,8 @@ def test_the_step_has_decay_and_momentum() -> None:
 def test_a_hook_that_the_program_has_not_is_noticed() -> None:
     model = Model()
     program = compiled(model)
-    model.layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    parameter = model.get_parameter("layers.0.weight")
+    parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
     found = program.verify()
     assert not found.ok
     assert found.worst == "layers.0.weight"
@@ -111,7 +112,8 @@ def test_a_model_in_16_bits_is_judged_as_such() -> None:
         num_hidden_layers=2, hidden_size=16, intermediate_size=32, num_attention_heads=2,
         vocab_size=32,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).train()
     ids = torch.randint(32, (2, 8))
     program = pc.compile(model, pc.Mesh(data=2), {"input_ids": ids, "labels": ids}, microbatches=2)
     assert program.captured.loss.meta["val"].dtype == torch.float32
@@ -127,7 +129,7 @@ class Criterion(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: torch.Tensor) -> Any:
         return (y * self.weight).square().mean()
 
 
@@ -150,7 +152,7 @@ class Slopes(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "slopes"):
             self.register_buffer("slopes", torch.arange(4.0), persistent=False)
-        return super().forward(x + self.slopes)
+        return super().forward(x + self.get_buffer("slopes"))
 
 
 def test_buffers_that_the_first_forward_makes_are_no_difference() -> None:
@@ -169,7 +171,7 @@ class Teacher(nn.Module):
         self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.mean = nn.Buffer(torch.zeros(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         with torch.no_grad():
             self.teacher.weight.lerp_(self.student.weight, 0.1)
             self.mean.lerp_(x.mean(0), 0.1)

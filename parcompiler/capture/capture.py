@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
 from typing import Any
@@ -32,7 +33,7 @@ from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.guise import ONE_THREAD, as_if_eager, compiled_late, quiet, unmoved
-from parcompiler.capture.hooks import check_hooks, without_hooks
+from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
@@ -68,7 +69,7 @@ def capture(
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
     original = WithLoss(model, loss, in_float32=in_float32)
-    check_hooks(original)
+    hooks = hooks_of(original)
     changed: set[Attribute] = set()
     with ONE_THREAD:
         exported = _export(original, args, kwargs, changed)
@@ -86,7 +87,7 @@ def capture(
     mark(graph, original)
     captured = read(original, exported, graph, inputs, positional=not kwargs)
     check_tables(captured)
-    return captured
+    return replace(captured, hooks=hooks)
 
 
 def _on_device_of(

@@ -1,50 +1,119 @@
-"""Hooks on gradients, which a captured graph does not have: autograd on the ranks runs none.
+"""Hooks on gradients: those of parameters that are arithmetic of elements are carried over.
 
-Hooks on forwards are part of the graph: what they compute is traced.
+A parameter's hook runs once a step on the ranks, on the gradient of the mean loss of the whole
+batch, as it would in one process that goes back from that loss once. It must be a function of each
+element alone, so that pieces of the gradient may be changed by the ranks that hold them:
 
 >>> model = nn.Linear(2, 2)
->>> _ = model.weight.register_hook(lambda gradient: gradient * 2)
->>> check_hooks(model)  # doctest: +ELLIPSIS
-Traceback (most recent call last):
-parcompiler.errors.CaptureError: 'weight' has a hook that would not run on the ranks (...
+>>> _ = model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1) * 2)
+>>> (hook,) = hooks_of(WithLoss(model, None)).values()
+>>> [str(node.target) for node in hook.graph.nodes if node.op == "call_function"]
+['aten.clamp.default', 'aten.mul.Tensor']
+
+All others are refused by name. Hooks on forwards are part of the graph: what they do is traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as of_all
 
-from parcompiler.capture.loss import PREFIX
+from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.errors import CaptureError
+from parcompiler.graph import Hook
 
 _ADVICE = {
-    "register_hook": "scale or mask what the forward returns",
+    "register_hook": "do it after worker.step",
     "register_post_accumulate_grad_hook": "do it in the optimizer, or after worker.step",
     "register_full_backward_hook": "write a torch.autograd.Function with this backward",
 }
+_OF_ELEMENTS = frozenset("alias detach zeros_like ones_like full_like scalar_tensor".split())
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that parameters, buffers and modules have on their gradients.
+def hooks_of(whole: WithLoss) -> dict[str, Hook]:
+    """What is done to the gradients of parameters, by their names.
 
-    Raises CaptureError that names the tensor or module, and the hook with its place.
+    Raises CaptureError that names the parameter or module, and the hook with its place, for hooks
+    of other kinds.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
-        name = name.removeprefix(PREFIX)
-        _refuse(f"{name!r}", tensor._backward_hooks, "register_hook")
-        hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
-        _refuse(f"{name!r}", hooks, "register_post_accumulate_grad_hook")
-    for name, module in model.named_modules():
-        for hooks in (module._backward_hooks, module._backward_pre_hooks):
-            _refuse(f"module {name.removeprefix(PREFIX)!r}", hooks, "register_full_backward_hook")
-    for hooks in (of_all._global_backward_hooks, of_all._global_backward_pre_hooks):
-        _refuse("every module", hooks, "register_full_backward_hook")
+    found = {}
+    for path, parameter in whole.named_parameters():
+        name = path.removeprefix(PREFIX)
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        _refuse(repr(name), after, "register_post_accumulate_grad_hook")
+        hooks = tuple((parameter._backward_hooks or {}).values())
+        if hooks and parameter.requires_grad:
+            found[name] = _hook(name, parameter, hooks)
+    for path, module in whole.named_modules():
+        for own in (module._backward_hooks, module._backward_pre_hooks):
+            owner = f"module {path.removeprefix(PREFIX)!r}"
+            _refuse(owner, own, "register_full_backward_hook")
+    for own in (of_all._global_backward_hooks, of_all._global_backward_pre_hooks):
+        _refuse("every module", own, "register_full_backward_hook")
+    return found
+
+
+def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], ...]) -> Hook:
+    """The hooks of one parameter, one after another, as a graph."""
+
+    def run(gradient: torch.Tensor) -> torch.Tensor:
+        for hook in hooks:
+            gradient = hook(gradient)
+            if not isinstance(gradient, torch.Tensor):
+                message = "it returns no tensor, so it is there for something else"
+                raise TypeError(message)
+        return gradient
+
+    like = torch.empty_like(parameter.detach())
+    try:
+        traced, again = (_traced(run, like) for _ in range(2))
+        reason = _unfit(traced.graph, like)
+        if not reason and str(traced.code) != str(again.code):
+            reason = "it is another when it runs again"
+    except Exception as error:  # whatever a user's hook raises
+        reason = str(error).splitlines()[0][:200]
+    if reason:
+        places = ", ".join(map(place, hooks))
+        message = (
+            f"{name!r} has a hook that cannot run on the ranks, which hold pieces of gradients "
+            f"({reason}; register_hook: {places}): write it as arithmetic of each element with "
+            f"numbers, or {_ADVICE['register_hook']}"
+        )
+        raise CaptureError(message)
+    return Hook(traced.graph, tuple(place(hook, short=True) for hook in hooks))
+
+
+def _traced(run: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> fx.GraphModule:
+    """A function of a gradient as operators."""
+    trace: Any = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
+    traced: fx.GraphModule = trace(like)
+    return traced
+
+
+def _unfit(graph: fx.Graph, like: torch.Tensor) -> str:
+    """Why a graph is no function of each element of a tensor alone; nothing if it is one."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            return "it reads a tensor besides the gradient"
+        if node.op == "call_function":
+            target = node.target
+            if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+                return f"{target} changes a tensor in place"
+            known = torch.Tag.pointwise in target.tags or target._opname in _OF_ELEMENTS
+            if not known or torch.Tag.nondeterministic_seeded in target.tags:
+                return f"{target} is no arithmetic of elements"
+    result = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    value = result.meta["val"]
+    if (value.shape, value.dtype) != (like.shape, like.dtype):
+        return f"it returns {value.dtype} {tuple(value.shape)}"
+    return ""
 
 
 def _refuse(owner: str, hooks: Mapping[int, Any] | None, kind: str) -> None:
@@ -57,11 +126,14 @@ def _refuse(owner: str, hooks: Mapping[int, Any] | None, kind: str) -> None:
         raise CaptureError(message)
 
 
-def place(hook: Any) -> str:
-    """What a function is called, and where it stands."""
+def place(hook: Any, *, short: bool = False) -> str:
+    """What a function is called, and where it stands; `short`: without the folder of the file."""
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(hook, "__code__", None)
-    return name if code is None else f"{name}, {code.co_filename}:{code.co_firstlineno}"
+    if code is None:
+        return str(name)
+    file = Path(code.co_filename).name if short else code.co_filename
+    return f"{name}, {file}:{code.co_firstlineno}"
 
 
 @contextmanager

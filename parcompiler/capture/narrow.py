@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.beneath import OfTheModel
 from parcompiler.capture.capture import capture
-from parcompiler.capture.hooks import check_hooks
+from parcompiler.capture.hooks import hooks_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.errors import CaptureError
@@ -78,14 +78,20 @@ def capture_in(
     Raises what `capture` raises, and CaptureError for a model that cannot be copied.
     """
     original = WithLoss(model, loss)
-    check_hooks(original)  # which copies of parameters do not have
+    hooks = hooks_of(original)  # which copies of parameters do not have
+    if hooks and dtype == torch.float16:
+        message = (
+            f"{min(hooks)!r} has a hook, and in float16 gradients are those of a scaled loss: take "
+            "precision='bf16'"
+        )
+        raise CaptureError(message)
     twin = _narrowed(original, dtype)
     with mixed(dtype):
         graph = capture(twin.model, narrow_batch(inputs, dtype), twin.loss, in_float32=True)
     named = original.named_parameters(remove_duplicate=False)
     own = {name.removeprefix(PREFIX): parameter for name, parameter in named}
     tensors = {name: own.get(name, tensor) for name, tensor in graph.tensors.items()}
-    return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype)
+    return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks)
 
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from parcompiler.capture.templates import identifier
+from parcompiler.codegen.hooks import hooks_module
 from parcompiler.codegen.launchers import Launch
 from parcompiler.codegen.quoting import fenced, markdown
 from parcompiler.codegen.rank import rank_script
@@ -117,7 +118,7 @@ def texts(
     launch: Launch = TORCHRUN,
 ) -> dict[str, str]:
     """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
-    all ranks, `main.py`, `README.md`, and what a cluster's launcher reads."""
+    all ranks, `hooks.py` where the model changes gradients, `main.py`, `README.md`, and what a cluster's launcher reads."""
     devices = [programs[lowered.grid.rank(r)].device for r in range(lowered.size)]
     found = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, devices[stage.rank]).text()
@@ -125,6 +126,8 @@ def texts(
     }
     if lowered.vocabulary is not None:
         found["vocabulary.py"] = vocabulary_module(lowered, devices[0])
+    if lowered.graph.hooks:
+        found["hooks.py"] = hooks_module(lowered.graph, devices[0])
     found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
     facts |= launch.facts(str(facts["model"]), len(programs), devices[0])
@@ -153,6 +156,7 @@ def _facts(lowered: Lowered) -> dict[str, object]:
         "size": lowered.grid.size,
         "stages": stages,
         "vocabulary": lowered.vocabulary is not None,
+        "hooks": bool(lowered.graph.hooks),
     }
 
 

@@ -15,10 +15,12 @@ from parcompiler.codegen.registry import home_of
 def module_text(opening: str, body: str, nodes: Iterable[fx.Node], device: str) -> str:
     """The whole file: `opening` is the inside of its docstring, `nodes` are those of its body."""
     head = [f'"""{opening}\n"""', "", *_imports(body)]
-    head += ["from parcompiler import runtime", *_registrations(nodes)]
+    if re.search(r"\bruntime\.|\bDEVICE\b", body):
+        head.append("from parcompiler import runtime")
+    head += _registrations(nodes)
     if "DEVICE" in body:
         head += ["", f"DEVICE = runtime.rank_device({literal(device)})"]
-    return "\n".join(head) + "\n\n\n" + body + "\n"
+    return "\n".join(head).rstrip() + "\n\n\n" + body + "\n"
 
 
 def _imports(body: str) -> Iterator[str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
+from parcompiler.codegen.hooks import hooks_module
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.codegen.vocabulary import vocabulary_module
 from parcompiler.lower.lowered import Lowered
@@ -27,6 +31,14 @@ def vocabulary_class(lowered: Lowered, device: str) -> type[Vocabulary] | None:
         return None
     made: type[Vocabulary] = _import(vocabulary_module(lowered, device), "vocabulary", "Vocabulary")
     return made
+
+
+def hook_functions(lowered: Lowered, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What the model does to gradients, by the name of the parameter."""
+    if not lowered.graph.hooks:
+        return {}
+    found: dict[str, Any] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
+    return found
 
 
 def _import(text: str, module_name: str, kind: str) -> Any:

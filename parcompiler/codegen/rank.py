@@ -10,6 +10,7 @@ from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.listing import columns
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring
+from parcompiler.graph import Graph
 from parcompiler.grid import Coordinate, Grid
 from parcompiler.instruction import TRANSFERS, Instruction
 from parcompiler.lower.lowered import Lowered
@@ -87,7 +88,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         size=grid.size,
         device=device,
         microbatches=lowered.microbatches,
-        digest=digest_of(lists, graph.fingerprint, *_replicated(grid)),
+        digest=digest_of(lists, graph.fingerprint, *_replicated(grid), *_hooked(graph)),
         loss=graph.loss.meta["val"].dtype,
         inputs={
             lowered.variables[placeholders[item.node]]: Input(
@@ -164,6 +165,11 @@ def _replicated(grid: Grid) -> Iterator[str]:
         yield str(grid)
 
 
+def _hooked(graph: Graph) -> Iterator[str]:
+    """What distinguishes a program whose model changes gradients."""
+    yield from (f"{name}\n{hook.graph}" for name, hook in graph.hooks.items())
+
+
 def rank_script(lowered: Lowered, program: RankProgram) -> str:
     """The text of `rank_N.py`."""
     at = program.coordinate
@@ -175,8 +181,10 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
     modules += ["from vocabulary import Vocabulary"] if program.rows else []
+    modules += ["from hooks import HOOKS"] if lowered.graph.hooks else []
     arguments = f"PROGRAM, {{{classes}}}, folder=Path(__file__).parent"
     arguments += ", vocabulary=Vocabulary" if program.rows else ""
+    arguments += ", hooks=HOOKS" if lowered.graph.hooks else ""
     return _SCRIPT.format(
         rank=program.rank,
         size=program.size,

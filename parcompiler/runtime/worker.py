@@ -47,7 +47,8 @@ CHECK_BATCHES = 100  # steps from one comparison of the ranks' batches to the ne
 class Worker:
     """One rank. `stages` makes its modules; `tensors` are its weights by their names in the model.
 
-    `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some.
+    `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some. `hooks`
+    are what the model does to gradients, by the name of the parameter.
     `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
     compare the checksums of its scripts and weights.
 
@@ -68,12 +69,14 @@ class Worker:
         *,
         vocabulary: Callable[[int, int], Vocabulary] | None = None,
         folder: Path | None = None,
+        hooks: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         device: torch.device | None = None,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         self.program = program
         self.device = device or rank_device(program.device)
         self._records: list[Record] | None = None
+        self._hooks = hooks or {}
         self._closed = ""  # why nothing runs any more
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
@@ -309,6 +312,11 @@ class Worker:
     def _trained(self, batch: object) -> torch.Tensor:
         """The training instructions for one batch, from no gradients; the mean loss."""
         loss = self._run(batch, training=True)
+        with torch.no_grad():
+            for name, hook in self._hooks.items():
+                held = self._interpreter.tensors.get(name)
+                if held is not None and held.grad is not None:
+                    held.grad.copy_(hook(held.grad))
         if self._updates.error_if_nonfinite and not loss.isfinite():
             message = (
                 f"the loss of step {self._calls[True]} is not finite ({loss.item()}): the "

@@ -14,21 +14,25 @@ from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.untouched import untouched
 from parcompiler.errors import CaptureError
 
+Step = Callable[[Any, torch.Tensor], Any]
 X = {"x": torch.ones(2, 4)}
+OUTSIDE = nn.Linear(4, 4)
 
 
 class Model(nn.Module):
     """Two layers and a loss; `step` is what its forward does in between."""
 
-    def __init__(self, step: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        vars(self)["step"] = step
-        self.count, self.list, self.table, self.numbers = 0, [], {}, Numbers()
+        self.steps = (step,)
+        self.count, self.numbers = 0, Numbers()
+        self.list: list[Any] = []
+        self.table: dict[str, int] = {}
         self.state: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.step(self, torch.tanh(self.norm(self.first(x))))
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.steps[0](self, torch.tanh(self.norm(self.first(x))))
         return self.last(x).square().mean()
 
 
@@ -38,45 +42,45 @@ class Numbers:
     seen = 0
 
 
-def counts_and_asks(self: Any, x: torch.Tensor) -> torch.Tensor:
+def counts_and_asks(self: Any, x: torch.Tensor) -> Any:
     self.count += 1
     return x * self.count
 
 
-def asks_before_it_counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+def asks_before_it_counts(self: Any, x: torch.Tensor) -> Any:
     if self.count > 100:
         x = x * 2
     self.count += 1
     return x
 
 
-def appends(self: Any, x: torch.Tensor) -> torch.Tensor:
+def appends(self: Any, x: torch.Tensor) -> Any:
     self.list.append(1)
     return x * len(self.list)
 
 
-def fills_a_table(self: Any, x: torch.Tensor) -> torch.Tensor:
+def fills_a_table(self: Any, x: torch.Tensor) -> Any:
     self.table["calls"] = self.table.get("calls", 0) + 1
     return x
 
 
-def counts_in_an_object(self: Any, x: torch.Tensor) -> torch.Tensor:
+def counts_in_an_object(self: Any, x: torch.Tensor) -> Any:
     self.numbers.seen += 1
     return x
 
 
-def reads_its_last_output(self: Any, x: torch.Tensor) -> torch.Tensor:
+def reads_its_last_output(self: Any, x: torch.Tensor) -> Any:
     y = x if self.state is None else x + self.state
     self.state = x.detach()
     return y
 
 
-def reads_and_writes_in_one_line(self: Any, x: torch.Tensor) -> torch.Tensor:
+def reads_and_writes_in_one_line(self: Any, x: torch.Tensor) -> Any:
     x, self.state = (x if self.state is None else x + self.state), x.detach()
     return x
 
 
-def assigns_a_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+def assigns_a_buffer(self: Any, x: torch.Tensor) -> Any:
     self.norm.running_mean = self.norm.running_mean * 0.5
     return x
 
@@ -96,7 +100,7 @@ def assigns_a_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_a_forward_reads_of_an_earlier_one_is_refused(
-    step: Callable[[Any, torch.Tensor], torch.Tensor], name: str, device: str
+    step: Step, name: str, device: str
 ) -> None:
     with torch.device(device):
         model = Model(step)
@@ -107,35 +111,35 @@ def test_what_a_forward_reads_of_an_earlier_one_is_refused(
     assert int(model.norm.num_batches_tracked or 0) == 0 if device == "cpu" else True
 
 
-def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+def counts(self: Any, x: torch.Tensor) -> Any:
     self.count += 1
     return x
 
 
-def keeps_what_it_made(self: Any, x: torch.Tensor) -> torch.Tensor:
+def keeps_what_it_made(self: Any, x: torch.Tensor) -> Any:
     self.state = x * 2
     return x
 
 
-def writes_before_it_reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+def writes_before_it_reads(self: Any, x: torch.Tensor) -> Any:
     self.list = []
     self.list.append(x * 2)
     return torch.stack(self.list).sum(0)
 
 
-def makes_a_table_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+def makes_a_table_once(self: Any, x: torch.Tensor) -> Any:
     if self.state is None or len(self.state) < len(x):
         self.state = torch.arange(len(x)).unsqueeze(1).to(x.dtype)
     return x + self.state
 
 
-def registers_a_buffer_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+def registers_a_buffer_once(self: Any, x: torch.Tensor) -> Any:
     if not hasattr(self, "slopes"):
         self.register_buffer("slopes", torch.arange(4.0), persistent=False)
     return x + self.slopes
 
 
-def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> torch.Tensor:
+def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> Any:
     self.register_buffer("slopes", torch.arange(4.0), persistent=False)
     return x + self.slopes
 
@@ -148,7 +152,7 @@ def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_what_no_later_forward_depends_on_is_captured(
-    step: Callable[[Any, torch.Tensor], torch.Tensor],
+    step: Step,
 ) -> None:
     model = Model(step)
     before = {**vars(model)}
@@ -191,7 +195,7 @@ def test_hooks_on_gradients_are_refused_with_their_place(
 
 
 def test_a_hook_that_a_forward_registers_is_refused_with_its_line() -> None:
-    def hooked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def hooked(self: Any, x: torch.Tensor) -> Any:
         x.register_hook(half)
         return x
 
@@ -201,9 +205,8 @@ def test_a_hook_that_a_forward_registers_is_refused_with_its_line() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_reentrant_checkpointing_is_refused(reentrant: bool) -> None:
-    def again(self: Any, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(torch.tanh, x, use_reentrant=reentrant)
-        return result
+    def again(self: Any, x: torch.Tensor) -> Any:
+        return checkpoint(torch.tanh, x, use_reentrant=reentrant)
 
     if not reentrant:
         capture(Model(again), X)
@@ -234,17 +237,14 @@ def test_parameters_that_no_module_registered_are_refused(
             capture_in(precision, model, (torch.ones(2, 4),), loss)
 
 
-OUTSIDE = nn.Linear(4, 4)
-
-
 class Criterion(nn.Module):
     """A loss that has a parameter."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Any) -> None:
         super().__init__()
         self.weight = weight
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: torch.Tensor) -> Any:
         return (y @ self.weight).square().mean()
 
 
