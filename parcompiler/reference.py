@@ -36,9 +36,9 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Original:
     """The model that `program` was compiled from, in `dtype`, and its losses.
 
-    It may be used within a `with` block, after which the model is as it was before. Where the
-    program is in 16 bits with masters in float32, `masters` have the gradients of the 16-bit
-    parameters, which are those of the loss times `scale`, divided by it.
+    It may be used within a `with` block, after which the model is as it was before. Gradients are
+    those of the loss times `scale`, divided by it. Where the program is in 16 bits with masters in
+    float32, `masters` have those of the 16-bit parameters.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class Original:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it hooks of parameters do not run; at its end they do, on the whole gradients."""
+        """Within it hooks of parameters do not run; at its end they do, on the whole gradients.
+
+        Then gradients are divided by the scale, but for those that masters take in float32.
+        """
         hooked = [(p, p._backward_hooks) for p in self.parameters.values() if p._backward_hooks]
         kept = [dict(hooks) for _, hooks in hooked]
         for _, hooks in hooked:
@@ -114,6 +117,9 @@ class Original:
         finally:
             for (_, hooks), own in zip(hooked, kept, strict=True):
                 hooks.update(own)
+        for parameter in self.parameters.values():
+            if self.narrow is None and parameter.grad is not None:
+                parameter.grad /= self.scale
         for parameter, _ in hooked:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:

@@ -55,6 +55,7 @@ OPTIMIZER = "SGD"
 OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
 OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
+OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
 
@@ -75,7 +76,9 @@ class Errors:
     reach the limit, over the element at which they just do (gradients that are zero but for
     rounding, such as those of the biases of keys). In 16 bits, where one element more or less that
     passes a ReLU is a matter of rounding, root mean squares stand in the place of largest elements,
-    and the least that they are divided by is four roundings of the largest one.
+    and the least that they are divided by is four roundings of the largest one. Where the limit is
+    passed all the same, the model goes back once more from a loss of another scale, and a few times
+    the difference which that makes to a tensor do not count either.
     """
 
     dtype: str
@@ -261,6 +264,10 @@ def _compare(
     trained = own if variant.lowered.asynchronous else reference.gradients.keys()
     errors = _errors(reference, found, trained, _narrowest(graph))
     asynchronous = variant.lowered.asynchronous
+    if not (errors.ok or errors.cause or asynchronous):
+        with one_thread():
+            again = _at_scale(variant, batch, seed, dtype, OTHER_SCALE * reference.scale)
+        errors = _errors(reference, found, trained, _narrowest(graph), again)
     return dataclasses.replace(errors, given=given, asynchronous=asynchronous), reference
 
 
@@ -328,15 +335,19 @@ def _errors(
     found: Outcome,
     trained: Collection[str],
     narrow: torch.dtype | None = None,
+    again: Outcome | None = None,
 ) -> Errors:
     """How far the ranks are from the model; `trained` are the names of trained parameters.
 
-    What is computed in `narrow` is judged by that, although loss and masters are wider.
+    What is computed in `narrow` is judged by that, although loss and masters are wider. `again` is
+    the model rounded otherwise.
     """
     dtype = narrow or reference.loss.dtype
-    gradients = dict(_differences(reference.gradients, found.gradients, trained, narrow))
     named = {name: found.state[name] for name in reference.state if name in found.state}
-    state = dict(_differences(reference.state, named, trained, narrow))
+    other = reference if again is None else again
+    wanted = reference.gradients, other.gradients
+    gradients = dict(_differences(*wanted, found.gradients, trained, narrow))
+    state = dict(_differences(reference.state, other.state, named, trained, narrow))
     loss = _relative(reference.loss, found.loss, 0.0)
     everything = {**state, **gradients}
     worst = max(everything, key=lambda name: everything[name], default="")
@@ -398,13 +409,16 @@ def limit_of(dtype: torch.dtype) -> float:
 
 def _differences(
     wanted: Mapping[str, torch.Tensor],
+    again: Mapping[str, torch.Tensor],
     found: Mapping[str, torch.Tensor],
     trained: Collection[str],
     narrow: torch.dtype | None,
 ) -> Iterator[tuple[str, float]]:
     """The relative error of each tensor; infinite where one side has none, not even zeros.
 
-    Rounding is measured by the `trained` ones: buffers hold masks of -1e9 and the like.
+    Rounding is measured by the `trained` ones (buffers hold masks of -1e9 and the like), and for
+    each tensor by what it is `again`, when it is rounded otherwise: where few are trained, their
+    gradients may be smaller than the rounding of those that they are made of.
     """
     size = _size if narrow is None else _mean_size
     sizes = [(size(wanted[name]), wanted[name].dtype) for name in trained if name in wanted]
@@ -415,7 +429,9 @@ def _differences(
         floor = ROUNDINGS * torch.finfo(narrow).eps * largest
     for name in sorted(wanted.keys() | found.keys()):
         if name in wanted and name in found:
-            yield name, _relative(wanted[name], found[name], floor, size)
+            rounding = size(_wide(wanted[name]) - _wide(again[name]))
+            least = max(floor, OWN_ROUNDINGS * rounding / limit_of(narrow or dtype))
+            yield name, _relative(wanted[name], found[name], least, size)
         else:
             yield name, float("inf")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import parcompiler as pc
 from parcompiler.batches import random_batch
@@ -85,7 +85,7 @@ def test_a_hook_that_the_program_has_not_is_noticed() -> None:
     model = Model()
     program = compiled(model)
     parameter = model.get_parameter("layers.0.weight")
-    parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+    parameter.register_hook(lambda gradient: gradient * 0.5)
     found = program.verify()
     assert not found.ok
     assert found.worst == "layers.0.weight"
@@ -120,6 +120,27 @@ def test_a_model_in_16_bits_is_judged_as_such() -> None:
     found = program.verify()
     assert found.ok, str(found)
     assert (found.native.dtype, found.native.limit) == ("bfloat16", 1e-1)
+
+
+def test_gradients_that_are_all_zero_but_for_rounding_are_no_difference() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, intermediate_size=128,
+        vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertForMaskedLM(config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("key.bias" in name or "query.bias" in name)
+    ids = torch.randint(64, (4, 64))
+    pieces = {f"*{kind}.weight": "S(0)" for kind in ("query", "key", "value")}
+    program = pc.compile(
+        model, pc.Mesh(tensor=2), {"input_ids": ids, "labels": ids}, microbatches=2, sharding=pieces
+    )
+    found = program.verify()
+    assert found.ok, str(found)
+    assert "key.bias" in found.worst
+    model.get_parameter("bert.encoder.layer.1.attention.self.query.bias").register_hook(torch.neg)
+    assert not program.verify().ok
 
 
 class Criterion(nn.Module):

@@ -118,7 +118,8 @@ def texts(
     launch: Launch = TORCHRUN,
 ) -> dict[str, str]:
     """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
-    all ranks, `hooks.py` where the model changes gradients, `main.py`, `README.md`, and what a cluster's launcher reads."""
+    all ranks, `hooks.py` where the model changes gradients, `main.py`, `README.md`, and what a
+    cluster's launcher reads."""
     devices = [programs[lowered.grid.rank(r)].device for r in range(lowered.size)]
     found = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, devices[stage.rank]).text()

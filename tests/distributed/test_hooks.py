@@ -109,7 +109,7 @@ def counted(gradient: torch.Tensor) -> torch.Tensor:
 )
 def test_hooks_that_are_no_arithmetic_of_elements_are_refused(hook: Any, reason: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    model[0].weight.register_hook(hook)
+    model.get_parameter("0.weight").register_hook(hook)
     with pytest.raises(CaptureError, match=reason) as caught:
         capture(model, (torch.ones(2, 4),), lambda y: y.mean())
     assert str(caught.value).startswith("'0.weight' has a hook that cannot run on the ranks")
