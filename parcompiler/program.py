@@ -90,7 +90,9 @@ class Program:
         """Run every rank on this machine's CPU and the original model beside it.
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
-        loss, all gradients, and parameters and buffers after one optimizer step are compared.
+        loss, all gradients (and which there are), and parameters and buffers after one optimizer
+        step with momentum and weight decay are compared. It is the model itself that runs; it is
+        as it was afterwards.
         A "pipedream" program is compared with its re-enactment by the original model, in which
         every micro-batch meets weights as old as on the ranks.
         Raises InputError for a program compiled from a `Graph`, which has no original model.

@@ -72,6 +72,7 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
         return gradient
 
     like = torch.empty_like(parameter.detach())
+    traced: fx.GraphModule | None = None
     try:
         traced, again = (_traced(run, like) for _ in range(2))
         reason = _unfit(traced.graph, like)
@@ -79,7 +80,7 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
             reason = "it is another when it runs again"
     except Exception as error:  # whatever a user's hook raises
         reason = str(error).splitlines()[0][:200]
-    if reason:
+    if traced is None or reason:
         places = ", ".join(map(place, hooks))
         message = (
             f"{name!r} has a hook that cannot run on the ranks, which hold pieces of gradients "

@@ -215,10 +215,14 @@ def test_reentrant_checkpointing_is_refused(reentrant: bool) -> None:
         capture(Model(again), X)
 
 
+def doubled(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
 def test_hooks_on_forwards_are_part_of_the_graph() -> None:
     model = Model(counts)
     plain = capture(model, X).fingerprint
-    model.first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    model.first.register_forward_hook(doubled)
     assert capture(model, X).fingerprint != plain
 
 
