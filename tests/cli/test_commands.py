@@ -147,6 +147,14 @@ def test_a_program_that_is_not_equal_to_the_model_is_exit_code_1(
     monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(wrong, None))
     assert run(["verify", *PLAN]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
+    cause = "only the program has a gradient of 'head.weight'"
+    alone = Errors(
+        "float32", 0.0, float("inf"), 0.0, "head.weight", bitwise=False, limit=1e-5, cause=cause
+    )
+    monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(alone, None))
+    assert run(["verify", *PLAN, "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["native"]
+    assert (found["gradient"], found["cause"]) == (None, cause)
 
 
 def test_two_plans_are_compared_in_words(
