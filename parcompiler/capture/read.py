@@ -49,7 +49,8 @@ def read(
         parameters=tuple(parameters),
         inputs=tuple(found.inputs),
         loss=loss,
-        tensors=found.tensors | computed(whole.model, [n for item in parameters for n in item.unsaved]),
+        tensors=found.tensors
+        | computed(whole.model, [n for item in parameters for n in item.unsaved]),
         differentiable=carrying,
         sample=sample,
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
