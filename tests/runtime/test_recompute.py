@@ -206,7 +206,7 @@ def with_all_recomputed(lowered: Lowered) -> Lowered:
         for stage in lowered.stages
     )
     assert any(call.recompute for stage in stages for call in stage.calls)
-    changed = replace(lowered, stages=stages)
+    changed = replace(lowered, stages=stages, plan=None)  # it is no longer that of its plan
     verify(changed)
     return changed
 
