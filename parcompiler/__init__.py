@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parcompiler.report import Report
     from parcompiler.runtime import Worker
     from parcompiler.schedules import Schedule
-    from parcompiler.simulator import Timeline
+    from parcompiler.timeline import Timeline
     from parcompiler.verification import Verification
 
 _HOME = {

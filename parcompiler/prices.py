@@ -17,7 +17,7 @@ from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.simulator import StageCost
+from parcompiler.timeline import StageCost
 
 __all__ = [
     "collective_seconds",

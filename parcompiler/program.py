@@ -31,8 +31,8 @@ from parcompiler.problem import Problem
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
 from parcompiler.runtime import RankProgram, Worker
-from parcompiler.simulator import Timeline, simulate_lowered
 from parcompiler.symbolic import Costs, capturing, sizes_of
+from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification import Verification, check
 from parcompiler.verifier import verify
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -17,8 +17,10 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned
+from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
-from parcompiler.schedules.timing import Message, StageCost, Timing, step_time, timing
+from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, timing
+from parcompiler.timeline.candidate import timing_of_many
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
@@ -29,10 +31,26 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
     def find() -> Timing:
         everywhere = vocabulary_cost(problem, plan)
-        given = planned(plan), costs(problem, plan), messages(problem, plan), everywhere
-        return replace(timing(*given), spans=())
+        return _timing(plan, planned, costs(problem, plan), messages(problem, plan), everywhere)
 
     return problem.once(("estimate", *_known(plan)), find)
+
+
+def _timing(
+    plan: Plan,
+    schedule_of: Callable[[Plan], Schedule],
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
+) -> Timing:
+    """The step under a schedule of the plan; named schedules exist for any micro-batches."""
+    if plan.orders is not None:
+        return replace(timing(schedule_of(plan), costs, messages, vocabulary), spans=())
+
+    def at(microbatches: int) -> Schedule:
+        return schedule_of(replace(plan, microbatches=microbatches))
+
+    return timing_of_many(at, plan.microbatches, costs, messages, vocabulary)
 
 
 def _known(plan: Plan) -> tuple[Hashable, ...]:
@@ -46,10 +64,14 @@ def _known(plan: Plan) -> tuple[Hashable, ...]:
 def alone(problem: Problem, plan: Plan) -> float:
     """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
     of `estimate`, and sooner found."""
+    return _timing(plan, _headless, costs(problem, plan), messages(problem, plan)).step_time
+
+
+def _headless(plan: Plan) -> Schedule:
+    """The order of the stages under a shared head, which is not that of `trunk`."""
     schedule = planned(plan)
     orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
-    rest = replace(schedule, orders=orders)  # trunk(plan) has an order of its own
-    return step_time(rest, costs(problem, plan), messages(problem, plan))
+    return replace(schedule, orders=orders)
 
 
 def costs(

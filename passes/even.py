@@ -26,7 +26,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import held, identity, planned, trunk
-from parcompiler.schedules.timing import Message, StageCost, step_time
+from parcompiler.timeline import Message, StageCost, step_time
 
 TINY = 1e-9  # sums of the same numbers in another order
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended

@@ -24,7 +24,7 @@ from torch import fx
 from parcompiler.cost import BlockCost
 from parcompiler.graph import Block, nbytes_of
 from parcompiler.problem import Priced
-from parcompiler.schedules.gradients import First
+from parcompiler.timeline import First
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build
 from parcompiler.schedules.planned import trunk
-from parcompiler.schedules.timing import Timing
 from parcompiler.schedules.vocabulary import intervals
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.solver import relative_gap
+from parcompiler.timeline import Timing, VocabularyCost
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import trunk
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
+from parcompiler.timeline import VocabularyCost
 from parcompiler.times import measured_vocabulary
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompiler.instruction import Kind
-from parcompiler.simulator import StageCost
+from parcompiler.timeline import StageCost
 
 LEAST = 0.95
 Computed = tuple[str, int, float]  # kind, stage and seconds of an instruction

@@ -27,7 +27,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.instruction import Instruction
 from parcompiler.models import gpt
-from parcompiler.simulator import StageCost, Timeline, simulate_lowered
+from parcompiler.timeline import StageCost, Timeline, simulate_lowered
 
 RANKS = 2
 MICROBATCHES = 4

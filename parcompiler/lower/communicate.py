@@ -1,6 +1,6 @@
 """Orders of compute -> instruction lists: sends, receives and reductions, once for all schedules.
 
-The compute instructions of all ranks are walked in one order of time (`schedules.lines`), and
+The compute instructions of all ranks are walked in one order of time (`timeline.order`), and
 whenever one ends, what others need of it is written down at both ends. Since every receive is
 written before its send, no ranks can wait for each other in a circle even if sends blocked, and
 both ends of a channel agree on the order; and so do all ranks on the collectives of the vocabulary.

@@ -1,15 +1,16 @@
-"""Orders of compute as instruction lists: every step of `schedules.lines` by its instruction."""
+"""Orders of compute as instruction lists, with the names and ranks of stages and values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parcompiler.instruction import EMBEDDING, Instruction, Kind
+from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.lowered import Spread, Stage, Value
 from parcompiler.schedules.action import NOWHERE, Action
-from parcompiler.schedules.lines import Lines, Link, Step, Transfer
-from parcompiler.schedules.vocabulary_embeddings import Moment, inserted, with_embeddings
-from parcompiler.schedules.vocabulary_lines import Layers, Meeting
+from parcompiler.timeline.collectives import Layers
+from parcompiler.timeline.embeddings import Moment, inserted, whole_walk
+from parcompiler.timeline.lists import Names
+from parcompiler.timeline.order import Link, walked
 
 Orders = Sequence[Sequence[Action]]
 
@@ -24,13 +25,13 @@ def written(
 ) -> list[tuple[Instruction, ...]]:
     """The instructions of every rank; `orders` have the head of `spread`, not its embeddings."""
     placement, links = _wired(stages, values)
-    layers = None
-    if spread is not None:
-        layers = _layers(spread, training=training)
-        orders = with_embeddings(placement, orders, links, layers)
-    steps = Lines(placement, orders, links, layers).steps
-    writer = _Writer(placement, values, spread)
-    return [tuple(map(writer.line, found)) for found in steps]
+    names = [value.name for value in _between(values)]
+    if spread is None:
+        return Names(names).lists(walked(placement, orders, links))
+    embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
+    head = (spread.head.value, placement[spread.head.stage]) if spread.head else ("", NOWHERE)
+    walk = whole_walk(placement, orders, links, _layers(spread, training=training))
+    return Names(names, embedded, head).lists(walk)
 
 
 def with_head(
@@ -41,7 +42,7 @@ def with_head(
         return orders
     exact = len(_layers(spread, training=False).exchanges) > 1
     placement, links = _wired(stages, values)
-    walk = Lines(placement, orders, links)
+    walk = walked(placement, orders, links)
     moments: list[Moment] = [
         (span[1], Action(kind, NOWHERE, action.microbatch))
         for order, spans in zip(orders, walk.spans, strict=True)
@@ -72,39 +73,3 @@ def _layers(spread: Spread, *, training: bool) -> Layers:
     """The layers of the vocabulary as their collectives say it."""
     users = tuple(item.stage for item in spread.lookups)
     return Layers(spread.method, users, spread.head.stage if spread.head else None, training)
-
-
-class _Writer:
-    """The names and ranks that instructions have."""
-
-    def __init__(
-        self, placement: Sequence[int], values: Mapping[str, Value], spread: Spread | None
-    ) -> None:
-        self.names = [value.name for value in _between(values)]
-        lookups, head = (spread.lookups, spread.head) if spread else ((), None)
-        self.embedded = [(item.value, placement[item.stage]) for item in lookups]
-        self.x = (head.value, placement[head.stage]) if head else ("", NOWHERE)
-
-    def line(self, step: Step) -> Instruction:
-        """The instruction of a step."""
-        if isinstance(step, Meeting):
-            return self._collective(step)
-        if isinstance(step, Transfer):
-            number, gradient, peer, i, leaves = step
-            kind, value = Kind.SEND if leaves else Kind.RECV, self.names[number]
-            return Instruction(kind, value=value, gradient=gradient, microbatch=i, peer=peer)
-        kind, j, i = step
-        if kind in EMBEDDING:
-            return Instruction(kind, value=self.embedded[j][0], microbatch=i)
-        return Instruction(kind, stage=None if j == NOWHERE else j, microbatch=i)
-
-    def _collective(self, meeting: Meeting) -> Instruction:
-        """The instruction of a collective."""
-        what, k, i = meeting
-        carried, _, gradient = what.partition(".")
-        if carried not in ("x", "e"):
-            return Instruction(Kind.EXCHANGE, value=what, microbatch=i)
-        value, peer = self.x if carried == "x" else self.embedded[k]
-        kind = Kind.BROADCAST if what in ("x", "e.grad") else Kind.REDUCE
-        grads = bool(gradient)
-        return Instruction(kind, value=value, gradient=grads, microbatch=i, peer=peer)

@@ -17,7 +17,7 @@ from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.simulator import Event, StageCost, Timeline
+from parcompiler.timeline import Event, StageCost, Timeline
 
 
 def model(graph: Graph) -> data.Model:

@@ -38,8 +38,8 @@ from parcompiler.report import (
     web,
 )
 from parcompiler.report.trace import trace_text
-from parcompiler.simulator import Timeline
 from parcompiler.symbolic import Costs
+from parcompiler.timeline import Timeline
 
 VERSION = 1
 

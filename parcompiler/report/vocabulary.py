@@ -12,7 +12,7 @@ from parcompiler.plan import Plan
 from parcompiler.report import data
 from parcompiler.report.table import Column, Table, table, words
 from parcompiler.report.units import BYTES, NOTHING, SECONDS, column, ratio
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
+from parcompiler.timeline import VocabularyCost
 
 if TYPE_CHECKING:
     from parcompiler.report.report import Report

@@ -11,7 +11,7 @@ from parcompiler.passes.estimate import messages
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.simulator import StageCost, simulate_lowered
+from parcompiler.timeline import StageCost, simulate_lowered
 
 
 @dataclass(frozen=True, slots=True)

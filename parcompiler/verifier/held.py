@@ -33,9 +33,7 @@ from typing import NamedTuple
 from parcompiler.errors import InputError
 from parcompiler.instruction import COMPUTE, HEAD, TRANSFERS, Kind
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.schedules.gradients import Made
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
-from parcompiler.simulator import StageCost
+from parcompiler.timeline import Made, StageCost, VocabularyCost
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.steps import Part, Places, Step
 

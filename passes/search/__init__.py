@@ -32,8 +32,8 @@ from parcompiler.passes.search.merge import merged
 from parcompiler.passes.search.programme import prove
 from parcompiler.passes.search.task import Task, Word
 from parcompiler.schedules import Schedule
-from parcompiler.schedules.timing import Message, StageCost, timing
 from parcompiler.solver import Status, relative_gap
+from parcompiler.timeline import Message, StageCost, timing
 
 EFFORT = 10.0  # about so many seconds of one core, at most
 ACTIONS = 2_500_000  # that are annealed per effort
@@ -220,7 +220,7 @@ def _least(task: Task) -> tuple[int, ...]:
 def _refusal(task: Task) -> InfeasibleError:
     """What to say when no order fits: the rank that lacks most."""
     words = task.one_at_a_time()
-    least = _least(task) if _lacking(task) else task.peaks(words, task.seconds)
+    least = _least(task) if _lacking(task) else task.peaks(words)
     rank = max(range(len(least)), key=lambda r: least[r] - task.limits[r])
     message = (
         f"no order of compute fits into the memory: with one micro-batch in flight rank {rank} "

@@ -120,8 +120,8 @@ class _Walk:
         return kind != other and not (kind // 3 == other // 3 and first % m == second % m)
 
     def _evaluate(self) -> float:
-        self.arrived = self.task.network.run(self.words, self.task.seconds)
-        return last_end(self.words, self.arrived)
+        self.moments = self.task.run(self.words)
+        return last_end(self.words, self.moments.ends)
 
     def _accept(self) -> None:
         """Remember the words if they are the best, and find their critical path."""
@@ -141,7 +141,7 @@ class _Walk:
     def _excess(self) -> list[float]:
         """By rank, the bytes that are too many. Without buffers there is nothing to simulate."""
         if self.buffered:
-            peaks = self.task.network.peaks(self.words, self.arrived)
+            peaks = self.task.peaks(self.words)
             return [peak - limit for peak, limit in zip(peaks, self.task.limits, strict=True)]
         return [
             self.task.use(word) - room
@@ -164,9 +164,9 @@ class _Walk:
         """Its actions, the last one first."""
         if self.time == INFINITY:
             return []
-        begins = self.task.network.begins
+        begins = self.moments.begins
         before = {code: k for word in self.words for k, code in pairwise(word)}
-        code = max((word[-1] for word in self.words if word), key=self.arrived.__getitem__)
+        code = max((word[-1] for word in self.words if word), key=self.moments.ends.__getitem__)
         path = [code]
         while begins[code] > 0.0:
             code = self._cause(code, before.get(code), begins[code])
@@ -175,11 +175,11 @@ class _Walk:
 
     def _cause(self, code: int, before: int | None, begin: float) -> int:
         """What an action waited for: the one before it on its rank, or the maker of a message."""
-        arrived, m = self.arrived, self.task.microbatches
+        arrived, m = self.moments.ends, self.task.microbatches
         if before is not None and arrived[before] == begin:
             return before
         i = code % m
-        row = max(self.task.network.needs[code // m], key=lambda row: arrived[row + i])
+        row = max(self.task.pipeline.needs[code // m], key=lambda row: arrived[row + i])
         if row not in self.task.makers:
             return row + i
         return max((kind * m + i for kind in self.task.makers[row]), key=arrived.__getitem__)

@@ -89,7 +89,7 @@ def simple_bound(task: Task) -> float:
         ways.head[j] + ways.forward(j) + ways.way[j] + ways.back(j) + ways.tail[j]
         for j in range(len(task.placement))
     )
-    return max(alone, *(_rank_bound(task, ways, r) for r in range(task.network.ranks)))
+    return max(alone, *(_rank_bound(task, ways, r) for r in range(task.pipeline.ranks)))
 
 
 def _rank_bound(task: Task, ways: _Ways, rank: int) -> float:

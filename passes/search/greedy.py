@@ -26,14 +26,14 @@ class _Making:
     def __init__(self, task: Task, urgency: list[int]) -> None:
         self.task = task
         self.urgency = urgency
-        network = task.network
+        pipeline = task.pipeline
         self.made: list[Word] = [[] for _ in task.classes]
         self.next = [0] * (3 * len(task.placement))  # by class, the micro-batch of the next action
-        self.free = [0.0] * network.ranks
-        self.used = [0] * network.ranks
-        self.link_free = [0.0] * network.ranks**2
-        self.arrived = [INFINITY] * network.num_slots
-        self.left = {row: [count] * task.microbatches for row, count in network.joint.items()}
+        self.free = [0.0] * pipeline.ranks
+        self.used = [0] * pipeline.ranks
+        self.link_free = [0.0] * pipeline.ranks**2
+        self.arrived = [INFINITY] * len(task.seconds)
+        self.left = {row: [count] * task.microbatches for row, count in pipeline.joint.items()}
 
     def words(self) -> list[Word]:
         """All actions of all ranks."""
@@ -53,7 +53,7 @@ class _Making:
         for kind in self.task.classes[rank]:
             i = self.next[kind]
             if i < self.task.microbatches and (kind % 3 or self._has_room(rank, kind)):
-                needs = [self.arrived[row + i] for row in self.task.network.needs[kind]]
+                needs = [self.arrived[row + i] for row in self.task.pipeline.needs[kind]]
                 begin = max(self.free[rank], *needs, 0.0)
                 found = min(found, (begin, self.urgency[kind % 3], kind))
         return found
@@ -76,19 +76,20 @@ class _Making:
 
     def _begin(self, rank: int, begin: float, kind: int) -> set[int]:
         """Let a rank do its next action of a class; returns the ranks that it matters to."""
-        task, network, m = self.task, self.task.network, self.task.microbatches
+        task, pipeline, m = self.task, self.task.pipeline, self.task.microbatches
         i = self.next[kind]
         self.next[kind] = i + 1
         self.made[rank].append(kind * m + i)
         self.used[rank] += task.changes[kind]
         end = self.free[rank] = self.arrived[kind * m + i] = begin + task.durations[kind]
         changed = {rank}
-        for row, link, seconds in network.sends[kind]:
+        for row, source, target, *_ in pipeline.sends[kind]:
             if row in self.left:
                 self.left[row][i] -= 1
                 if self.left[row][i]:
                     continue
-            end_of_link = max(self.link_free[link], end) + seconds
+            link = source * pipeline.ranks + target
+            end_of_link = max(self.link_free[link], end) + task.seconds[row + i]
             self.arrived[row + i] = self.link_free[link] = end_of_link
-            changed.add(link % network.ranks)
+            changed.add(target)
         return changed

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from parcompiler.instruction import Kind
 from parcompiler.passes.search.task import Task, Word, last_end
-from parcompiler.schedules import Action, Schedule
+from parcompiler.schedules import Schedule
 
 TRIALS = 500
-KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def merged(task: Task, words: Sequence[Word]) -> Schedule:
@@ -36,7 +34,7 @@ def merged(task: Task, words: Sequence[Word]) -> Schedule:
         elif len(group) > 1:
             middle = len(group) // 2
             groups += [group[:middle], group[middle:]]
-    return Schedule("search", task.placement, tuple(_order(task, word, whole) for word in words))
+    return task.schedule(words, whole)
 
 
 def _mergeable(task: Task, words: Sequence[Word], stage: int) -> list[int]:
@@ -53,20 +51,5 @@ def _is_as_good(task: Task, words: Sequence[Word], whole: set[int], limit: float
     for code in whole:
         seconds[code] = task.costs[code // m // 3].backward
     shorter = [[code for code in word if code - m not in whole] for word in words]
-    arrived = task.network.run(shorter, seconds)
-    if last_end(shorter, arrived) > limit:
-        return False
-    peaks = task.network.peaks(shorter, arrived)
-    return all(peak <= most for peak, most in zip(peaks, task.limits, strict=True))
-
-
-def _order(task: Task, word: Word, whole: set[int]) -> tuple[Action, ...]:
-    """The actions of one rank."""
-    order = []
-    for code in word:
-        (j, place), i = divmod(code // task.microbatches, 3), code % task.microbatches
-        if place == 1 and (code in whole or not task.is_parted(j)):
-            order.append(Action(Kind.BACKWARD, j, i))
-        elif place < 2 or code - task.microbatches not in whole:
-            order.append(Action(KINDS[place], j, i))
-    return tuple(order)
+    step = last_end(shorter, task.run(shorter, seconds).ends)
+    return step <= limit and task.fits(words, whole)

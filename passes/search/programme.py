@@ -77,10 +77,10 @@ def _draft(task: Task, best: Walked) -> _Draft:
     _send(draft)
     _wait(draft)
     _remember(draft)
-    task.network.run(best.words, task.seconds)
+    begins = task.run(best.words).begins
     for code, number in draft.number.items():
-        if code < task.network.size:
-            draft.agenda.hints[number] = draft.whole(task.network.begins[code])
+        if code < task.pipeline.size:
+            draft.agenda.hints[number] = draft.whole(begins[code])
     return draft
 
 
@@ -93,9 +93,10 @@ def _in_turn(draft: _Draft, numbers: Sequence[int]) -> None:
 def _send(draft: _Draft) -> None:
     """Messages begin behind what sends them, one at once on each link. [2]"""
     m = draft.task.microbatches
-    links: dict[int, list[int]] = {}
-    for kind, sends in enumerate(draft.task.network.sends):
-        for row, link, seconds in sends:
+    links: dict[tuple[int, int], list[int]] = {}
+    for kind, sends in enumerate(draft.task.pipeline.sends):
+        for row, source, target, *_ in sends:
+            seconds, link = draft.task.seconds[row], (source, target)
             if row not in draft.number:
                 for i in range(m):
                     name, duration = f"y[{row},{i}]", draft.whole(seconds)
@@ -114,7 +115,7 @@ def _wait(draft: _Draft) -> None:
     m = draft.task.microbatches
     for kinds in draft.task.classes:
         for kind in kinds:
-            for row in draft.task.network.needs[kind]:
+            for row in draft.task.pipeline.needs[kind]:
                 for i in range(m):
                     draft.agenda.after(draft.number[row + i], draft.number[kind * m + i])
 

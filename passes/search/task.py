@@ -7,24 +7,22 @@ are alike, so exchanging their names loses nothing. An order is thus a word of l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules import Action, Schedule
-from parcompiler.schedules.timing import INFINITY, Message, Network, StageCost
+from parcompiler.timeline import Message, StageCost, timing
+from parcompiler.timeline.candidate import links_of, pairs_of
+from parcompiler.timeline.order import PLACE, OrderTasks
+from parcompiler.timeline.run import INFINITY, Moments, run
 
 Word = list[int]
-"""The codes of one rank in its order; see `Network` for what a code is."""
+"""The codes of one rank in its order; see `OrderTasks` for what a code is."""
 
-LETTERS = {  # the place of a kind among the classes of a stage
-    Kind.FORWARD: 0,
-    Kind.BACKWARD: 1,
-    Kind.BACKWARD_INPUT: 1,
-    Kind.BACKWARD_WEIGHT: 2,
-}
+KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class Task:
     microbatches: int
 
     @cached_property
-    def network(self) -> Network:
+    def pipeline(self) -> OrderTasks:
         """Who waits for whom."""
-        return Network(self.placement, self.costs, self.messages, self.microbatches)
+        return OrderTasks(self.placement, links_of(self.messages), self.microbatches)
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
@@ -52,7 +50,7 @@ class Task:
                 if at == rank
                 for kind in ((0, 1, 2) if self.is_parted(j) else (0, 1))
             )
-            for rank in range(self.network.ranks)
+            for rank in range(self.pipeline.ranks)
         )
 
     @cached_property
@@ -67,8 +65,8 @@ class Task:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """By code."""
-        return [duration for duration in self.durations for _ in range(self.microbatches)]
+        """By code, and by message behind."""
+        return self.pipeline.seconds(self.durations, pairs_of(self.messages))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -124,7 +122,7 @@ class Task:
         """By rank, the bytes that are always there."""
         return tuple(
             sum(c.resident for c, r in zip(self.costs, self.placement, strict=True) if r == rank)
-            for rank in range(self.network.ranks)
+            for rank in range(self.pipeline.ranks)
         )
 
     @cached_property
@@ -136,9 +134,9 @@ class Task:
     def makers(self) -> dict[int, list[int]]:
         """By row of a message, the classes that it waits for."""
         found: dict[int, list[int]] = {}
-        for kind, sends in enumerate(self.network.sends):
-            for row, _, _ in sends:
-                found.setdefault(row, []).append(kind)
+        for kind, sends in enumerate(self.pipeline.sends):
+            for sent in sends:
+                found.setdefault(sent.row, []).append(kind)
         return found
 
     def left(self, stage: int) -> int:
@@ -167,7 +165,7 @@ class Task:
     def _letters(self, order: Sequence[Action]) -> Iterator[int]:
         """The classes of an order, backwards in as many parts as they can have."""
         for action in order:
-            kind = 3 * action.stage + LETTERS[action.kind]
+            kind = 3 * action.stage + PLACE[action.kind]
             parted = self.is_parted(action.stage)
             if action.kind is not Kind.BACKWARD_WEIGHT or parted:
                 yield kind
@@ -191,7 +189,11 @@ class Task:
 
     def step_time(self, words: Sequence[Word]) -> float:
         """Seconds of a step; infinite when ranks wait for each other."""
-        return last_end(words, self.network.run(words, self.seconds))
+        return last_end(words, self.run(words).ends)
+
+    def run(self, words: Sequence[Word], seconds: Sequence[float] | None = None) -> Moments:
+        """When everything begins and ends."""
+        return run(self.pipeline.tasks, words, seconds or self.seconds)
 
     def use(self, word: Word) -> int:
         """The most bytes of micro-batches in flight, but for buffers that come early or leave."""
@@ -202,14 +204,28 @@ class Task:
         """Whether the micro-batches in flight fit on every rank."""
         return all(self.use(word) <= room for word, room in zip(words, self.rooms, strict=True))
 
-    def fits(self, words: Sequence[Word], seconds: Sequence[float] | None = None) -> bool:
+    def fits(self, words: Sequence[Word], whole: Collection[int] = ()) -> bool:
         """Whether the memory suffices, exactly."""
-        peaks = self.peaks(words, seconds or self.seconds)
+        peaks = self.peaks(words, whole)
         return all(peak <= limit for peak, limit in zip(peaks, self.limits, strict=True))
 
-    def peaks(self, words: Sequence[Word], seconds: Sequence[float]) -> tuple[int, ...]:
+    def peaks(self, words: Sequence[Word], whole: Collection[int] = ()) -> tuple[int, ...]:
         """The most bytes on each rank."""
-        return self.network.peaks(words, self.network.run(words, seconds))
+        return timing(self.schedule(words, whole), self.costs, self.messages).peak_memory
+
+    def schedule(self, words: Sequence[Word], whole: Collection[int] = ()) -> Schedule:
+        """What words stand for; `whole` are the codes of I that stand for a whole backward."""
+        orders = tuple(tuple(self._actions(word, whole)) for word in words)
+        return Schedule("search", self.placement, orders)
+
+    def _actions(self, word: Word, whole: Collection[int]) -> Iterator[Action]:
+        """The actions of one rank."""
+        for code in word:
+            (j, place), i = divmod(code // self.microbatches, 3), code % self.microbatches
+            if place == 1 and (code in whole or not self.is_parted(j)):
+                yield Action(Kind.BACKWARD, j, i)
+            elif place < 2 or code - self.microbatches not in whole:
+                yield Action(KINDS[place], j, i)
 
 
 def last_end(words: Sequence[Word], arrived: Sequence[float]) -> float:
@@ -217,4 +233,4 @@ def last_end(words: Sequence[Word], arrived: Sequence[float]) -> float:
     return max((arrived[word[-1]] for word in words if word), default=0.0)
 
 
-__all__ = ["INFINITY", "LETTERS", "Task", "Word", "last_end"]
+__all__ = ["INFINITY", "Task", "Word", "last_end"]

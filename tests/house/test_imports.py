@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 PICTURE = """\
 6  compiler checks given_plan program loaded verification reference joint reenactment batches draws
 6  pool member bench cli meshes __main__ __init__
-5  lower verifier simulator codegen report changes prices ranks symbolic
+5  lower verifier codegen report changes prices ranks symbolic
 4  passes
 3  problem options progress calibrate times garbage
-2  capture cost naming spmd vocabulary schedules solver
+2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces documents
 """

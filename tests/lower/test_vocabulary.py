@@ -11,10 +11,8 @@ from parcompiler.lower import Stage, Value, communicate
 from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.schedules.timing import Message, timing
 from parcompiler.schedules.vocabulary import spread
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
-from parcompiler.simulator import StageCost, Timeline, simulate
+from parcompiler.timeline import Message, StageCost, Timeline, VocabularyCost, simulate, timing
 from tests.schedules.test_vocabulary import bare
 
 BARRIERS = {"vocab-1": 2, "vocab-2": 1}

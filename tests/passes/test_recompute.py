@@ -22,7 +22,7 @@ from parcompiler.plan import Plan, Shape
 from parcompiler.prices import message_seconds, stage_costs
 from parcompiler.problem import Priced, Problem
 from parcompiler.schedules import SCHEDULES
-from parcompiler.simulator import simulate_lowered
+from parcompiler.timeline import simulate_lowered
 from tests import zoo
 from tests.passes.handmade import VALUE, chain, small
 

@@ -15,7 +15,7 @@ from parcompiler.passes.search.greedy import greedy
 from parcompiler.passes.search.task import Task, Word
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import Action
-from parcompiler.schedules.timing import Message, StageCost, timing
+from parcompiler.timeline import Message, StageCost, timing
 
 SINGLE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
 DOUBLE = ("interleaved", "zb-v", "v-half", "v-min")  # two stages on each rank

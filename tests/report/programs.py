@@ -21,7 +21,7 @@ from parcompiler.plan import Plan, Shape, Solution, StageChoice
 from parcompiler.prices import message_seconds, stage_costs
 from parcompiler.problem import Problem
 from parcompiler.report import Report
-from parcompiler.simulator import Timeline, simulate_lowered
+from parcompiler.timeline import Timeline, simulate_lowered
 
 DEVICE = Device.from_json("""
 {

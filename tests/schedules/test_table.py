@@ -17,8 +17,8 @@ import pytest
 from parcompiler.instruction import COMPUTE, Instruction
 from parcompiler.lower import Stage, communicate
 from parcompiler.schedules import SCHEDULES, Schedule, build
-from parcompiler.simulator import StageCost, Timeline, simulate
-from tests.test_simulator import chain
+from parcompiler.timeline import StageCost, Timeline, simulate
+from tests.timeline.test_simulate import chain
 
 
 class Times(NamedTuple):

@@ -4,10 +4,9 @@ import pytest
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules import build
-from parcompiler.schedules.timing import Message, StageCost, timing
 from parcompiler.schedules.vocabulary import spread
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.schedules.vocabulary_interlaced import interlaced
+from parcompiler.timeline import Message, StageCost, VocabularyCost, timing
 
 F, B, S, NORMALIZE, T = 1.0, 2.0, 0.25, 0.125, 0.5
 SLOT = S + NORMALIZE + T

@@ -8,8 +8,7 @@ import pytest
 from parcompiler.errors import InputError, PlanError
 from parcompiler.lower import Lowered
 from parcompiler.schedules import SCHEDULES, stages_per_rank
-from parcompiler.schedules.gradients import First
-from parcompiler.simulator import StageCost, simulate_lowered
+from parcompiler.timeline import First, StageCost, simulate_lowered
 from parcompiler.verifier import Memory, faults, verify
 from tests.verifier.edits import dropped, moved
 from tests.verifier.programs import blocks, program

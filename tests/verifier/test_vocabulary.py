@@ -9,8 +9,7 @@ from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.lower.lowered import SpreadLookup
 from parcompiler.runtime.program import of_first
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
-from parcompiler.simulator import StageCost, simulate_lowered
+from parcompiler.timeline import StageCost, VocabularyCost, simulate_lowered
 from parcompiler.verifier import Memory, faults
 from tests.verifier.edits import (
     dropped,

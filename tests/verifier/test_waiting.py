@@ -9,7 +9,7 @@ from parcompiler.capture import capture
 from parcompiler.capture.blocks import Cut, cut
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
-from parcompiler.simulator import StageCost
+from parcompiler.timeline import StageCost
 from parcompiler.verifier import Memory, faults
 from tests.verifier.edits import dropped, moved, swapped, texts, with_lists
 from tests.verifier.oracle import same_meaning

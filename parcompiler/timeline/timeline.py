@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 
 from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Instruction
 from parcompiler.schedules.action import LETTERS
 
 WIDTH = 64  # columns of the drawn step
-START = -1  # the cause of an event that begins with the step
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank does not idle in
 DRAWN = COMPUTE | HEAD
 
@@ -72,26 +69,6 @@ def idle(events: Iterable[Event], step_time: float, ranks: int) -> tuple[float, 
         if event.instruction.kind in WORK:
             busy[event.rank] += event.end - event.begin
     return tuple(1.0 - seconds / step_time if step_time else 0.0 for seconds in busy)
-
-
-def levels(resident: int, changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """The bytes held from each change on; what happens at one moment happens at once."""
-    size = resident
-    found = {0.0: size}
-    for second, change in sorted(changes, key=itemgetter(0)):
-        size += change
-        found[second] = size
-    return tuple(next(same) for _, same in groupby(found.items(), key=itemgetter(1)))
-
-
-def critical_path(events: Sequence[Event], causes: Sequence[int]) -> tuple[Event, ...]:
-    """From the event that ends last back to the begin of the step, in order of time."""
-    path = []
-    event = max(range(len(events)), key=lambda k: (events[k].end, k), default=START)
-    while event != START:
-        path.append(events[event])
-        event = causes[event]
-    return tuple(reversed(path))
 
 
 def _in_units(nbytes: float) -> str:

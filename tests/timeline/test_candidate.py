@@ -13,11 +13,9 @@ from parcompiler.instruction import COMPUTE
 from parcompiler.lower import Lowered, Value, communicate
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import backward, forward
-from parcompiler.schedules.gradients import First
-from parcompiler.schedules.timing import Message, StageCost, timing
 from parcompiler.schedules.v_shape import v_placement
-from parcompiler.simulator import Timeline, simulate
-from tests.test_simulator import stage
+from parcompiler.timeline import First, Message, StageCost, Timeline, simulate, timing
+from tests.timeline.test_simulate import stage
 
 NAMES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min")
 

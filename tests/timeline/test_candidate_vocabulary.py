@@ -13,13 +13,11 @@ from parcompiler.lower import Lowered, Value, communicate
 from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.schedules.timing import Message, timing
 from parcompiler.schedules.vocabulary import spread
-from parcompiler.schedules.vocabulary_cost import VocabularyCost
 from parcompiler.schedules.vocabulary_walk import METHODS
-from parcompiler.simulator import StageCost, Timeline, simulate
-from tests.schedules.test_timing import NAMES, random_costs, random_messages
-from tests.test_simulator import stage
+from parcompiler.timeline import Message, StageCost, Timeline, VocabularyCost, simulate, timing
+from tests.timeline.test_candidate import NAMES, random_costs, random_messages
+from tests.timeline.test_simulate import stage
 
 
 def random_vocabulary(chance: random.Random, method: str, stages: int) -> VocabularyCost:

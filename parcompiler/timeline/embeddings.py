@@ -19,12 +19,24 @@ from operator import itemgetter
 
 from parcompiler.instruction import BACKWARDS, Kind
 from parcompiler.schedules.action import NOWHERE, Action
-from parcompiler.schedules.lines import Lines, Link, Span
-from parcompiler.schedules.vocabulary_lines import Layers, returned
+from parcompiler.timeline.collectives import Layers, returned
+from parcompiler.timeline.order import Link, Span, Walk, walked
 
-Moment = tuple[int, Action]  # from when on
+Moment = tuple[float, Action]  # from when on
 
 AFTER = 1  # how long a broadcast may take beside the compute
+
+
+def whole_walk(
+    placement: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    links: Sequence[Link],
+    layers: Layers | None = None,
+) -> Walk:
+    """A walk through orders that have the head of `layers`, not the embeddings."""
+    if layers is not None:
+        orders = with_embeddings(placement, orders, links, layers)
+    return walked(placement, orders, links, layers)
 
 
 def with_embeddings(
@@ -36,7 +48,7 @@ def with_embeddings(
     """The orders with EMBED, and EMBED_BACKWARD in training, on every rank."""
     if not layers.users:
         return orders
-    walk = Lines(placement, orders, links, replace(layers, users=()))
+    walk = walked(placement, orders, links, replace(layers, users=()))
     spans = {
         action: span
         for order, found in zip(orders, walk.spans, strict=True)
@@ -89,7 +101,7 @@ def _in_front(
     lookups: Sequence[Moment],
 ) -> tuple[dict[Action, list[Action]], list[Moment]]:
     """The lookups in front of each S, and those that come before any S."""
-    begun: dict[Action, int] = {}  # on all ranks
+    begun: dict[Action, float] = {}  # on all ranks
     for order, found in zip(orders, spans, strict=True):
         for action, (begin, _) in zip(order, found, strict=True):
             if action.kind is Kind.S:

@@ -1,0 +1,24 @@
+"""The timeline of a step: the one engine that judges candidates and simulates programs."""
+
+from parcompiler.timeline.candidate import Timing, step_time, timing
+from parcompiler.timeline.costs import First, Made, Message, StageCost, VocabularyCost
+from parcompiler.timeline.program import Ends
+from parcompiler.timeline.simulate import free, simulate, simulate_lowered
+from parcompiler.timeline.timeline import Event, Timeline
+
+__all__ = [
+    "Ends",
+    "Event",
+    "First",
+    "Made",
+    "Message",
+    "StageCost",
+    "Timeline",
+    "Timing",
+    "VocabularyCost",
+    "free",
+    "simulate",
+    "simulate_lowered",
+    "step_time",
+    "timing",
+]

@@ -1,0 +1,250 @@
+"""What an order of compute takes before anything is lowered: its step as the simulator says it.
+
+A candidate is written as the instruction lists that lowering would write, and these are run with
+its seconds and bytes. The lists depend on the order alone, so they are written once for all costs.
+
+>>> from parcompiler.schedules import build
+>>> costs = [StageCost(forward=1.0, backward=2.0, resident=100, saved=10)] * 2
+>>> step = timing(build("1f1b", 2, 2), costs, [Message(0, (1,), 1.0, gradient=1.0, nbytes=4)])
+>>> step.step_time, step.peak_memory
+(11.0, (128, 118))
+>>> step.spans[1]
+((2.0, 3.0), (3.0, 5.0), (5.0, 6.0), (6.0, 8.0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from parcompiler.errors import InputError, PlanError
+from parcompiler.instruction import EMBEDDING, HEAD, Instruction
+from parcompiler.schedules.action import Orders
+from parcompiler.schedules.schedule import Schedule
+from parcompiler.timeline.collectives import Layers
+from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
+from parcompiler.timeline.embeddings import whole_walk
+from parcompiler.timeline.lists import Names
+from parcompiler.timeline.memory import levels, memory
+from parcompiler.timeline.order import Link, OrderTasks
+from parcompiler.timeline.program import Exchange, ProgramTasks, tasks_of
+from parcompiler.timeline.run import START, Moments, run
+from parcompiler.timeline.simulate import Prices, seconds_of
+
+ROUNDS = 8  # of one micro-batch for each rank, in which a steady state is looked for
+MANY = 2  # times as many micro-batches are worth it
+EXACT = 1e-12  # of a step: what rounding may make of equal shifts
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of a step, the most bytes on each rank, and when each action begins and ends."""
+
+    step_time: float
+    peak_memory: tuple[int, ...]
+    spans: tuple[tuple[tuple[float, float], ...], ...] = field(repr=False)
+
+
+def timing(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
+) -> Timing:
+    """What `simulate` says of a schedule whose stage j costs `costs[j]`.
+
+    Messages are in the order in which a stage sends those of one micro-batch. `vocabulary` is the
+    cost of the layers that all ranks share, S and T of the schedule among them. Raises PlanError
+    when ranks wait for each other, InputError when the costs do not fit the stages.
+    """
+    return _timed(schedule, costs, messages, vocabulary)[0]
+
+
+def timing_of_many(
+    at: Callable[[int], Schedule],
+    microbatches: int,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None = None,
+) -> Timing:
+    """`timing` of `at(microbatches)`, without its spans, sooner where that repeats itself.
+
+    In the steady state of a named schedule every action comes again `pace` seconds later for the
+    micro-batch of the next round, one for each rank. Each begins at the latest of a few moments
+    before, so that what has shifted alike through whole rounds goes on doing so: then rounds are
+    multiplied instead of run, and the most bytes are those of any steady state.
+    """
+    ranks = at(1).ranks
+    few = ROUNDS * ranks + microbatches % ranks
+    for rounds in (few, 2 * few - microbatches % ranks):
+        if MANY * rounds > microbatches:
+            break
+        step, pace = _timed(at(rounds), costs, messages, vocabulary, ranks)
+        if pace is not None:
+            seconds = step.step_time + (microbatches - rounds) // ranks * pace
+            return Timing(seconds, step.peak_memory, ())
+    return replace(timing(at(microbatches), costs, messages, vocabulary), spans=())
+
+
+def _timed(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    vocabulary: VocabularyCost | None,
+    period: int = 0,
+) -> tuple[Timing, float | None]:
+    """The timing, and the pace of a `period` of micro-batches if there is a steady state."""
+    _check(schedule.placement, costs, messages)
+    has_head = any(action.kind in HEAD for order in schedule.orders for action in order)
+    if vocabulary is None and has_head:
+        message = "a schedule in which all ranks share the head needs its cost (no vocabulary=...)"
+        raise InputError(message)
+    shared = vocabulary or VocabularyCost()
+    source = shared.source % len(schedule.placement) if has_head else None
+    layers = Layers(shared.method, shared.users, source) if vocabulary else None
+    program = _program(schedule.placement, schedule.orders, links_of(messages), layers)
+    prices = _prices(costs, messages, shared)
+    moments = run(program.tasks, program.orders, seconds_of(program, prices))
+    spans = tuple(
+        tuple(
+            (moments.begins[task], moments.ends[task])
+            for task in order
+            if program.lines[task][1].kind not in EMBEDDING
+        )
+        for order in program.orders
+    )
+    changes = memory(program, moments, schedule.placement, costs, shared, prices.size)
+    peaks = tuple(max(size for _, size in levels(own)) for own in changes)
+    pace = _pace(program, moments, schedule.microbatches, period) if period else None
+    return Timing(moments.last, peaks, spans), pace
+
+
+def _pace(program: ProgramTasks, moments: Moments, m: int, period: int) -> float | None:
+    """By how many seconds everything shifts from a period to the next in the middle of a step."""
+    pace: float | None = None
+    begins: dict[object, dict[int, float]] = {}
+    lines = [*program.lines, *((START, what) for what in program.exchanges)]
+    for begin, (rank, line) in zip(moments.begins, lines, strict=True):
+        if line.microbatch is not None:
+            begins.setdefault((rank, _without_microbatch(line)), {})[line.microbatch] = begin
+    middle = range(m // 2 - 2 * period, m // 2 + period)
+    for by_microbatch in begins.values():
+        for i in middle:
+            shift = by_microbatch[i + period] - by_microbatch[i]
+            pace = shift if pace is None else pace
+            if abs(shift - pace) > EXACT * moments.last:
+                return None
+    return pace
+
+
+def _without_microbatch(line: Exchange) -> tuple[object, ...]:
+    """What an instruction or a message is, whatever its micro-batch."""
+    if isinstance(line, Instruction):
+        return line.kind, line.stage, line.value, line.gradient, line.peer
+    return line.source, line.target, line.value, line.gradient
+
+
+def step_time(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Message]) -> float:
+    """The seconds of `timing` alone, sooner; no layers that all ranks share."""
+    _check(schedule.placement, costs, messages)
+    tasks = _tasks(schedule.placement, links_of(messages), schedule.microbatches)
+    codes = [[tasks.code(r, action) for action in own] for r, own in enumerate(schedule.orders)]
+    seconds = tasks.seconds([0.0] * tasks.classes, pairs_of(messages))
+    for own, order in zip(codes, schedule.orders, strict=True):
+        for code, action in zip(own, order, strict=True):
+            seconds[code] = costs[action.stage].seconds(action.kind)
+    moments = run(tasks.tasks, codes, seconds)
+    _check_end(schedule.orders, moments.stuck(codes))
+    return moments.last
+
+
+def pairs_of(messages: Sequence[Message]) -> list[tuple[float, float]]:
+    """Seconds of each message and of its gradient."""
+    return [(message.seconds, message.gradient or 0.0) for message in messages]
+
+
+def links_of(messages: Sequence[Message]) -> tuple[Link, ...]:
+    """What joins the stages, whatever it takes."""
+    return tuple(Link(x.source, x.targets, x.gradient is not None) for x in messages)
+
+
+@lru_cache(maxsize=32)
+def _tasks(placement: tuple[int, ...], links: tuple[Link, ...], microbatches: int) -> OrderTasks:
+    """Who waits for whom, whatever the order."""
+    return OrderTasks(placement, links, microbatches)
+
+
+class _Ends(NamedTuple):
+    """The names of what a stage receives and gives."""
+
+    receives: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@lru_cache(maxsize=32)
+def _program(
+    placement: tuple[int, ...], orders: Orders, links: tuple[Link, ...], layers: Layers | None
+) -> ProgramTasks:
+    """The tasks of the lists that lowering would write, whatever their seconds are."""
+    names = [f"v{number}" for number in range(len(links))]
+    receives: list[list[str]] = [[] for _ in placement]
+    gives: list[list[str]] = [[] for _ in placement]
+    for name, link in zip(names, links, strict=True):
+        gives[link.source].append(name)
+        for user in link.targets:
+            receives[user].append(name)
+    embedded, head = [], ("", -1)
+    if layers is not None:
+        for k, user in enumerate(layers.users):
+            receives[user].append(f"e{k}")
+            embedded.append((f"e{k}", placement[user]))
+        if layers.source is not None:
+            gives[layers.source].append("x")
+            head = "x", placement[layers.source]
+    walk = whole_walk(placement, orders, links, layers)
+    _check_end(orders, walk.stuck)
+    ends = [_Ends(tuple(r), tuple(g)) for r, g in zip(receives, gives, strict=True)]
+    return tasks_of(Names(names, embedded, head).lists(walk), ends)
+
+
+def _prices(
+    costs: Sequence[StageCost], messages: Sequence[Message], vocabulary: VocabularyCost
+) -> Prices:
+    """Seconds and bytes by the names of `_program`."""
+    sizes = {f"v{number}": x.nbytes for number, x in enumerate(messages)}
+    lookups = max(1, len(vocabulary.users))
+    sizes |= {f"e{k}": vocabulary.embedded_bytes // lookups for k in range(len(vocabulary.users))}
+    pairs = {f"v{number}": pair for number, pair in enumerate(pairs_of(messages))}
+    sizes["x"] = vocabulary.x_bytes
+    return Prices(
+        costs, sizes, lambda x: pairs[x.value][x.gradient], lambda _: 0.0, vocabulary, lookups
+    )
+
+
+def _check(
+    placement: Sequence[int], costs: Sequence[StageCost], messages: Sequence[Message]
+) -> None:
+    """Raise InputError for costs and messages of other stages than there are."""
+    stages = len(placement)
+    if len(costs) != stages:
+        message = f"every stage needs a cost ({stages} stages, {len(costs)} costs)"
+        raise InputError(message)
+    for each in messages:
+        wrong = [j for j in (each.source, *each.targets) if not 0 <= j < stages]
+        if wrong or each.source in each.targets:
+            message = (
+                f"a message goes from one stage to others (from {each.source} to {each.targets}, "
+                f"{stages} stages)"
+            )
+            raise InputError(message)
+
+
+def _check_end(orders: Orders, stuck: Sequence[tuple[int, int]]) -> None:
+    """Raise PlanError that names the actions at which ranks wait for ever."""
+    if stuck:
+        first = f"the schedule never ends: {len(stuck)} of its {len(orders)} ranks wait"
+        where = (f"  * rank {rank} at {orders[rank][k].cell}" for rank, k in stuck)
+        message = "\n".join([f"{first} (check the order of these actions)", *where])
+        raise PlanError(message)

@@ -1,0 +1,208 @@
+"""What the tasks of a step take: seconds and bytes of stages, of messages, of the vocabulary.
+
+Parameters have no gradients at first; then those of one micro-batch after another are added to what
+the first backward of their stage has left.
+
+    F0 F1 B0 F2 B1 ..       [1] B0 makes all of them
+    F0 F1 I0 F2 I1 W0 ..    [2] I0 makes those that linear layers do not leave, and W0 the rest
+
+>>> cost = StageCost(1.0, 2.0, resident=9, saved=10, first=First(gradients=7, backward_more=2))
+>>> made = Made()
+>>> [made.bytes(0, cost, kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD)]
+[(10, 0), (2, -5), (0, -10)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parcompiler.instruction import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What the first backward of a step leaves on a stage: `gradients` bytes. Of one in two parts,
+    the second leaves `later` of them. They come one by one: while that runs, the others are alive
+    in place of those that `StageCost` has under the same names."""
+
+    gradients: int = 0
+    later: int = 0
+    backward_more: int = 0
+    input_more: int = 0
+    weight_more: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one micro-batch costs on one stage.
+
+    `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
+    left for later (products for weight gradients). `saved` are bytes kept from the begin of FORWARD
+    to the end of BACKWARD of one micro-batch, without the tensors that were received; where the
+    backward has two parts, to the end of the first, and then `left` to the end of the second (None:
+    the same bytes). What is alive for the time of one instruction only comes on top: `forward_more`
+    while FORWARD runs, `backward_more`, `input_more` and `weight_more` while BACKWARD and its two
+    parts do.
+
+    `resident` are bytes of parameters, gradients and optimizer states; the gradients among them are
+    there from the `first` backward of a step on. `update` are added in the optimizer's step.
+    """
+
+    forward: float
+    backward: float
+    resident: int
+    saved: int
+    weight: float = 0.0
+    left: int | None = None
+    forward_more: int = 0
+    backward_more: int = 0
+    input_more: int = 0
+    weight_more: int = 0
+    update: int = 0
+    first: First = field(default_factory=First)
+
+    @property
+    def early(self) -> int:
+        """Bytes held before the first backward of a step, besides those of micro-batches."""
+        return self.resident - self.first.gradients
+
+    def bytes(self, kind: Kind) -> tuple[int, int]:
+        """What one compute instruction changes, in bytes: with its begin, and with its end; but for
+        gradients that stay (see `Made`).
+
+        >>> cost = StageCost(1.0, 2.0, resident=0, saved=10, left=4, input_more=3)
+        >>> [cost.bytes(kind) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+        [(10, 0), (3, -9), (0, -4)]
+        """
+        left = self.saved if self.left is None else self.left
+        match kind:
+            case Kind.FORWARD:
+                return self.saved + self.forward_more, -self.forward_more
+            case Kind.BACKWARD_INPUT:
+                return self.input_more, left - self.saved - self.input_more
+            case Kind.BACKWARD_WEIGHT:
+                return self.weight_more, -left - self.weight_more
+        return self.backward_more, -self.saved - self.backward_more
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of one compute instruction."""
+        match kind:
+            case Kind.FORWARD:
+                return self.forward
+            case Kind.BACKWARD_INPUT:
+                return self.backward - self.weight
+            case Kind.BACKWARD_WEIGHT:
+                return self.weight
+        return self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value of `nbytes` that stage `source` gives to the stages `targets`.
+
+    It occupies a link for `seconds`, its gradient for `gradient`; None when nothing comes back.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    seconds: float
+    gradient: float | None
+    nbytes: int
+
+
+class Made:
+    """The gradients so far, of which each compute instruction is told in its order."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}  # bytes by stage
+        self.complete: set[int] = set()  # the stages that have all
+
+    def bytes(self, stage: int, cost: StageCost, kind: Kind) -> tuple[int, int]:
+        """What an instruction of a stage changes, in bytes: with its begin, and with its end."""
+        taken, given = cost.bytes(kind)
+        if kind is Kind.FORWARD or stage in self.complete:
+            return taken, given
+        first = cost.first
+        match kind:
+            case Kind.BACKWARD if stage not in self.of:
+                more, new = first.backward_more, first.gradients
+            case Kind.BACKWARD_INPUT if stage not in self.of:
+                more, new = first.input_more, first.gradients - first.later
+            case Kind.BACKWARD_WEIGHT:
+                more, new = first.weight_more, first.later
+            case Kind.BACKWARD:  # behind a first part
+                more, new = taken + first.later, first.later
+            case _:
+                return taken, given
+        self.of[stage] = self.of.get(stage, 0) + new
+        if kind is not Kind.BACKWARD_INPUT or not first.later:
+            self.complete.add(stage)
+        return more, taken + given + new - more
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyCost:
+    """Seconds and bytes of one micro-batch on each rank; all ranks have equal shares.
+
+    `s` to `embed_backward` are seconds of compute. `broadcast` (of x), `exchange` (once) and
+    `reduce` (of the gradient of x) are seconds of the collectives of the head; `embed_reduce` and
+    `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
+    rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
+    while the softmax is computed: in S, or in NORMALIZE where there is one; `update` comes on top
+    of `resident` in the optimizer's step. `source` is the stage that gives x, `users` has for each
+    embedding the stage that takes it. x has `x_bytes`, all that is embedded `embedded_bytes`.
+    `method` says what the last backward waits for.
+    """
+
+    s: float = 0.0
+    normalize: float = 0.0
+    t: float = 0.0
+    embed: float = 0.0
+    embed_backward: float = 0.0
+    broadcast: float = 0.0
+    exchange: float = 0.0
+    reduce: float = 0.0
+    embed_reduce: float = 0.0
+    embed_broadcast: float = 0.0
+    resident: int = 0
+    saved: int = 0
+    more: int = 0
+    update: int = 0
+    source: int = -1
+    method: str = "vocab-2"
+    users: tuple[int, ...] = ()
+    x_bytes: int = 0
+    embedded_bytes: int = 0
+
+    @property
+    def softmax(self) -> Kind:
+        """The pass that computes the softmax."""
+        return Kind.NORMALIZE if self.method in ("naive", "interlaced") else Kind.S
+
+    @property
+    def compute(self) -> float:
+        """Seconds that a rank computes for one micro-batch."""
+        return self.s + self.normalize + self.t + self.embed + self.embed_backward
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of one compute instruction, for all embeddings together."""
+        match kind:
+            case Kind.S:
+                return self.s
+            case Kind.NORMALIZE:
+                return self.normalize
+            case Kind.T:
+                return self.t
+            case Kind.EMBED:
+                return self.embed
+            case Kind.EMBED_BACKWARD:
+                return self.embed_backward
+        raise AssertionError(kind)
+
+    def collective(self, kind: Kind, *, embedded: bool) -> float:
+        """Seconds of one collective, of the head or of all embeddings together."""
+        if embedded:
+            return self.embed_reduce if kind is Kind.REDUCE else self.embed_broadcast
+        if kind is Kind.EXCHANGE:
+            return self.exchange
+        return self.broadcast if kind is Kind.BROADCAST else self.reduce

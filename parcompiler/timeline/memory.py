@@ -1,0 +1,86 @@
+"""The bytes on each rank while a step runs: what computing takes, and the tensors of exchanges.
+
+A micro-batch takes memory from the begin of its forward to the end of its backward (see
+`StageCost.bytes`), gradients of parameters from the first backward on, a received tensor from when
+its receive was posted to its last use, a sent one until it is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from parcompiler.instruction import COMPUTE, HEAD, Kind
+from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
+from parcompiler.timeline.program import Exchange, ProgramTasks
+from parcompiler.timeline.run import START, Moments
+
+Change = tuple[float, int]  # second, bytes more from then on
+
+
+def memory(
+    program: ProgramTasks,
+    moments: Moments,
+    placement: Sequence[int],
+    costs: Sequence[StageCost],
+    vocabulary: VocabularyCost,
+    size: Callable[[Exchange], int],
+) -> list[list[Change]]:
+    """By rank, what changes when: what is resident with the begin of the step, and what the
+    optimizer's step takes with its end."""
+    ranks = len(program.orders)
+    changes: list[list[Change]] = [[(0.0, vocabulary.resident)] for _ in range(ranks)]
+    for rank, cost in zip(placement, costs, strict=True):
+        changes[rank].append((0.0, cost.early))
+    made = Made()
+    for order, own in zip(program.orders, changes, strict=True):
+        own += _computing(program, order, moments, costs, vocabulary, made)
+    for rank, exchange, first, last in program.buffers:
+        nbytes = size(exchange)
+        if nbytes:
+            changes[rank].append((0.0 if first == START else moments.ends[first], nbytes))
+            if last:
+                changes[rank].append((max(moments.ends[task] for task in last), -nbytes))
+    updates = [vocabulary.update if made.of else 0] * ranks
+    for j in made.of:  # the update follows where stages have gone back
+        updates[placement[j]] += costs[j].update
+    for own, update in zip(changes, updates, strict=True):
+        own.append((moments.last, update))
+    return changes
+
+
+def _computing(
+    program: ProgramTasks,
+    order: Sequence[int],
+    moments: Moments,
+    costs: Sequence[StageCost],
+    vocabulary: VocabularyCost,
+    made: Made,
+) -> Iterator[Change]:
+    """What the compute of one rank takes and gives back."""
+    lines = [program.lines[task][1] for task in order]
+    last = {line.microbatch: k for k, line in enumerate(lines) if line.kind in HEAD}
+    for k, (task, line) in enumerate(zip(order, lines, strict=True)):
+        begin, end = moments.begins[task], moments.ends[task]
+        if line.kind in COMPUTE:
+            assert line.stage is not None
+            taken, given = made.bytes(line.stage, costs[line.stage], line.kind)
+            yield begin, taken
+            yield end, given if (line.stage, line.microbatch) in program.trained else -taken
+        if line.kind is Kind.S:
+            yield begin, vocabulary.saved
+        if line.kind is vocabulary.softmax:
+            yield begin, vocabulary.more
+            yield end, -vocabulary.more
+        if last.get(line.microbatch) == k:
+            yield end, -vocabulary.saved
+
+
+def levels(changes: Iterable[Change]) -> tuple[tuple[float, int], ...]:
+    """The bytes held from each change on; what happens at one moment happens at once."""
+    size, by_second = 0, {0.0: 0}
+    for second, change in sorted(changes, key=itemgetter(0)):
+        size += change
+        by_second[second] = size
+    return tuple(next(same) for _, same in groupby(by_second.items(), key=itemgetter(1)))

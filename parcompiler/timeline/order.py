@@ -1,0 +1,280 @@
+"""Orders of compute as tasks, before anything is lowered: who waits for whom, in any order.
+
+An action has a code: class · m + i for micro-batch i of m. Stages have three classes each (forward;
+backward, or its part for inputs; its part for weights), and what every rank does for the vocabulary
+has one for each rank. Messages and collectives have rows behind: a row holds for all micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from parcompiler.instruction import EMBEDDING, Kind
+from parcompiler.schedules.action import Action
+from parcompiler.timeline.collectives import Layers, Meeting, needs, placed
+from parcompiler.timeline.run import Tasks, run
+
+PLACE = {  # both backwards give what other stages wait for, so they share a place
+    Kind.FORWARD: 0,
+    Kind.BACKWARD: 1,
+    Kind.BACKWARD_INPUT: 1,
+    Kind.BACKWARD_WEIGHT: 2,
+}
+UNITS = {Kind.BACKWARD: 2, Kind.EMBED: 0, Kind.EMBED_BACKWARD: 0}  # everything else takes 1
+
+
+Span = tuple[float, float]  # begin and end
+
+
+class Link(NamedTuple):
+    """A value between stages, as a message says it."""
+
+    source: int
+    targets: tuple[int, ...]
+    returns: bool  # whether a gradient comes back
+
+
+class Transfer(NamedTuple):
+    """One end of the message of link `number`, or of its gradient: to or from rank `peer`."""
+
+    number: int
+    gradient: bool
+    peer: int
+    microbatch: int
+    leaves: bool  # whether this rank sends it
+
+
+Step = Action | Meeting | Transfer
+
+
+class Send(NamedTuple):
+    """A message that an action of a class sends: its row, ranks, and which link it is of."""
+
+    row: int
+    source: int
+    target: int
+    number: int
+    gradient: bool
+
+
+class OrderTasks:
+    """Who waits for whom among some stages on some ranks, joined by `links`."""
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        links: Sequence[Link],
+        microbatches: int,
+        layers: Layers | None = None,
+    ) -> None:
+        self.placement, self.links, self.layers = placement, links, layers
+        self.ranks = max(placement) + 1
+        self.microbatches = m = microbatches
+        parts = 3 + 2 * len(layers.users) if layers else 0  # of the vocabulary on each rank
+        self.classes = 3 * len(placement) + parts * self.ranks
+        self.size = self.classes * m
+        self.needs: list[list[int]] = [[] for _ in range(self.classes)]  # rows
+        self.sends: list[list[Send]] = [[] for _ in range(self.classes)]
+        self.joint: dict[int, int] = {}  # by row: how many backwards a gradient waits for
+        self.rows: list[Send] = []  # from `size` on, m numbers each
+        for j in range(len(placement)):
+            self.needs[3 * j + 1].append(3 * j * m)
+            self.needs[3 * j + 2].append((3 * j + 1) * m)
+        for number, link in enumerate(links):
+            self._connect(number, link)
+
+    def _connect(self, number: int, link: Link) -> None:
+        """The needs and sends of one value and its gradient."""
+        m, maker = self.microbatches, 3 * link.source
+        home = self.placement[link.source]
+        for rank in sorted({self.placement[j] for j in link.targets}):
+            users = [3 * j for j in sorted(set(link.targets)) if self.placement[j] == rank]
+            if rank == home:
+                for user in users:
+                    self.needs[user].append(maker * m)
+                    if link.returns:
+                        self.needs[maker + 1].append((user + 1) * m)
+                continue
+            sent = self._row(home, rank, number, gradient=False)
+            self.sends[maker].append(sent)
+            for user in users:
+                self.needs[user].append(sent.row)
+            if link.returns:
+                back = self._row(rank, home, number, gradient=True)
+                self.needs[maker + 1].append(back.row)
+                self.joint[back.row] = len(users)
+                for user in users:
+                    self.sends[user + 1].append(back)
+
+    def _row(self, source: int, target: int, number: int, *, gradient: bool) -> Send:
+        """A new row for the messages of a value or of its gradient."""
+        row = self.size + len(self.rows) * self.microbatches
+        self.rows.append(Send(row, source, target, number, gradient))
+        return self.rows[-1]
+
+    def code(self, rank: int, action: Action) -> int:
+        """The number of an action on a rank."""
+        kind, j, i = action
+        if kind in PLACE:
+            return (3 * j + PLACE[kind]) * self.microbatches + i
+        assert self.layers is not None
+        if kind in EMBEDDING:
+            part = 3 + 2 * j + (kind is Kind.EMBED_BACKWARD)
+        else:
+            part = (Kind.S, Kind.NORMALIZE, Kind.T).index(kind)
+        parts = 3 + 2 * len(self.layers.users)
+        return (3 * len(self.placement) + rank * parts + part) * self.microbatches + i
+
+    @cached_property
+    def tasks(self) -> Tasks:
+        """The tasks of any order of the actions of stages."""
+        m = self.microbatches
+        each = range(m)
+        joins = [[send.row for send in sends] for sends in self.sends]
+        return Tasks(
+            self.size,
+            [[row + i for row in own] for own in self.needs for i in each],
+            [[row + i for row in own] for own in joins for i in each],
+            [self.joint.get(sent.row, 1) for sent in self.rows for _ in each],
+            [(sent.source * self.ranks + sent.target,) for sent in self.rows for _ in each],
+            self.ranks * self.ranks,
+        )
+
+    def seconds(
+        self, compute: Sequence[float], messages: Sequence[tuple[float, float]]
+    ) -> list[float]:
+        """By task: `compute` by class, `messages` the seconds of each link and of its gradient."""
+        by_row = [messages[sent.number][sent.gradient] for sent in self.rows]
+        return [value for value in (*compute, *by_row) for _ in range(self.microbatches)]
+
+
+def walked(
+    placement: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    links: Sequence[Link],
+    layers: Layers | None = None,
+) -> Walk:
+    """A walk through the orders; `layers` are what all ranks have for the vocabulary."""
+    microbatches = 1 + max((action.microbatch for own in orders for action in own), default=-1)
+    return Walk(OrderTasks(placement, links, microbatches, layers), orders)
+
+
+class Walk:
+    """All ranks' compute in one order of time (a forward takes 1, a backward 2), as it ends.
+
+    Whenever something ends, what others need of it is written down at both ends:
+
+        rank 0   FORWARD stage 0 mb 3 │ SEND x mb 3 to 1      [2] then the send
+        rank 1   BACKWARD stage 1 mb 1 │ RECV x mb 3 from 0   [1] first the receive: it only posts,
+                 FORWARD stage 1 mb 2 ...                         before what runs there
+
+    A collective of all ranks is written on each as it comes to it, and holds none up. Ranks that
+    wait for each other for ever (`stuck`: rank and position) are written as they stand: the
+    verifier says what is wrong. `spans` are when each action begins and ends.
+    """
+
+    def __init__(self, pipeline: OrderTasks, orders: Sequence[Sequence[Action]]) -> None:
+        self.pipeline = pipeline
+        layers = pipeline.layers
+        self.items: Sequence[Sequence[Action | Meeting]] = (
+            orders if layers is None else placed(pipeline.placement, orders, layers)
+        )
+        self.codes = [
+            [pipeline.code(rank, item) for item in own if isinstance(item, Action)]
+            for rank, own in enumerate(self.items)
+        ]
+        tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
+        seconds = [0.0] * (tasks.size + len(tasks.parties))
+        for own, codes in zip(orders, self.codes, strict=True):
+            for action, code in zip(own, codes, strict=True):
+                seconds[code] = UNITS.get(action.kind, 1)
+        self.moments = run(tasks, self.codes, seconds)
+        self.stuck = waiting = self.moments.stuck(self.codes)
+        free = list(tasks.needs)
+        while waiting:  # let the first of them go on
+            rank, k = waiting[0]
+            free[self.codes[rank][k]] = []
+            self.moments = run(replace(tasks, needs=free), self.codes, seconds)
+            waiting = self.moments.stuck(self.codes)
+
+    @property
+    def spans(self) -> list[list[Span]]:
+        """When each action of each rank begins and ends."""
+        begins, ends = self.moments.begins, self.moments.ends
+        return [[(begins[code], ends[code]) for code in own] for own in self.codes]
+
+    def _with_collectives(self, layers: Layers) -> Tasks:
+        """The tasks with the collectives of the vocabulary where each rank comes to them."""
+        pipeline, tasks = self.pipeline, self.pipeline.tasks
+        wants, joins = list(tasks.needs), list(tasks.joins)
+        first = tasks.size + len(tasks.parties)
+        number: dict[Meeting, int] = {}
+        early: dict[Meeting, int] = {}
+        for own, codes in zip(self.items, self.codes, strict=True):
+            left = iter(codes)
+            at: int | None = None
+            for item in own:
+                if isinstance(item, Action):
+                    at = next(left)
+                    meetings = [
+                        number.setdefault(x, first + len(number)) for x in needs(item, layers)
+                    ]
+                    wants[at] = [*wants[at], *meetings]
+                    continue
+                exchange = number.setdefault(item, first + len(number))
+                if at is None:
+                    early[item] = early.get(item, 0) + 1
+                else:
+                    joins[at] = [*joins[at], exchange]
+        parties = [pipeline.ranks - early.get(item, 0) for item in number]
+        lanes: list[tuple[int, ...]] = [()] * len(number)  # here they take no time
+        return Tasks(
+            tasks.size,
+            wants,
+            joins,
+            [*tasks.parties, *parties],
+            [*tasks.lanes, *lanes],
+            tasks.num_lanes,
+            [number[item] for item, n in zip(number, parties, strict=True) if not n],
+        )
+
+    def steps(self) -> list[list[Step]]:
+        """All that each rank does."""
+        ends = self.moments.ends
+        finished = sorted(
+            (ends[code], rank, k)
+            for rank, own in enumerate(self.codes)
+            for k, code in enumerate(own)
+        )
+        steps: list[list[Step]] = [[] for _ in self.codes]
+        left = [iter(own) for own in self.items]
+        behind = [self._collectives(steps[rank], left[rank]) for rank in range(len(steps))]
+        missing: dict[tuple[int, int], int] = {}
+        for _, rank, _ in finished:
+            action = behind[rank]
+            assert action is not None
+            steps[rank].append(action)
+            code = self.pipeline.code(rank, action)
+            i = action.microbatch
+            for row, source, target, number, gradient in self.pipeline.sends[
+                code // self.pipeline.microbatches
+            ]:
+                if self.pipeline.joint.get(row, 1) > 1:
+                    count = missing[row, i] = missing.get((row, i), self.pipeline.joint[row]) - 1
+                    if count:
+                        continue
+                steps[target].append(Transfer(number, gradient, source, i, leaves=False))
+                steps[source].append(Transfer(number, gradient, target, i, leaves=True))
+            behind[rank] = self._collectives(steps[rank], left[rank])
+        return steps
+
+    def _collectives(self, steps: list[Step], left: Iterator[Action | Meeting]) -> Action | None:
+        """Write the collectives that a rank comes to; the next action."""
+        for item in left:
+            if isinstance(item, Action):
+                return item
+            steps.append(item)
+        return None

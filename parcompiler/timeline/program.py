@@ -1,0 +1,317 @@
+"""Instruction lists as tasks: what each instruction waits for, and what it holds how long.
+
+A SEND does not hold its rank up, nor does a collective: they begin behind the task before them, on
+the lane of their link or group, and who needs them waits for their end. SHARE_LOSS is waited for
+where it stands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from parcompiler.errors import PlanError
+from parcompiler.instruction import BACKWARDS, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
+
+WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
+GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
+
+
+class Ends(Protocol):
+    """The names of the values that a stage receives and gives: `lower.Stage` has them."""
+
+    @property
+    def receives(self) -> tuple[str, ...]: ...
+
+    @property
+    def gives(self) -> tuple[str, ...]: ...
+
+
+class Message(NamedTuple):
+    """What a SEND and its RECV have in common."""
+
+    source: int
+    target: int
+    value: str
+    gradient: bool
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        name = f"{self.value}.grad" if self.gradient else self.value
+        return f"{name} mb {self.microbatch} from rank {self.source}"
+
+
+Exchange = Message | Instruction  # an instruction is a collective
+Place = tuple[int | None, int | None]  # stage and micro-batch
+
+
+class Buffer(NamedTuple):
+    """The tensor of an exchange on a rank, from the end of task `first` to the last end of `last`.
+
+    `first` may be START; without a `last` it stays.
+    """
+
+    rank: int
+    exchange: Exchange
+    first: int
+    last: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ProgramTasks:
+    """The tasks of a program. `lines` has by task its rank and instruction, `exchanges` by number
+    less the number of tasks what each is; `trained` are the stages and micro-batches with a
+    backward."""
+
+    tasks: Tasks
+    orders: Sequence[Sequence[int]]
+    lines: Sequence[tuple[int, Instruction]]
+    exchanges: Sequence[Exchange]
+    members: Sequence[Sequence[int]]  # by exchange: the tasks that take part, START among them
+    buffers: Sequence[Buffer]
+    trained: frozenset[Place]
+
+    def check(self, programs: Sequence[Sequence[Instruction]], moments: Moments) -> None:
+        """Raise PlanError that names what each rank waits for, where some wait for ever."""
+        stuck = dict(self._stuck(programs, moments))
+        if stuck:
+            first = f"the program never ends: {len(stuck)} of its {len(programs)} ranks wait"
+            where = [f"  * rank {rank} at {text}" for rank, text in sorted(stuck.items())]
+            message = "\n".join([f"{first} (check the order of these instructions)", *where])
+            raise PlanError(message)
+
+    def _stuck(
+        self, programs: Sequence[Sequence[Instruction]], moments: Moments
+    ) -> Iterator[tuple[int, str]]:
+        """The ranks that never end, and those that no other joins in a collective."""
+        number = {what: self.tasks.size + x for x, what in enumerate(self.exchanges)}
+        present: dict[Exchange, set[int]] = defaultdict(set)
+        for rank, (order, lines) in enumerate(zip(self.orders, programs, strict=True)):
+            left = sum(moments.ends[task] < INFINITY for task in order)
+            for line in lines:
+                if line.kind in WORK or line.kind is Kind.SHARE_LOSS:
+                    if not left:
+                        present[line].add(rank)
+                        break
+                    left -= 1
+                present[line].add(rank)
+        for rank, order in enumerate(self.orders):
+            never = next((task for task in order if moments.ends[task] == INFINITY), None)
+            if never is not None:
+                line = self.lines[never][1]
+                missing = [n for n in self.tasks.needs[never] if moments.ends[n] == INFINITY]
+                what = self.exchanges[missing[0] - self.tasks.size]
+                whom = _others(line, present, len(programs)) if what == line else what
+                yield rank, f"{line}: waits for {whom}"
+        for what, x in number.items():
+            if isinstance(what, Instruction) and moments.ends[x] == INFINITY:
+                for rank in present[what]:
+                    if all(moments.ends[task] < INFINITY for task in self.orders[rank]):
+                        yield rank, f"{what}: waits for {_others(what, present, len(programs))}"
+
+
+def _others(line: Instruction, present: dict[Exchange, set[int]], ranks: int) -> str:
+    """The ranks that have not come to a collective."""
+    others = set(line.ranks or range(ranks)) - present[line]
+    return f"rank {', '.join(map(str, sorted(others)))}"
+
+
+def message(rank: int, line: Instruction) -> Message:
+    """The message that a rank sends or receives."""
+    assert line.value is not None and line.peer is not None
+    source, target = (rank, line.peer) if line.kind is Kind.SEND else (line.peer, rank)
+    return Message(source, target, line.value, line.gradient, line.microbatch)
+
+
+def tasks_of(
+    programs: Sequence[Sequence[Instruction]], stages: Sequence[Ends] | None = None
+) -> ProgramTasks:
+    """The tasks of the lists of all ranks.
+
+    With `stages`, a compute instruction waits for what its stage receives or gives. Without, for
+    all of its micro-batch and direction that was posted before it and not used yet. Raises
+    PlanError for a backward without its forward.
+    """
+    return _Builder(programs, stages).build()
+
+
+@dataclass
+class _Rank:
+    """What is known of one rank while its list is read."""
+
+    rank: int
+    posted: dict[tuple[int | None, bool, str | None], list[Exchange]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    forwards: dict[Place, list[Exchange]] = field(default_factory=dict)
+    shared: dict[int | None, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    last: int = START  # the task before
+    buffers: dict[Exchange, int] = field(default_factory=dict)  # the task before each came
+    used: dict[Exchange, int] = field(default_factory=dict)  # the last task that uses it
+
+
+class _Builder:
+    """A walk over the lists."""
+
+    def __init__(
+        self, programs: Sequence[Sequence[Instruction]], stages: Sequence[Ends] | None
+    ) -> None:
+        self.programs, self.stages = programs, stages
+        self.size = sum(
+            line.kind in WORK or line.kind is Kind.SHARE_LOSS for own in programs for line in own
+        )
+        self.number: dict[Exchange, int] = {}
+        self.members: list[list[int]] = []
+        self.lines: list[tuple[int, Instruction]] = []
+        self.needs: list[list[int]] = []
+        self.joins: list[list[int]] = []
+        self.buffers: list[Buffer] = []
+
+    def build(self) -> ProgramTasks:
+        """All ranks, one after another."""
+        orders = [self._rank(_Rank(rank), lines) for rank, lines in enumerate(self.programs)]
+        exchanges = list(self.number)
+        lanes: dict[object, int] = {}
+        occupied = [
+            tuple(lanes.setdefault(lane, len(lanes)) for lane in _lanes(what)) for what in exchanges
+        ]
+        expected = [self._parties(what) for what in exchanges]
+        parties = [
+            n - members.count(START) for n, members in zip(expected, self.members, strict=True)
+        ]
+        early = [self.size + x for x, n in enumerate(parties) if n == 0]
+        tasks = Tasks(self.size, self.needs, self.joins, parties, occupied, len(lanes), early)
+        trained = frozenset(
+            (line.stage, line.microbatch) for _, line in self.lines if line.kind in BACKWARDS
+        )
+        return ProgramTasks(
+            tasks, orders, self.lines, exchanges, self.members, self.buffers, trained
+        )
+
+    def _parties(self, what: Exchange) -> int:
+        """How many tasks take part in an exchange."""
+        if isinstance(what, Message):
+            return 1
+        return len(what.ranks or self.programs)
+
+    def _exchange(self, what: Exchange) -> int:
+        """The number of an exchange."""
+        if what not in self.number:
+            self.number[what] = self.size + len(self.number)
+            self.members.append([])
+        return self.number[what]
+
+    def _join(self, at: _Rank, what: Exchange) -> None:
+        """A rank takes part in an exchange by the task before."""
+        number = self._exchange(what)
+        self.members[number - self.size].append(at.last)
+        if at.last != START:
+            self.joins[at.last].append(number)
+
+    def _rank(self, at: _Rank, lines: Sequence[Instruction]) -> list[int]:
+        """The tasks of one rank."""
+        first = len(self.lines)
+        leaving: dict[tuple[object, ...], list[int]] = {}
+        for line in lines:
+            if line.kind in WORK:
+                self._work(at, line)
+            elif line.kind is Kind.RECV:
+                self._post(at, line, message(at.rank, line))
+            elif line.kind is Kind.SEND:
+                sent = message(at.rank, line)
+                self._join(at, sent)
+                tensor = (at.last, line.value, line.gradient, line.microbatch)
+                if tensor in leaving:
+                    leaving[tensor].append(self._exchange(sent))
+                else:
+                    leaving[tensor] = [self._exchange(sent)]
+                    self.buffers.append(Buffer(at.rank, sent, at.last, leaving[tensor]))
+            elif line.kind in GROUP:
+                self._collective(at, line)
+            elif line.kind is Kind.REDUCE_GRADIENTS:
+                self._join(at, line)
+            elif line.kind is Kind.SHARE_LOSS:
+                self._join(at, line)
+                self._task(at, line, [self._exchange(line)])
+        for what, begin in at.buffers.items():
+            last = (at.used[what],) if what in at.used else ()
+            self.buffers.append(Buffer(at.rank, what, begin, last))
+        return list(range(first, len(self.lines)))
+
+    def _task(self, at: _Rank, line: Instruction, needs: list[int]) -> None:
+        """A task of its own."""
+        at.last = len(self.lines)
+        self.lines.append((at.rank, line))
+        self.needs.append(needs)
+        self.joins.append([])
+
+    def _work(self, at: _Rank, line: Instruction) -> None:
+        """Something to compute, with all that it uses."""
+        uses = self._of_stage(at, line) if line.kind in COMPUTE else [*_of_group(at, line)]
+        self._task(at, line, [self._exchange(what) for what in uses])
+        at.used.update(dict.fromkeys(uses, at.last))
+
+    def _post(self, at: _Rank, line: Instruction, what: Exchange) -> None:
+        """Something is on its way to the stages of a rank."""
+        name = None if self.stages is None else line.value
+        at.posted[line.microbatch, line.gradient, name].append(what)
+        at.buffers[what] = at.last
+
+    def _collective(self, at: _Rank, line: Instruction) -> None:
+        """A collective of the vocabulary; of a sum, all but one rank hold their part until it is
+        over."""
+        self._join(at, line)
+        if line.kind is Kind.REDUCE and line.peer != at.rank:
+            self.buffers.append(Buffer(at.rank, line, at.last, (self._exchange(line),)))
+        elif line.kind is Kind.REDUCE:
+            self._post(at, line, line)
+        else:
+            at.buffers[line] = at.last
+        at.shared[line.microbatch].append(line)
+
+    def _of_stage(self, at: _Rank, line: Instruction) -> list[Exchange]:
+        """What a compute instruction of a stage uses; a backward what its forward used too."""
+        place, gradient = (line.stage, line.microbatch), line.kind in BACKWARDS
+        if line.kind is not Kind.FORWARD and place not in at.forwards:
+            text = f"rank {at.rank} at {line}: its FORWARD does not stand before it"
+            raise PlanError(text)
+        if line.kind is Kind.BACKWARD_WEIGHT:
+            return []  # what it needs counts with what layers leave
+        if self.stages is None:
+            uses = at.posted.pop((line.microbatch, gradient, None), [])
+        else:
+            keys = [(line.microbatch, gradient, name) for name in _names(line, self.stages)]
+            uses = [what for key in keys for what in at.posted.get(key, ())]
+        if line.kind is Kind.FORWARD:
+            at.forwards[place] = uses
+            return uses
+        return uses + at.forwards[place]
+
+
+def _of_group(at: _Rank, line: Instruction) -> Iterator[Instruction]:
+    """What an instruction for the vocabulary waits for; those of the head keep x."""
+    for other in at.shared[line.microbatch]:
+        if line.kind is Kind.EMBED_BACKWARD:
+            if other.kind is Kind.BROADCAST and other.gradient and other.value == line.value:
+                yield other
+        elif line.kind in HEAD and not other.gradient and other.kind is not Kind.REDUCE:
+            yield other
+
+
+def _names(line: Instruction, stages: Sequence[Ends]) -> tuple[str, ...]:
+    """The values that a forward waits for, or those whose gradients a backward waits for."""
+    assert line.stage is not None
+    stage = stages[line.stage]
+    return stage.receives if line.kind is Kind.FORWARD else stage.gives
+
+
+def _lanes(what: Exchange) -> tuple[object, ...]:
+    """What an exchange occupies: one at a time on a link, in the group, of the sums of a rank."""
+    if isinstance(what, Message):
+        return ((what.source, what.target),)
+    if what.kind in GROUP:
+        return ("vocabulary",)
+    return tuple(("sums", rank) for rank in what.ranks)

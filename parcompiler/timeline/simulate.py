@@ -1,0 +1,279 @@
+"""When every instruction of a program runs and what memory it takes: what the runtime executes.
+
+Data replicas do the same at the same time: one of them is simulated. Time and memory of the
+simulation grow with the number of instructions.
+
+>>> from parcompiler.instruction import parse
+>>> first = "FORWARD stage 0 mb 0; SEND x mb 0 to 1; RECV x.grad mb 0 from 1; BACKWARD stage 0 mb 0"
+>>> last = "RECV x mb 0 from 0; FORWARD stage 1 mb 0; BACKWARD stage 1 mb 0; SEND x.grad mb 0 to 0"
+>>> lists = [parse(text.replace("; ", "\\n")) for text in (first, last)]
+>>> cost = StageCost(forward=1.0, backward=2.0, resident=100, saved=10)
+>>> print(simulate(lists, [0, 1], [cost, cost], {"x": 4}, lambda value, source, target: 1.0))
+step 8 s, 62.5 % idle, at most 118 B on a rank
+rank 0   62.5 %        118 B  F0------........................................B0--------------
+rank 1   62.5 %        114 B  ................F0------B0--------------........................
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from operator import attrgetter
+from typing import Protocol
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.timeline.costs import StageCost, VocabularyCost
+from parcompiler.timeline.memory import levels, memory
+from parcompiler.timeline.program import Ends, Exchange, Message, ProgramTasks, tasks_of
+from parcompiler.timeline.run import START, Moments, run
+from parcompiler.timeline.timeline import Event, Timeline, idle
+
+
+def free(*_: object) -> float:
+    """The time of communication that takes none."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What is asked for seconds and bytes; `lookups` are the embeddings that all ranks share."""
+
+    costs: Sequence[StageCost]
+    message_bytes: Mapping[str, int]
+    message_seconds: Callable[[Message], float]
+    collective_seconds: Callable[[Instruction], float]
+    vocabulary: VocabularyCost
+    lookups: int
+
+    def seconds(self, what: Exchange) -> float:
+        """Seconds of an instruction, or of an exchange."""
+        if isinstance(what, Message):
+            return self.message_seconds(what)
+        match what.kind:
+            case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS:
+                return self.collective_seconds(what)
+            case Kind.S | Kind.NORMALIZE | Kind.T:
+                return self.vocabulary.seconds(what.kind)
+            case Kind.EMBED | Kind.EMBED_BACKWARD:
+                return self.vocabulary.seconds(what.kind) / self.lookups
+            case Kind.EXCHANGE:
+                return self.vocabulary.exchange
+            case Kind.BROADCAST | Kind.REDUCE:
+                embedded = what.gradient is (what.kind is Kind.BROADCAST)
+                seconds = self.vocabulary.collective(what.kind, embedded=embedded)
+                return seconds / self.lookups if embedded else seconds
+        assert what.stage is not None
+        return self.costs[what.stage].seconds(what.kind)
+
+    def size(self, what: Exchange) -> int:
+        """Bytes of a message, or of what a collective leaves on a rank."""
+        if what.value is None or (isinstance(what, Instruction) and what.kind is Kind.EXCHANGE):
+            return 0
+        return self.message_bytes[what.value]
+
+
+def simulate(
+    instructions: Sequence[Sequence[Instruction]],
+    stage_rank: Sequence[int],
+    costs: Sequence[StageCost],
+    message_bytes: Mapping[str, int],
+    message_seconds: Callable[[str, int, int], float] = free,
+    *,
+    collective_seconds: Callable[[Instruction], float] = free,
+    stages: Sequence[Ends] | None = None,
+    vocabulary: VocabularyCost | None = None,
+) -> Timeline:
+    """Execute one list per rank; stage j is on rank `stage_rank[j]` and costs `costs[j]`.
+
+    `message_seconds(value, source, target)` is the time, latency included, for which a message of
+    `message_bytes[value]` occupies the link from rank `source` to rank `target`. A collective
+    takes `collective_seconds(instruction)` from when the last of its ranks has reached it; sums of
+    gradients hold up nothing but the end of the step.
+
+    With `stages`, an instruction waits for the messages that its stage receives or gives. Without,
+    it waits for all of its micro-batch and direction that were posted before it and not used yet,
+    which is the same when every rank has one stage.
+
+    `vocabulary` says what the layers that all ranks share cost. Their collectives run one after the
+    other, beside the compute, from when the last rank has reached their line.
+
+    Raises PlanError that names a BACKWARD without its FORWARD, or the instructions at which the
+    ranks wait for each other.
+    """
+    if len(costs) != len(stage_rank):
+        message = f"every stage needs a cost ({len(stage_rank)} stages, {len(costs)} costs)"
+        raise InputError(message)
+    _check_vocabulary(instructions, vocabulary)
+    program = tasks_of(instructions, stages)
+    embedded = {line.value for _, line in program.lines if line.kind is Kind.EMBED}
+    shared = vocabulary or VocabularyCost()
+    asked = cache(message_seconds)
+    prices = Prices(
+        costs, message_bytes, lambda x: asked(x.value, x.source, x.target), collective_seconds,
+        shared, max(1, len(embedded)),
+    )  # fmt: skip
+    moments = run(program.tasks, program.orders, seconds_of(program, prices))
+    program.check(instructions, moments)
+    changes = memory(program, moments, stage_rank, costs, shared, prices.size)
+    held = tuple(map(levels, changes))
+    events = tuple(sorted(_events(program, moments), key=attrgetter("begin", "rank")))
+    return Timeline(
+        step_time=moments.last,
+        bubble=idle(events, moments.last, len(instructions)),
+        peak_memory=tuple(max(size for _, size in own) for own in held),
+        events=events,
+        critical_path=_critical_path(program, moments),
+        memory=held,
+    )
+
+
+class LoweredProgram(Protocol):
+    """What of a lowered program is simulated."""
+
+    @property
+    def instructions(self) -> Sequence[Sequence[Instruction]]: ...
+
+    @property
+    def evaluation(self) -> Sequence[Sequence[Instruction]]: ...
+
+    @property
+    def stages(self) -> Sequence[PlacedStage]: ...
+
+    @property
+    def values(self) -> Mapping[str, Sized]: ...
+
+
+class PlacedStage(Ends, Protocol):
+    """A stage on a rank."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Sized(Protocol):
+    """A value of some bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def simulate_lowered(
+    lowered: LoweredProgram,
+    costs: Sequence[StageCost],
+    seconds: Callable[[str, int, int], float] = free,
+    *,
+    collective_seconds: Callable[[Instruction], float] = free,
+    evaluation: bool = False,
+    vocabulary: VocabularyCost | None = None,
+) -> Timeline:
+    """The training step of a lowered program, or its evaluation; `costs[j]` is that of stage j.
+
+    `seconds(value, source, target)` is the time of a message from rank to rank. Raises as
+    `simulate` does.
+    """
+    sizes = {name: value.nbytes for name, value in lowered.values.items()}
+    return simulate(
+        lowered.evaluation if evaluation else lowered.instructions,
+        [stage.rank for stage in lowered.stages],
+        costs,
+        sizes,
+        seconds,
+        collective_seconds=collective_seconds,
+        stages=lowered.stages,
+        vocabulary=vocabulary,
+    )
+
+
+def seconds_of(program: ProgramTasks, prices: Prices) -> list[float]:
+    """By task and exchange; the wait for a loss takes none besides its exchange."""
+    lines = (line for _, line in program.lines)
+    compute = [0.0 if line.kind is Kind.SHARE_LOSS else prices.seconds(line) for line in lines]
+    return [*compute, *map(prices.seconds, program.exchanges)]
+
+
+def _check_vocabulary(
+    instructions: Sequence[Sequence[Instruction]], vocabulary: VocabularyCost | None
+) -> None:
+    """Raise InputError for layers of the vocabulary without a cost."""
+    if vocabulary is not None:
+        return
+    shared = HEAD | EMBEDDING
+    first = next((line for lines in instructions for line in lines if line.kind in shared), None)
+    if first is not None:
+        message = f"what all ranks do for the vocabulary needs a cost ({first}, no vocabulary=...)"
+        raise InputError(message)
+
+
+def _events(program: ProgramTasks, moments: Moments) -> Iterator[Event]:
+    """An event for each task, and for each exchange on the rank that sends or on all of its."""
+    ranks = range(len(program.orders))
+    for task, (rank, line) in enumerate(program.lines):
+        if line.kind is not Kind.SHARE_LOSS:
+            yield Event(rank, moments.begins[task], moments.ends[task], line)
+    for x, what in enumerate(program.exchanges, program.tasks.size):
+        begin, end = moments.begins[x], moments.ends[x]
+        if isinstance(what, Message):
+            yield Event(what.source, begin, end, _send(what))
+        else:
+            for rank in what.ranks or ranks:
+                yield Event(rank, begin, end, what)
+
+
+def _send(sent: Message) -> Instruction:
+    """The instruction that sends a message."""
+    return Instruction(
+        Kind.SEND, value=sent.value, gradient=sent.gradient, microbatch=sent.microbatch,
+        peer=sent.target,
+    )  # fmt: skip
+
+
+def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[Event, ...]:
+    """From the begin of the step to what ends last, each begun by the end of the one before."""
+    begins, ends, size = moments.begins, moments.ends, program.tasks.size
+    before = {task: previous for order in program.orders for previous, task in pairwise(order)}
+    until: dict[tuple[int, float], list[int]] = {}  # by lane and end
+    for x, lanes in enumerate(program.tasks.lanes, size):
+        for lane in lanes:
+            until.setdefault((lane, ends[x]), []).append(x)
+    path = [max(range(len(ends)), key=lambda x: (ends[x], x), default=START)]
+    seen = {START, *path}
+    while path[-1] != START and begins[path[-1]] > 0.0:
+        at = path[-1]
+        if at < size:
+            causes = [before.get(at, START), *program.tasks.needs[at]]
+        else:
+            lanes = program.tasks.lanes[at - size]
+            others = (until.get((lane, begins[at]), ()) for lane in lanes)
+            causes = [*program.members[at - size], *(x for same in others for x in same)]
+        causes = [cause for cause in causes if cause not in seen and ends[cause] == begins[at]]
+        if causes:
+            path.append(causes[0])
+            seen.add(causes[0])
+        else:  # a dead end among exchanges that take no time
+            path.pop()
+    return tuple(_event(program, moments, x) for x in reversed(path) if _is_shown(program, x))
+
+
+def _is_shown(program: ProgramTasks, x: int) -> bool:
+    """Whether a task or exchange is an event: the wait for a loss is none."""
+    return x >= program.tasks.size or (
+        x != START and program.lines[x][1].kind is not Kind.SHARE_LOSS
+    )
+
+
+def _event(program: ProgramTasks, moments: Moments, x: int) -> Event:
+    """The event of a task; of an exchange on the rank that came last."""
+    if x < program.tasks.size:
+        rank, line = program.lines[x]
+    else:
+        members, what = (
+            program.members[x - program.tasks.size],
+            program.exchanges[x - program.tasks.size],
+        )
+        last = max(members, key=lambda task: 0.0 if task == START else moments.ends[task])
+        rank = what.source if isinstance(what, Message) else program.lines[last][0]
+        line = _send(what) if isinstance(what, Message) else what
+    return Event(rank, moments.begins[x], moments.ends[x], line)
