@@ -13,13 +13,13 @@
                          the same plan; where a model asks how many rows there are, perhaps
                          another: then all are weighed once more, with what is known now
 
-What is left out by a bound cannot be better, so the best is that of weighing all; one of the bounds
-(`even`) takes for granted, as the schedule pass does, that no stages are better than even ones.
-Where a bound leaves it open, the passes divide what may be shorter than the best step, and all that
-they would weigh for the mesh alone only if something is. Of equal steps
-the plainest mesh is taken: that with least tensor, then least pipeline ranks, and the micro-batch
-that is given. Deep pipelines with few layers on each rank (`space`) are weighed where nothing else
-fits; else they are told by their bounds, or as not weighed where these leave it open.
+What is left out by a bound cannot be better, so the best is that of weighing all; the bound `even`
+takes for granted, as the schedule pass does, that no stages are better than even ones. Where a
+bound leaves it open, the passes divide what may be shorter than the best step, and all that they
+would weigh for the mesh alone only if something is. Of equal steps the plainest mesh is taken: that
+with least tensor, then least pipeline ranks, and the micro-batch that is given. Deep pipelines with
+few layers on each rank (`space`) are weighed where nothing else fits; else they are told as not
+weighed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import NamedTuple
 
 from parcompiler.errors import InputError, ParcompilerError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster
-from parcompiler.meshes.bounds import Bounds
-from parcompiler.meshes.even import as_one, even_seconds, is_known
+from parcompiler.meshes.bounds import Bounds, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
-from parcompiler.meshes.sharper import filled_seconds, least_seconds
 from parcompiler.meshes.sizes import GIVEN, Sizes, Wanted, wanted_rows
 from parcompiler.meshes.space import Candidate, global_microbatches, space
 from parcompiler.meshes.weigh import Check, given, may_be_below, named, planned
@@ -50,19 +46,10 @@ from parcompiler.problem import Problem
 
 # What no plan of a mesh is below, as the report says it behind these seconds.
 WORK = "its work alone takes that"
-FILL = "filling the pipeline takes that"
 EVEN = "even stages take that"
-EXCHANGE = "tensor exchange takes that"
 SCHEDULES = "no schedule takes less"
 
 __all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
-
-
-class Bound(NamedTuple):
-    """Seconds that no step of a mesh is below, and what takes them."""
-
-    seconds: float
-    why: str
 
 
 def search(
@@ -182,69 +169,37 @@ class _Search:
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Weigh meshes in the order of their bounds, as long as one can be better.
 
-        Each bound takes longer than the one before, and is found for what stands first by that.
+        The bound that takes longer is found for a mesh that stands first by the other.
         """
-        sharper = self._sharper
-        heap: list[tuple[float, int, int, str, Candidate]] = []
+        heap: list[tuple[float, int, str, Candidate]] = []
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
                 bound = self.bounds[candidate.rows].seconds(candidate)
-                heap.append((bound, candidate.place, 0, WORK, candidate))
+                heap.append((bound, candidate.place, WORK, candidate))
         heapq.heapify(heap)
         while heap:
-            bound, place, known, why, candidate = heapq.heappop(heap)
+            bound, place, why, candidate = heapq.heappop(heap)
             if self.best is not None and (bound, place) > self.best.rank:
                 self._beaten(bound, candidate, why)
-            elif known < len(sharper):
-                better = sharper[known](candidate)
-                if better.seconds == math.inf:
-                    self._too_large(candidate)
-                    continue
-                bound, why = max(Bound(bound, why), better, key=itemgetter(0))
-                heapq.heappush(heap, (bound, place, known + 1, why, candidate))
-            else:
+            elif why == EVEN or not self._evenly:
                 self._weigh(candidate)
-
-    @property
-    def _by_default(self) -> bool:
-        """Whether it is known what the passes do and how long blocks take."""
-        return tuple(self.passes) == DEFAULT and self.sizes.problem.bench is None
+            elif (seconds := self._even(candidate)) == math.inf:
+                self._too_large(candidate)
+            else:
+                heapq.heappush(heap, (max(bound, seconds), place, EVEN, candidate))
 
     @property
     def _evenly(self) -> bool:
-        """Whether it is known besides that no stages are better than even ones."""
-        return self._by_default and is_known(self.sizes.problem)
+        """Whether it is known what the passes do, how long blocks take, and that no stages are
+        better than even ones."""
+        problem = self.sizes.problem
+        return tuple(self.passes) == DEFAULT and problem.bench is None and is_known(problem)
 
-    @property
-    def _sharper(self) -> Sequence[Callable[[Candidate], Bound]]:
-        """The bounds that take longer, one after the other."""
-        if self._evenly:
-            return self._filled, self._even_as_one, self._sharp, self._even
-        return (self._filled, self._sharp) if self._by_default else ()
-
-    def _filled(self, candidate: Candidate) -> Bound:
-        """Seconds at least, with the time until the ranks of a pipeline can begin."""
-        works = self.bounds[candidate.rows].works(candidate.mesh.tensor)
-        return Bound(filled_seconds(self._given(candidate), works), FILL)
-
-    def _sharp(self, candidate: Candidate) -> Bound:
-        """The same, with what tensor ranks really do and the vocabulary on all ranks."""
-        with self.observer(self._title("bound of", candidate)):
-            seconds = least_seconds(self._given(candidate))
-        return Bound(seconds, EXCHANGE if candidate.mesh.tensor > 1 else FILL)
-
-    def _even_as_one(self, candidate: Candidate) -> Bound:
-        """Seconds with even stages, when tensor ranks exchange nothing."""
-        if candidate.mesh.tensor == 1:
-            return Bound(0.0, EVEN)  # that is the last bound
-        with self.observer(self._title("bound of", candidate)):
-            return Bound(even_seconds(as_one(self._given(candidate))), EVEN)
-
-    def _even(self, candidate: Candidate) -> Bound:
+    def _even(self, candidate: Candidate) -> float:
         """Seconds with even stages, and with what tensor ranks really do."""
         with self.observer(self._title("bound of", candidate)):
-            return Bound(even_seconds(self._given(candidate)), EVEN)
+            return even_seconds(self._given(candidate))
 
     def _given(self, candidate: Candidate) -> Problem:
         """The problem of a candidate; it keeps what was found for a bound."""
@@ -254,18 +209,10 @@ class _Search:
         return self.problems[candidate.place]
 
     def leave(self, candidates: Sequence[Candidate]) -> None:
-        """Note meshes that are not weighed, as others fit: those that cannot be better, and those
-        that may be."""
-        assert self.best is not None, "others fit"
+        """Note meshes that are not weighed, as others fit."""
         for candidate in candidates:
             self.known[candidate.place] = named(candidate)
             if candidate.reason is None and self._has_room(candidate):
-                bound = Bound(self.bounds[candidate.rows].seconds(candidate), WORK)
-                if self._by_default and bound.seconds <= self.best.seconds:
-                    bound = max(bound, self._filled(candidate), key=itemgetter(0))
-                if bound.seconds > self.best.seconds:
-                    self._beaten(bound.seconds, candidate, bound.why)
-                    continue
                 stages = candidate.mesh.pipeline
                 self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")
 

@@ -1,34 +1,44 @@
 """What no plan of a mesh can be below: bytes on its fullest rank, and seconds of its step.
 
-Given       c[i]        seconds of block i on one device, forward and backward of a micro-batch
-            p, t, d     ranks of the pipeline, tensor and data axes
+Given       c[i]        seconds of block i on t devices at best, forward and backward of a
+                        micro-batch: its arithmetic and traffic over t, as many kernels
+            p, t        ranks of the pipeline and tensor axes
             m           micro-batches on each data rank
 Bytes       states of all parameters / (p t), and what a block keeps for its backward / t
-Seconds     work        m times what the slowest of p ranks has of the blocks, each on t devices at
-                        best (its arithmetic and traffic over t, as many kernels)
-            sums        the gradients of a rank, twice (d - 1) / d of them over the fastest link
+Seconds     work        m times the sum of c / p
+            even        even stages under every schedule, with what memory makes them recompute and
+                        what tensor ranks exchange
 
 Layers of the vocabulary may be spread over all ranks: of blocks that contain them only the matrix
-products count, on whichever rank. That a piece of an operator takes no longer than the whole is
-taken for granted; blocks are costed at every granularity, because the plan chooses one. `sharper`
-has a bound that takes longer.
+products count for `work`. That a piece of an operator takes no longer than the whole is taken for
+granted; blocks are costed at every granularity, because the plan chooses one.
+
+For `even` the vocabulary and the sharding are decided as the passes decide them, for every method;
+the passes find again what was found here. The schedule pass takes even stages for the best under
+every schedule that is known by name, and so does this bound.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
-from parcompiler.cost import BlockCost, Operation, seconds
+from parcompiler.cost import Operation, seconds
 from parcompiler.device import Device
-from parcompiler.meshes.fill import Piece
+from parcompiler.errors import InputError, PlanError
 from parcompiler.meshes.space import Candidate
+from parcompiler.passes.decide import start
+from parcompiler.passes.even import even_bound
+from parcompiler.passes.schedule import CANDIDATES, candidates_for
+from parcompiler.passes.shard import ShardPass
+from parcompiler.passes.shard.local import local
+from parcompiler.passes.vocabulary import choices_for
+from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.vocabulary import find
 from parcompiler.vocabulary.reading import name_of
@@ -37,34 +47,46 @@ VOCABULARY = ("embedding", "cross_entropy_loss")
 ROUNDING = 1 - 1e-9  # sums of the same numbers in another order
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The blocks of a granularity on the tensor ranks, and seconds that may be on any rank."""
+def is_known(problem: Problem) -> bool:
+    """Whether even stages are the best for all schedules in question."""
+    return problem.options.schedule in ("auto", *CANDIDATES)
 
-    pieces: tuple[Piece, ...]
-    floating: float
 
-    def slowest(self, ranks: int) -> float:
-        """Seconds of a micro-batch that the slowest of some ranks has at least.
+def even_seconds(problem: Problem) -> float:
+    """Seconds of a step with even stages under the best schedule and method of the vocabulary.
 
-        Blocks are whole: of 9 blocks of a second, one of 4 ranks has 3.
+    Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option is
+    wrong: the passes will say so.
+    """
+    asked = problem.options.schedule
+    try:
+        steps = [
+            even_bound(rank_problem, plan)
+            for rank_problem, trial in _trials(problem)
+            for plan in candidates_for(rank_problem, trial)
+            if asked in ("auto", plan.schedule)
+        ]
+    except (PlanError, InputError):
+        return 0.0
+    return min(steps, default=0.0) * ROUNDING
 
-        >>> Work((Piece(9, 1.0, 0.0, 0.0),), 0.0).slowest(4)
-        3.0
-        """
-        sizes = {piece.seconds for piece in self.pieces if piece.seconds > 0}
-        counts = ((s, sum(p.count * int(p.seconds // s) for p in self.pieces)) for s in sizes)
-        whole = max((size * math.ceil(count / ranks) for size, count in counts), default=0.0)
-        total = sum(piece.count * piece.seconds for piece in self.pieces) + self.floating
-        return max(whole, total / ranks)
+
+def _trials(problem: Problem) -> Iterator[tuple[Problem, Plan]]:
+    """The problem of a rank, and its sharding, under each method of the vocabulary."""
+    choices: list[VocabularyChoice | None]
+    choices = [*choices_for(problem)] if problem.mesh.pipeline > 1 else [None]
+    for choice in choices:
+        trial = dataclasses.replace(start(problem), vocabulary=choice)
+        trial = ShardPass().run(local(problem, trial), trial)
+        yield local(problem, trial), trial
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of the meshes of a problem, whose own mesh has the device alone."""
+    """The bounds that need no sharding, for a problem whose own mesh has the device alone."""
 
     problem: Problem
-    _works: dict[int, tuple[Work, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _works: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def states(self) -> int:
@@ -101,44 +123,26 @@ class Bounds:
                 yield cost.saved - cost.saved_outputs
 
     def seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step at least: work and sums. 0 where times are measured."""
+        """Seconds of a step without idle time or exchange. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
-        mesh = candidate.mesh
-        works = self.works(mesh.tensor)
-        least = min(work.slowest(mesh.pipeline) for work in works) * candidate.microbatches
-        return max(least, self._sums(candidate)) * ROUNDING
-
-    def _sums(self, candidate: Candidate) -> float:
-        """Seconds of the gradients' sums on a rank."""
-        mesh, device = candidate.mesh, self.problem.device
-        if mesh.data == 1 or device.efficiency.curves:  # a curve may beat the nominal bandwidth
-            return 0.0
-        own = sum(item.nbytes for item in self.problem.graph.parameters if item.trainable)
-        sent = 2 * (mesh.data - 1) / mesh.data * own / (mesh.pipeline * mesh.tensor)
-        return sent / max(device.link.bandwidth, device.network.bandwidth)
-
-    def works(self, tensor: int) -> tuple[Work, ...]:
-        """The work at every granularity, on so many devices at best."""
+        tensor = candidate.mesh.tensor
         if tensor not in self._works:
-            self._works[tensor] = tuple(self._work(level, tensor) for level in self.problem.levels)
-        return self._works[tensor]
+            self._works[tensor] = min(self._work(level, tensor) for level in self.problem.levels)
+        return candidate.microbatches * self._works[tensor] / candidate.mesh.pipeline * ROUNDING
 
-    def _work(self, level: int, tensor: int) -> Work:
-        """The blocks at a granularity, those of a template together."""
+    def _work(self, level: int, tensor: int) -> float:
+        """Seconds of all blocks at a granularity for a micro-batch, on so many devices at best."""
         priced, device = self.problem.priced(level), self.problem.device
-        counts: Counter[str] = Counter()
-        costs: dict[str, BlockCost] = {}
-        floating = 0.0
+        total = 0.0
         for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
             if self._shared.isdisjoint(block.nodes):
-                counts[block.template] += 1
-                costs[block.template] = cost
+                total += _at_best(cost.forward, tensor, device)
+                total += _at_best(cost.backward, tensor, device)
             else:
                 products = (o for o in (*cost.forward, *cost.backward) if o.kind == "matmul")
-                floating += _at_best(products, tensor, device, kernels=False)
-        pieces = (_piece(counts[name], costs[name], tensor, device) for name in costs)
-        return Work(tuple(pieces), floating)
+                total += _at_best(products, tensor, device, kernels=False)
+        return total
 
     @cached_property
     def _shared(self) -> frozenset[fx.Node]:
@@ -150,14 +154,6 @@ class Bounds:
             if not behind.isdisjoint(node.all_input_nodes):
                 behind.add(node)
         return frozenset(behind | {node for node in nodes if name_of(node) in VOCABULARY})
-
-
-def _piece(count: int, cost: BlockCost, tensor: int, device: Device) -> Piece:
-    """Blocks of a template on tensor ranks at best."""
-    forward = _at_best(cost.forward, tensor, device)
-    backward = _at_best(cost.backward, tensor, device)
-    weight = min(backward, _at_best(cost.weight, tensor, device))
-    return Piece(count, forward, backward - weight, weight)
 
 
 def _at_best(

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 import parcompiler as pc
-from parcompiler.meshes.fill import Piece, least_step
-from parcompiler.schedules import build
 
 
 @pytest.mark.parametrize("field", ["nodes", "devices_per_node"])
@@ -38,19 +36,3 @@ def test_the_nodes_of_a_cluster_are_those_of_its_device(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(four.to_json())
     assert pc.Cluster(2, 4, file).device == four
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "interleaved", "zb-v"])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (4, 4), (4, 8)])
-def test_filling_a_pipeline_takes_time_and_never_more_than_the_even_stages(
-    name: str, ranks: int, microbatches: int
-) -> None:
-    """Even stages without messages, in the order of the simplest schedule, are one way."""
-    placement = build(name, ranks, ranks, 1 + (name in ("interleaved", "zb-v"))).placement
-    piece = Piece(4 * ranks, 1.0, 1.0, 1.0)
-    found = least_step([piece], 0.0, placement, microbatches)
-    work = 3.0 * piece.count * microbatches / ranks
-    even = 12.0 * (microbatches + ranks - 1)  # 1F1B
-    assert work < found < even + 1e-6
-    one = least_step([piece], 0.0, (0,) * len(placement), microbatches)
-    assert one == pytest.approx(3.0 * piece.count * microbatches)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import parcompiler as pc
-from parcompiler.meshes.even import as_one, even_seconds
+from parcompiler.meshes.bounds import even_seconds
 from parcompiler.meshes.weigh import may_be_below, planned
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
@@ -40,14 +40,6 @@ def test_a_few_micro_batches_bound_the_even_step_of_many(name: str, memory: int)
         whole, bound = even_step(problem, plan), even_bound(problem, plan)
         assert bound <= whole * (1 + 1e-9)
         assert bound == math.inf or bound >= 0.8 * whole  # v-min waits in every round
-
-
-def test_tensor_ranks_are_no_faster_than_one_device_that_is_as_fast_as_all() -> None:
-    for tensor in (2, 4):
-        problem = given(8, 2, tensor, schedule="1f1b")
-        together = as_one(problem)
-        assert together.device.memory == tensor * problem.device.memory
-        assert 0 < even_seconds(together) < even_seconds(problem)
 
 
 def test_what_fits_nowhere_is_infinite_and_cannot_be_planned() -> None:
