@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parcompiler.changes.figures import Figures
-from parcompiler.changes.side import Side
+from parcompiler.changes.side import Figures, Side
 from parcompiler.changes.words import Change, changes
 from parcompiler.report.names import clean
 from parcompiler.report.render import ASCII
-from parcompiler.report.units import BYTES, SECONDS, column, percent
+from parcompiler.report.units import BYTES, SECONDS, Scale, column, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """The same as the json module writes it."""
-        sides = {"before": self.before, "after": self.after}
         return {
             "changes": [dataclasses.asdict(change) for change in self.changes],
             "equal": not self.changes,
-            **{key: _side_data(side) for key, side in sides.items()},
+            "before": _side_data(self.before),
+            "after": _side_data(self.after),
         }
 
 
@@ -70,7 +69,7 @@ def _told(before: Side, after: Side) -> Iterator[str]:
         yield "(parcompiler plan --json and exported folders have them.)"
         return
     yield "What it does"
-    rows = [*_rows(before.figures, after.figures)]
+    rows = [("predicted", "before", "after", "change"), *_rows(before.figures, after.figures)]
     widths = [max(len(row[k]) for row in rows) for k in range(4)]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(row[k].rjust(widths[k]) for k in (1, 2, 3))]
@@ -79,45 +78,28 @@ def _told(before: Side, after: Side) -> Iterator[str]:
 
 def _rows(one: Figures, other: Figures) -> Iterator[tuple[str, ...]]:
     """A line for each figure: before, after, and how much that is."""
-    yield "predicted", "before", "after", "change"
-    yield (
-        "time of a step",
-        *column([one.seconds, other.seconds], SECONDS),
-        _relative(one.seconds, other.seconds),
-    )
-    for name, get in _FRACTIONS:
-        points = 100 * (get(other) - get(one))
-        change = f"{points:+.1f} points" if points else "same"
-        yield name, percent(get(one)), percent(get(other)), change
-    yield (
-        "memory of the fullest rank",
-        *column([one.peak, other.peak], BYTES),
-        _relative(one.peak, other.peak),
-    )
+    yield _row("time of a step", one.seconds, other.seconds, SECONDS)
+    yield _row("idle, mean of the ranks", one.idle, other.idle)
+    yield _row("FLOPs used (MFU)", one.mfu, other.mfu)
+    yield _row("memory of the fullest rank", one.peak, other.peak, BYTES)
     if one.limit != other.limit:
-        yield (
-            "memory of a device",
-            *column([one.limit, other.limit], BYTES),
-            _relative(one.limit, other.limit),
-        )
+        yield _row("memory of a device", one.limit, other.limit, BYTES)
 
 
-_FRACTIONS: tuple[tuple[str, Callable[[Figures], float]], ...] = (
-    ("idle, mean of the ranks", lambda figures: figures.idle),
-    ("FLOPs used (MFU)", lambda figures: figures.mfu),
-)
+def _row(name: str, one: float, other: float, scale: Scale | None = None) -> tuple[str, ...]:
+    """A figure of both plans; a fraction where it has no unit.
 
-
-def _relative(one: float, other: float) -> str:
+    >>> _row("time", 2.0, 1.5, SECONDS), _row("idle", 0.1, 0.15)
+    (('time', '2.00 s', '1.50 s', '-25.0 %'), ('idle', '10.0 %', '15.0 %', '+5.0 points'))
     """
-    >>> _relative(2.0, 1.5), _relative(1.0, 1.0)
-    ('-25.0 %', 'same')
-    """
-    if one == other:
-        return "same"
-    return f"{100 * (other - one) / one:+.1f} %" if one else "-"
+    if scale is None:
+        cells, change = [percent(one), percent(other)], f"{100 * (other - one):+.1f} points"
+    else:
+        cells = column([one, other], scale)
+        change = f"{100 * (other - one) / one:+.1f} %" if one else "-"
+    return name, *cells, "same" if one == other else change
 
 
 def _side_data(side: Side) -> dict[str, Any]:
-    predicted = side.figures.data() if side.figures is not None else None
+    predicted = None if side.figures is None else dataclasses.asdict(side.figures)
     return {"name": side.name, "predicted": predicted}

@@ -7,19 +7,49 @@ all.json        what `parcompiler plan --format json` printed: {"plan": ..., "re
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from parcompiler import documents
-from parcompiler.changes.figures import Figures, digest
-from parcompiler.changes.sense import check
 from parcompiler.errors import InputError
 from parcompiler.plan import Plan
 from parcompiler.report import Report
+from parcompiler.schedules import Schedule
 
 EXPORTED = "plan.json"
 PREDICTED = "predicted"  # beside the fields of a plan: `Plan.from_json` leaves it out
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Seconds of the predicted step, the mean fraction that ranks are idle, the fraction of their
+    FLOPs that is used, and the bytes of the fullest rank at each pipeline coordinate.
+
+    `plan` is the digest of the plan that they are of, `limit` the memory of one device in bytes;
+    of several devices the least.
+    """
+
+    plan: str
+    seconds: float
+    idle: float
+    mfu: float
+    memory: tuple[int, ...]
+    limit: int
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the fullest rank."""
+        return max(self.memory, default=0)
+
+    @classmethod
+    def of(cls, plan: Plan, report: Report) -> Figures:
+        """The figures in a report of this plan."""
+        step, memory = report.step, tuple(rank.peak_memory for rank in report.ranks)
+        return cls(digest(plan), step.seconds, step.idle, step.mfu, memory, report.mesh.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +62,14 @@ class Side:
     why: str = ""
 
 
+def digest(plan: Plan) -> str:
+    """A short text that differs for plans that differ."""
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+
+
 def written(plan: Plan, report: Report) -> str:
     """A plan as JSON, with its figures; `Plan.from_json` reads it, and so does `read`."""
-    data = json.loads(plan.to_json()) | {PREDICTED: Figures.of(plan, report).data()}
+    data = json.loads(plan.to_json()) | {PREDICTED: dataclasses.asdict(Figures.of(plan, report))}
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 
@@ -47,65 +82,100 @@ def read(path: Path) -> Side:
     if folder and not (path / EXPORTED).is_file():
         message = f"{path} is no exported program: it has no {EXPORTED}"
         raise InputError(message)
-    file = path / EXPORTED if folder else path
-    text = documents.text_of(file)
+    file, report = path / EXPORTED if folder else path, path / "report.json"
+    side = _parsed(file, lambda text: _side(str(path), text))
+    if folder and report.is_file():
+        return _parsed(report, lambda text: _reported(side.name, side.plan, text))
+    return side
+
+
+def _parsed(path: Path, parse: Callable[[str], Side]) -> Side:
+    """What a file says. Raises InputError that names it."""
+    text = documents.text_of(path)
     try:
-        side = _side(str(path), text)
-    except InputError as error:
-        message = f"{file}: {error}"
-        raise InputError(message) from error
-    report = file.with_name("report.json")
-    return _reported(side, report) if folder and report.is_file() else side
-
-
-def agrees(plan: Plan, report: Report) -> bool:
-    """Whether a report is of this plan, as far as it tells: not of it before it was edited."""
-    mesh, choices = report.mesh, report.choices
-    names = tuple(device.name for device in mesh.devices) or (mesh.device,) * mesh.pipeline
-    shape = (mesh.pipeline, mesh.data, mesh.tensor, names)
-    found = (choices.microbatches, choices.precision, choices.optimizer, choices.schedule)
-    stages = tuple((stage.blocks, stage.rank) for stage in report.stages)
-    own = plan.mesh
-    return (
-        report.model.name == plan.model
-        and shape == (own.pipeline, own.data, own.tensor, own.devices)
-        and found == (plan.microbatches, plan.precision, plan.optimizer, plan.schedule)
-        and stages == tuple((stage.blocks, stage.rank) for stage in plan.stages or ())
-        and choices.recompute == (plan.recompute or ())
-    )
-
-
-def _side(name: str, text: str) -> Side:
-    """A plan with what stands beside it in its file."""
-    data = documents.parse(text, "plan")
-    if isinstance(data, dict) and isinstance(data.get("plan"), dict) and "fingerprint" not in data:
-        plan = Plan.from_json(json.dumps(data["plan"]))
-        check(plan)
-        report = data.get("report")
-        if report is None:
-            return Side(name, plan, why="it has no report")
-        return _checked(name, plan, Report.from_json(json.dumps(report)))
-    plan = Plan.from_json(text)
-    check(plan)
-    if PREDICTED not in data:
-        return Side(name, plan, why="it is a plan alone")
-    figures = Figures.read(data[PREDICTED])
-    if figures.plan != digest(plan):
-        return Side(name, plan, why="it was edited after its figures were predicted")
-    return Side(name, plan, figures)
-
-
-def _reported(side: Side, path: Path) -> Side:
-    """The side with the figures of a report beside its plan."""
-    try:
-        return _checked(side.name, side.plan, Report.from_json(documents.text_of(path)))
+        return parse(text)
     except InputError as error:
         message = f"{path}: {error}"
         raise InputError(message) from error
 
 
-def _checked(name: str, plan: Plan, report: Report) -> Side:
-    """A side with a report, unless that is of another plan."""
-    if not agrees(plan, report):
+def _side(name: str, text: str) -> Side:
+    """A plan with what stands beside it in its file."""
+    data = documents.parse(text, "plan")
+    printed = isinstance(data, dict) and isinstance(data.get("plan"), dict)
+    printed = printed and "fingerprint" not in data
+    plan = Plan.from_json(json.dumps(data["plan"]) if printed else text)
+    for message in _faults(plan):
+        raise InputError(message)
+    if printed:
+        report = data.get("report")
+        if report is None:
+            return Side(name, plan, why="it has no report")
+        return _reported(name, plan, json.dumps(report))
+    if PREDICTED not in data:
+        return Side(name, plan, why="it is a plan alone")
+    figures = documents.value(Figures, data[PREDICTED], PREDICTED)
+    if figures.plan != digest(plan):
+        return Side(name, plan, why="it was edited after its figures were predicted")
+    return Side(name, plan, figures)
+
+
+def _reported(name: str, plan: Plan, text: str) -> Side:
+    """A side with the figures of a report, unless that is of another plan."""
+    report = Report.from_json(text)
+    if not _agrees(plan, report):
         return Side(name, plan, why="it was edited after its report was made")
     return Side(name, plan, Figures.of(plan, report))
+
+
+def _agrees(plan: Plan, report: Report) -> bool:
+    """Whether a report is of this plan, as far as it tells: not of it before it was edited."""
+    mesh, choices = report.mesh, report.choices
+    names = tuple(device.name for device in mesh.devices) or (mesh.device,) * mesh.pipeline
+    shape = (mesh.pipeline, mesh.data, mesh.tensor, names)
+    reported = (choices.microbatches, choices.precision, choices.optimizer, choices.schedule)
+    stages = tuple((stage.blocks, stage.rank) for stage in report.stages)
+    planned = plan.mesh
+    return (
+        report.model.name == plan.model
+        and shape == (planned.pipeline, planned.data, planned.tensor, planned.devices)
+        and reported == (plan.microbatches, plan.precision, plan.optimizer, plan.schedule)
+        and stages == tuple((stage.blocks, stage.rank) for stage in plan.stages or ())
+        and choices.recompute == (plan.recompute or ())
+    )
+
+
+def _faults(plan: Plan) -> Iterator[str]:
+    """The numbers of a plan that fit no model at all, as plans are edited by hand; what does not
+    fit a certain model `compile(plan=...)` says.
+
+    >>> from parcompiler.plan import Shape
+    >>> next(_faults(Plan("GPT", "0f", Shape(pipeline=0), 8)))
+    'plan.mesh.pipeline must be at least 1 (0 found)'
+    """
+    mesh, last = plan.mesh, plan.mesh.pipeline - 1
+    least = {f"mesh.{axis}": (getattr(mesh, axis), 1) for axis in ("pipeline", "tensor", "data")}
+    least |= {"microbatches": (plan.microbatches, 1), "virtual_stages": (plan.virtual_stages, 1)}
+    for name, (count, low) in (least | {"granularity": (plan.granularity or 0, 0)}).items():
+        if count < low:
+            yield f"plan.{name} must be at least {low} ({count} found)"
+    seen = set[str]()
+    for j, stage in enumerate(plan.stages or ()):
+        place = f"plan.stages[{j}]"
+        if not 0 <= stage.rank <= last:
+            wanted = f"from 0 to {last}, as mesh.pipeline says"
+            yield f"{place}.rank must be {wanted} ({stage.rank} found)"
+        if not stage.blocks:
+            yield f"{place}.blocks must name at least one block (none found)"
+        for name in stage.blocks:
+            if name in seen:
+                yield f"{place}.blocks names {name!r}, which stands in the stages already"
+            seen.add(name)
+    if plan.orders is not None:
+        if len(plan.orders) != mesh.pipeline:
+            wanted = f"a row for each of {mesh.pipeline} pipeline ranks"
+            yield f"plan.orders must have {wanted} ({len(plan.orders)} found)"
+        try:
+            Schedule.parse(plan.schedule or "", plan.orders)
+        except InputError as error:
+            yield f"plan.orders: {error}"

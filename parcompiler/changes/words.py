@@ -1,4 +1,4 @@
-"""How two plans differ, in words: one line for each decision that is not the same.
+"""How two plans differ: a line for each part of a field that is not the same.
 
 >>> from parcompiler.plan import Shape
 >>> before = Plan("GPT", "0f", Shape(pipeline=2), 8, schedule="1f1b", recompute=("h.0",))
@@ -12,14 +12,39 @@ recompute: now also h.1
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parcompiler.changes import moved, pieces
-from parcompiler.plan import MeshChoice, Plan, Solution, VocabularyChoice
+from parcompiler.plan import MeshChoice, Method, Plan, Shards, StageChoice, TemplateTime, Weighed
 from parcompiler.report.names import ranges
-from parcompiler.report.units import SECONDS, percent, quantity
+
+# What a field means where it is None, and where it is not but its value would be long.
+ABSENT = {
+    "precision": "the model's own",
+    "orders": "the order that the schedule's name says",
+    "solution": "none",
+    "search": "none",
+    "sharding": "tensors whole on every rank",
+    "costs": "times by the device's figures",
+    "vocabulary_costs": "times by the device's figures",
+}
+PRESENT = {
+    "orders": "an order of its own",
+    "sharding": "tensors in pieces on the tensor ranks",
+    "costs": "measured times of blocks",
+    "vocabulary_costs": "measured times",
+}
+NAMES: dict[type, Callable[[Any], str]] = {  # of the items of a tuple
+    Method: lambda item: item.method,
+    TemplateTime: lambda item: item.template,
+    Shards: lambda item: " ".join((item.template, *item.blocks)),
+    Weighed: lambda item: f"{item.schedule} x {item.virtual_stages}",
+    MeshChoice: lambda item: (
+        f"{item.pipeline} x {item.tensor} x {item.data}"
+        + (f" of {item.rows} rows" if item.rows else "")
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,187 +57,104 @@ class Change:
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     """What another plan decides otherwise, in the order of `Plan`; empty for equal plans."""
-    found = []
-    for field in dataclasses.fields(Plan):
-        first, second = getattr(before, field.name), getattr(after, field.name)
-        if first != second:
-            say = _WORDS.get(field.name, _arrow)
-            found += [Change(field.name, text) for text in say(before, after, first, second)]
-    return tuple(found)
-
-
-def _arrow(_before: Plan, _after: Plan, first: object, second: object) -> Iterator[str]:
-    """A value that a word or number says."""
-    yield f"{_said(first)} -> {_said(second)}"
-
-
-def _said(value: object) -> str:
-    return "undecided" if value is None else str(value)
-
-
-def _fingerprint(before: Plan, after: Plan, _first: object, _second: object) -> Iterator[str]:
-    """Graphs that differ although the name is the same."""
-    if before.model == after.model:
-        yield "another graph: the sizes, the inputs or the code of the model are not the same"
-    else:
-        yield "another graph"
-
-
-def _mesh(before: Plan, after: Plan, _first: object, _second: object) -> Iterator[str]:
-    """The axes that have another degree, and the number of ranks."""
-    one, other = before.mesh, after.mesh
-    axes = [name for name in ("pipeline", "tensor", "data", "device")]
-    pairs = [(name, _plainly(getattr(one, name)), _plainly(getattr(other, name))) for name in axes]
-    said = ", ".join(f"{name} {a} -> {b}" for name, a, b in pairs if a != b)
-    sizes = [shape.pipeline * shape.tensor * shape.data for shape in (one, other)]
-    yield f"{said} ({sizes[0]} -> {sizes[1]} ranks)"
-
-
-def _plainly(value: int | str | tuple[str, ...]) -> str:
-    """A degree, or the device or devices of a mesh."""
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _precision(_before: Plan, _after: Plan, first: object, second: object) -> Iterator[str]:
-    own = "the model's own"
-    yield f"{first or own} -> {second or own}"
-
-
-def _orders(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """Which ranks compute in another order."""
-    if first is None or second is None:
-        own = "an order of its own", "the order that the schedule's name says"
-        yield f"{own[first is None]} -> {own[second is None]}"
-    elif len(first) != len(second):
-        yield f"orders of {len(first)} -> {len(second)} ranks"
-    else:
-        pairs = zip(first, second, strict=True)
-        ranks = [str(r) for r, (one, other) in enumerate(pairs) if one != other]
-        yield f"rank {ranges(ranks)} computes in another order"
-
-
-def _listed(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """Names that came and went."""
-    if first is None or second is None or set(first) == set(second):
-        yield f"{_names(first)} -> {_names(second)}"
-        return
-    gained = [name for name in second if name not in first]
-    lost = [name for name in first if name not in second]
-    said = [f"now also {ranges(gained)}"] * bool(gained) + [f"no longer {ranges(lost)}"] * bool(
-        lost
+    return tuple(
+        Change(field.name, text)
+        for field in dataclasses.fields(Plan)
+        for text in _texts(field.name, getattr(before, field.name), getattr(after, field.name))
     )
-    yield "; ".join(said)
 
 
-def _names(names: Sequence[str] | None) -> str:
-    return "undecided" if names is None else ranges(names) or "none"
-
-
-def _solution(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """How far an answer is proved."""
-    yield f"{_proof(first)} -> {_proof(second)}"
-
-
-def _proof(solution: Solution | None) -> str:
-    if solution is None:
-        return "none"
-    objective = quantity(solution.objective, SECONDS)
-    return f"{solution.status} ({objective}, gap {percent(solution.gap)})"
-
-
-def _weighed(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """The schedules that "auto" chose from."""
-    one = {f"{item.schedule} x {item.virtual_stages}": item for item in first or ()}
-    other = {f"{item.schedule} x {item.virtual_stages}": item for item in second or ()}
-    yield _alternatives("schedules", one, other)
-
-
-def _meshes(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """The meshes of a cluster (pipeline x tensor x data) that the plan's was chosen from, and the
-    rows of their micro-batches where there are several."""
-    several = len({item.rows for side in (first, second) for item in side or ()}) > 1
-    sides = [
-        {_degrees(item) + (f" of {item.rows} rows" if several else ""): item for item in side or ()}
-        for side in (first, second)
-    ]
-    yield _alternatives("meshes", sides[0], sides[1])
-
-
-def _degrees(item: MeshChoice) -> str:
-    """The degrees of a mesh."""
-    return f"{item.pipeline} x {item.tensor} x {item.data}"
-
-
-def _costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """Where the times of blocks are from, and whose were measured anew."""
-    if first is None or second is None:
-        words = "measured times of blocks", "times by the device's figures"
-        yield f"{words[first is None]} -> {words[second is None]}"
+def _texts(field: str, before: Any, after: Any) -> Iterator[str]:
+    """The lines about a field of the plan."""
+    if before == after:
         return
-    one, other = ({item.template: item for item in side} for side in (first, second))
-    yield _alternatives("templates", one, other, "measured")
+    if before is None or after is None:
+        yield f"{_said(field, before)} -> {_said(field, after)}"
+    elif field == "fingerprint":
+        yield "another graph: the sizes, the inputs or the code of the model are not the same"
+    elif field == "orders":
+        rows = max(len(before), len(after))
+        ranks = [str(r) for r in range(rows) if before[r : r + 1] != after[r : r + 1]]
+        yield f"rank {ranges(ranks)} computes in another order"
+    else:
+        yield from _differences(before, after)
 
 
-def _vocabulary_costs(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """Where the times of the passes of the vocabulary are from."""
-    words = [
-        f"measured times of {side.method}" if side else "times by the device's figures"
-        for side in (first, second)
-    ]
-    yield " -> ".join(words) if words[0] != words[1] else f"other {words[0]}"
+def _said(field: str, value: Any) -> str:
+    """A value that stands beside none."""
+    if value is None:
+        return ABSENT.get(field, "undecided")
+    return PRESENT.get(field) or _plain(value)
 
 
-def _alternatives(
-    kind: str, one: Mapping[str, object], other: Mapping[str, object], verb: str = "considered"
-) -> str:
-    """Which alternatives were considered on one side only, or came out otherwise."""
-    parts = []
-    for word, names in (
-        (f"now also {verb}", [name for name in other if name not in one]),
-        (f"no longer {verb}", [name for name in one if name not in other]),
-        ("other figures for", [name for name in one if other.get(name, one[name]) != one[name]]),
-    ):
-        parts += [f"{word}: {', '.join(names)}"] * bool(names)
-    return "; ".join(parts) or f"the same {kind}, {verb} in another order"
+def _plain(value: Any) -> str:
+    """A value on a line; numbers with four digits.
+
+    >>> _plain(0.123456), _plain(("h100", "l40s")), _plain(Weighed("1f1b", 1, 2.0))
+    ('0.1235', 'h100, l40s', 'schedule 1f1b, virtual_stages 1, seconds 2')
+    """
+    if isinstance(value, tuple):
+        return ranges(list(_items(value))) or "none"
+    if dataclasses.is_dataclass(value):
+        parts = [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
+        return ", ".join(f"{name} {_plain(part)}" for name, part in parts if part not in (None, ()))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "none" if value is None else str(value)
 
 
-def _vocabulary(_before: Plan, _after: Plan, first: Any, second: Any) -> Iterator[str]:
-    """How the layers of the vocabulary are computed, and which they are."""
-    none = VocabularyChoice("whole")
-    one, other = first or none, second or none
-    if one.method != other.method:
-        yield f"{one.method} -> {other.method}{_tables(other)}"
-    elif (one.lookups, one.head) != (other.lookups, other.head):
-        yield f"{one.method} of other tables{_tables(other)}"
-    if one.kept != other.kept:
-        yield f"kept whole: {'; '.join(one.kept) or 'none'} -> {'; '.join(other.kept) or 'none'}"
-    if one.weighed != other.weighed:
-        methods = [{item.method: item for item in side.weighed or ()} for side in (one, other)]
-        yield _alternatives("methods", methods[0], methods[1])
-    if one == other:
-        yield f"{_said(first and 'whole')} -> {_said(second and 'whole')}"
+def _differences(before: Any, after: Any, *, brief: bool = False) -> Iterator[str]:
+    """The lines about two values that differ; `brief`: that its figures do is enough."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        yield from _tuples(before, after)
+    elif dataclasses.is_dataclass(before) and after is not None:
+        parts = []
+        for field in dataclasses.fields(before):
+            one, other = getattr(before, field.name), getattr(after, field.name)
+            if brief and one != other and float in (type(one), type(other)):
+                parts.append(f"other {field.name}")
+            elif one != other:
+                parts.append(f"{field.name} {'; '.join(_differences(one, other))}")
+        yield ", ".join(parts)
+    else:
+        yield f"{_plain(before)} -> {_plain(after)}"
 
 
-def _tables(choice: VocabularyChoice) -> str:
-    """The tables that all ranks hold rows of."""
-    names = [*choice.lookups, *([choice.head] if choice.head else [])]
-    return f" (all ranks hold rows of {ranges(names)})" if choice.spread and names else ""
+def _tuples(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[str]:
+    """Items that came and went, and those that are not the same, together where they differ in the
+    same way."""
+    was, now = _items(before), _items(after)
+    gained = ranges([name for name in now if name not in was])
+    lost = ranges([name for name in was if name not in now])
+    groups: dict[str, list[str]] = {}
+    for name in was:
+        if name in now and was[name] != now[name]:
+            text = "; ".join(_differences(was[name], now[name], brief=True))
+            groups.setdefault(text, []).append(name)
+    if gained or lost:
+        moved = f"now also {gained}" if gained else "", f"no longer {lost}" if lost else ""
+        yield "; ".join(filter(None, moved))
+    yield from (f"{ranges(names)}: {text}" for text, names in groups.items())
+    if not (gained or lost or groups):
+        yield "the same in another order"
 
 
-_WORDS: dict[str, Callable[[Plan, Plan, Any, Any], Iterator[str]]] = {
-    "fingerprint": _fingerprint,
-    "mesh": _mesh,
-    "precision": _precision,
-    "orders": _orders,
-    "sent": _listed,
-    "stages": moved.stages,
-    "recompute": _listed,
-    "solution": _solution,
-    "search": _solution,
-    "weighed": _weighed,
-    "costs": _costs,
-    "vocabulary_costs": _vocabulary_costs,
-    "meshes": _meshes,
-    "sharding": pieces.sharding,
-    "vocabulary": _vocabulary,
-}
+def _items(value: tuple[Any, ...]) -> dict[str, Any]:
+    """The items of a tuple by their names: blocks with their stages, records, and lines that are a
+    name or "name: value".
+
+    >>> _items((StageChoice(("wte", "h.0"), 0), StageChoice(("h.1",), 1)))["h.1"]
+    'stage 1 (rank 1)'
+    >>> _items(("up: S(0)", "mask"))
+    {'up': 'S(0)', 'mask': ''}
+    """
+    items: dict[str, Any] = {}
+    for number, item in enumerate(value):
+        if isinstance(item, StageChoice):
+            items |= dict.fromkeys(item.blocks, f"stage {number} (rank {item.rank})")
+        elif isinstance(item, str):
+            name, _, said = item.partition(": ")
+            items[name] = said
+        else:
+            items[NAMES[type(item)](item)] = item
+    return items

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parcompiler.changes import Comparison, Figures, Side, read, written
-from parcompiler.changes.figures import digest
+from parcompiler.changes.side import digest
 from parcompiler.plan import Plan
 from tests.report.programs import Made, small_gpt
 

@@ -1,12 +1,11 @@
 """Two plans compared in words: every decision that differs is said, and nothing else."""
 
 import dataclasses
-import typing
 from typing import Any
 
 import pytest
 
-from parcompiler.changes import changes, words
+from parcompiler.changes import changes
 from parcompiler.plan import (
     MeshChoice,
     Method,
@@ -65,11 +64,11 @@ PLAN = Plan(
         ({"fingerprint": "1f"}, ["fingerprint: another graph: the sizes, the inputs or the code"]),
         (
             {"mesh": Shape(4, 1, 2, "h100")},
-            ["mesh: pipeline 2 -> 4, tensor 2 -> 1, data 1 -> 2, device cpu -> h100 (4 -> 8 rank"],
+            ["mesh: pipeline 2 -> 4, tensor 2 -> 1, data 1 -> 2, device cpu -> h100"],
         ),
         (
             {"mesh": Shape(2, 2, 1, ("h100", "l40s"))},
-            ["mesh: device cpu -> h100,l40s (4 -> 4 ranks)"],
+            ["mesh: device cpu -> h100, l40s"],
         ),
         ({"microbatches": 16}, ["microbatches: 8 -> 16"]),
         ({"precision": "fp64"}, ["precision: the model's own -> fp64"]),
@@ -85,69 +84,70 @@ PLAN = Plan(
             ["recompute: now also h.1 … h.3 (3); no longer h.0"],
         ),
         ({"recompute": None}, ["recompute: h.0 -> undecided"]),
-        ({"stages": stages(3, 5)}, ["stages: h.3 moves from stage 0 to stage 1 (rank 0 -> 1)"]),
+        ({"stages": stages(3, 5)}, ["stages: h.3: stage 0 (rank 0) -> stage 1 (rank 1)"]),
         (
             {"stages": stages(7, 1)},
-            ["stages: h.4 … h.6 (3) move from stage 1 to stage 0 (rank 1 -> 0)"],
+            ["stages: h.4 … h.6 (3): stage 1 (rank 1) -> stage 0 (rank 0)"],
         ),
         (
             {"stages": stages(4, 4, ranks=(1, 0))},
-            ["stages: stage 0 runs on rank 1 ins", "stages: stage 1 runs on rank 0 ins"],
+            [
+                "stages: h.0 … h.3 (4): stage 0 (rank 0) -> stage 0 (rank 1)",
+                "stages: h.4 … h.7 (4): stage 1 (rank 1) -> stage 1 (rank 0)",
+            ],
         ),
         (
             {"stages": stages(4, 2, 2)},
-            [
-                "stages: 2 stages of 4 blocks -> 3 stages of 2 to 4 blocks",
-                "stages: stage 0 (rank 0) holds h.0 … h.3 (4)",
-                "stages: stage 1 (rank 1) holds h.4, h.5",
-                "stages: stage 2 (rank 2) holds h.6, h.7",
-            ],
+            ["stages: h.6, h.7: stage 1 (rank 1) -> stage 2 (rank 2)"],
         ),
-        ({"stages": None}, ["stages: 2 stages of 4 blocks -> undecided"]),
+        ({"stages": None}, ["stages: h.0 … h.7 (8) -> undecided"]),
         (
             {"solution": Solution("feasible", 2.0, 1.5, 0.25)},
-            ["solution: optimal (1.00 s, gap 0.0 %) -> feasible (2.00 s, gap 25.0 %)"],
+            ["solution: status optimal -> feasible, objective 1 -> 2, bound 1 -> 1.5, gap 0 "],
         ),
-        ({"search": Solution("feasible", 2.0, 1.5, 0.25)}, ["search: none -> feasible (2.00 s, g"]),
+        (
+            {"search": Solution("feasible", 2.0, 1.5, 0.25)},
+            ["search: none -> status feasible, objective 2, bou"],
+        ),
         (
             {"weighed": (Weighed("1f1b", 1, 2.0), Weighed("zb-v", 2, 1.0))},
-            ["weighed: now also considered: zb-v x 2; other figures for: 1f1b x 1"],
+            ["weighed: now also zb-v x 2", "weighed: 1f1b x 1: other seconds"],
         ),
-        ({"weighed": None}, ["weighed: no longer considered: 1f1b x 1"]),
+        ({"weighed": None}, ["weighed: 1f1b x 1 -> undecided"]),
         ({"sharding": None}, ["sharding: tensors in pieces on the tensor ranks -> tensors whole"]),
         (
             {"sharding": Sharding(1, (template(up="I", down="S(1)"),))},
-            ["sharding: Layer: up S(0) -> I"],
+            ["sharding: templates Layer: tensors up: S(0) -> I"],
         ),
-        ({"sharding": Sharding(1, ())}, ["sharding: Layer: no longer a template"]),
+        ({"sharding": Sharding(1, ())}, ["sharding: templates no longer Layer"]),
         (
             {"sharding": Sharding(1, (template(up="S(0)", down="S(1)"),), memory=5)},
-            ["sharding: the same placements, with other predictions"],
+            ["sharding: memory none -> 5"],
         ),
         (
             {"vocabulary": VocabularyChoice("vocab-2", ("wte",), "head", weighed=(METHOD,))},
-            ["vocabulary: whole -> vocab-2 (all ranks hold rows of wte, head)"],
+            ["vocabulary: method whole -> vocab-2, lookups now also wte, head none -> head"],
         ),
         (
             {"vocabulary": VocabularyChoice("whole", kept=("head: tied",), weighed=(METHOD,))},
-            ["vocabulary: kept whole: none -> head: tied"],
+            ["vocabulary: kept now also head"],
         ),
-        ({"vocabulary": None}, ["vocabulary: no longer considered: whole"]),
+        ({"vocabulary": None}, ["vocabulary: method whole, weighed whole -> undecided"]),
         (
             {"costs": (TIME,)},
             ["costs: times by the device's figures -> measured times of blocks"],
         ),
         (
             {"vocabulary_costs": PASSES},
-            ["vocabulary_costs: times by the device's figures -> measured times of vocab-2"],
+            ["vocabulary_costs: times by the device's figures -> measured times"],
         ),
         (
             {"meshes": (MeshChoice(2, 2, 1, 8, seconds=0.5), MeshChoice(4, 1, 1, 8))},
-            ["meshes: now also considered: 2 x 2 x 1, 4 x 1 x 1"],
+            ["meshes: undecided -> 2 x 2 x 1, 4 x 1 x 1"],
         ),
         (
             {"meshes": (MeshChoice(2, 1, 2, 8, rows=1), MeshChoice(2, 1, 2, 4, rows=2))},
-            ["meshes: now also considered: 2 x 1 x 2 of 1 rows, 2 x 1 x 2 of 2 rows"],
+            ["meshes: undecided -> 2 x 1 x 2 of 1 rows, 2 x 1 x 2 of 2 rows"],
         ),
         ({"version": 2}, ["version: 1 -> 2"]),
     ],
@@ -175,7 +175,7 @@ def test_passes_of_the_vocabulary_that_were_measured_anew_are_named() -> None:
     one = dataclasses.replace(PLAN, vocabulary_costs=PASSES)
     other = dataclasses.replace(PLAN, vocabulary_costs=dataclasses.replace(PASSES, s=3.0))
     (change,) = changes(one, other)
-    assert change.text == "other measured times of vocab-2"
+    assert change.text == "s 2 -> 3"
 
 
 def test_blocks_and_meshes_that_came_out_otherwise_are_named() -> None:
@@ -187,15 +187,10 @@ def test_blocks_and_meshes_that_came_out_otherwise_are_named() -> None:
         meshes=(MeshChoice(2, 2, 1, 8),),
     )
     assert [change.text for change in changes(one, other)] == [
-        "now also measured: Head; other figures for: Layer",
-        "other figures for: 2 x 2 x 1",
+        "now also Head",
+        "Layer: other forward",
+        "2 x 2 x 1: other seconds",
     ]
-
-
-def test_every_field_but_plain_words_and_numbers_has_words_of_its_own() -> None:
-    plain = {str, int, str | None, int | None}
-    hints = typing.get_type_hints(Plan)
-    assert {name for name, kind in hints.items() if kind not in plain} <= set(words._WORDS)
 
 
 def test_what_came_is_what_goes_the_other_way() -> None:
@@ -210,9 +205,9 @@ def test_ranks_with_another_order_are_named() -> None:
     assert [change.text for change in changes(one, other)] == ["rank 1 computes in another order"]
 
 
-def test_a_layer_with_many_tensors_is_cut_short() -> None:
+def test_tensors_with_the_same_change_are_said_together() -> None:
     one = template(**{f"t{k}": "I" for k in range(9)})
     other = template(**{f"t{k}": "S(0)" for k in range(9)})
     plans = [dataclasses.replace(PLAN, sharding=Sharding(1, (item,))) for item in (one, other)]
     (change,) = changes(*plans)
-    assert change.text.endswith("t5 I -> S(0) and 3 more")
+    assert change.text == "templates Layer: tensors t0 … t8 (9): I -> S(0)"
