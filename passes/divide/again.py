@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,12 +152,3 @@ class Repeatable:
         freed = tuple(fixed + k * saved for k in flying)
         again = extra[rank if len(extra) > 1 else 0]
         return Kind(count, again, freed, load.moment, twice.moment)
-
-
-def counted(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """How many blocks of each kind there are.
-
-    >>> counted([2, 0, 2])
-    ((0, 1), (2, 2))
-    """
-    return tuple(sorted(Counter(numbers).items()))
