@@ -1,7 +1,7 @@
 """Micro-batches of other rows: the same step in fewer larger ones, or in more smaller ones.
 
 rows of a step = micro-batches · rows of each          always the same
-    │  Batched           the graph for other rows, without a capture: what they would cost
+    │  ResizableGraph    the graph for other rows, without a capture: what they would cost
     ▼
 the problem for each number of rows     ── of the one that is chosen ──►     captured once more
 """
@@ -20,7 +20,7 @@ from parcompiler.meshes.mean import differs
 from parcompiler.options import MOST_PASSES
 from parcompiler.plan import STAYS
 from parcompiler.problem import Problem
-from parcompiler.symbolic import Batched, Unfit, batch_of, sample_at
+from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, sample_at
 
 GIVEN, AUTO = "given", "auto"
 Wanted = str | tuple[int, ...]
@@ -144,7 +144,7 @@ class Sizes:
         """The problem for micro-batches of so many rows. Raises Unfit where there is none."""
         if rows not in self._problems:
             assert rows is not None, "these are given"
-            self._problems[rows] = self._like(self._batched.at(rows))
+            self._problems[rows] = self._like(self._resizable.at({"b": rows}))
         return self._problems[rows]
 
     def try_capture(self, rows: int | None) -> bool:
@@ -173,25 +173,29 @@ class Sizes:
         return Problem(graph, given.mesh, given.options, bench=given.bench, explain=given.explain)
 
     @cached_property
-    def _batched(self) -> Batched:
+    def _resizable(self) -> ResizableGraph:
         """The graph for any rows: from the one that is given, or where one row alone leaves it open
         what follows from rows, from that of two. Raises Unfit or CaptureError."""
-        found = Batched(self.problem, self._again)
+        found = self._of(self.problem)
         if self.given != 1:
             return found
         try:
-            found.at(2)
+            found.at({"b": 2})
         except Unfit:
             self._capture(2)
-            return Batched(self.at(2), self._again)
+            return self._of(self.at(2))
         return found
+
+    def _of(self, problem: Problem) -> ResizableGraph:
+        """The graph of a problem for any rows."""
+        return ResizableGraph(problem, (batch_of(problem.graph),), self._again)
 
     @cached_property
     def _stays(self) -> str | None:
         """Why there are no micro-batches of other rows, or steps of them may have another loss."""
         try:
-            first = self._batched.problem.graph
-            return differs(first, self._batched.at(2 * self._batched.size.now))
+            resizable = self._resizable
+            return differs(resizable.problem.graph, resizable.at({"b": 2 * resizable.now["b"]}))
         except (Unfit, CaptureError) as error:
             return _first_line(error)
 

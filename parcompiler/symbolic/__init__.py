@@ -1,20 +1,20 @@
 """What blocks and stages cost as expressions in the sizes of the captured model."""
 
 from parcompiler.symbolic.again import capturing, sample_at
-from parcompiler.symbolic.batch import Batched, batch_of
 from parcompiler.symbolic.costs import Costs
 from parcompiler.symbolic.figures import Figures, StageFigures
 from parcompiler.symbolic.forms import Forms
 from parcompiler.symbolic.reading import Unfit
+from parcompiler.symbolic.resizable import ResizableGraph, batch_of
 from parcompiler.symbolic.search import ClosedForms, closed_forms
 from parcompiler.symbolic.sizes import Size, sizes_of
 
 __all__ = [
-    "Batched",
     "ClosedForms",
     "Costs",
     "Figures",
     "Forms",
+    "ResizableGraph",
     "Size",
     "StageFigures",
     "Unfit",

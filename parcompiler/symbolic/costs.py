@@ -1,6 +1,7 @@
 """What a program's stages cost as functions of its sizes: `program.costs`.
 
-Nothing is captured again to ask for other sizes. The forms are found when they are first asked for.
+The forms are found when they are first asked for. Figures at other sizes need none: the graph is
+resized, as it would be captured there (`resizable`), and what follows from it is found anew.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from parcompiler.cost import BlockCost
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.shard.local import local
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, TemplateTime
 from parcompiler.problem import Problem
 from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
 from parcompiler.symbolic.figures import Figures, figures_of
 from parcompiler.symbolic.fit import Polynomials
-from parcompiler.symbolic.forms import FIELDS, Forms, Template
+from parcompiler.symbolic.forms import STATE, Forms, Template, sums
 from parcompiler.symbolic.naming import names_of, of_block
-from parcompiler.symbolic.quantities import with_maxima
 from parcompiler.symbolic.questions import Again
 from parcompiler.symbolic.ranks import (
     ENOUGH,
@@ -33,10 +32,11 @@ from parcompiler.symbolic.ranks import (
     run_alike,
 )
 from parcompiler.symbolic.reading import Unfit
+from parcompiler.symbolic.resizable import ResizableGraph, resizable
 from parcompiler.symbolic.search import ClosedForms, closed_forms
-from parcompiler.symbolic.shadow import Shadow
 from parcompiler.symbolic.sizes import Size, Sizes
 from parcompiler.symbolic.stages import Names, Parts
+from parcompiler.times import modelled
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,8 +44,8 @@ class Costs:
     """The closed forms of a program's blocks and stages on one rank, and figures at other sizes.
 
     `problem` is that of one rank's stages, `whole` the model. The symbols are
-    those of `sizes`: `b` batch (of two rows and more: one alone is computed by other operators, and
-    `at` and `evaluate` know that), `s` sequence; and `t` tensor ranks in those that are `named`.
+    those of `sizes`: `b` batch (of two rows and more: one alone is computed by other operators),
+    `s` sequence; and `t` tensor ranks in those that are `named`.
     """
 
     problem: Problem
@@ -169,15 +169,17 @@ class Costs:
     def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
         """The forms of a template as numbers, by their names; `sizes` by word, others as captured.
 
-        Raises InputError for a size that the forms are not in.
+        Raises InputError for a size that the costs are not in.
         """
-        numbers = self._numbers(sizes)
-        if template not in self._closed.templates:
-            known = ", ".join(self._closed.templates)
+        problem = self._problem_at(self._numbers(sizes), self.plan)
+        priced = problem.priced(self._level)
+        costs = {b.template: cost for b, cost in zip(priced.cut.blocks, priced.costs, strict=True)}
+        if template not in costs:
+            known = ", ".join(costs)
             message = f"no template {template!r} (known: {known})"
             raise InputError(message)
-        values = self._templates_at(numbers)[template].compiled(*numbers.values())
-        return dict(zip(FIELDS, values, strict=True))
+        forms = self._closed.templates[template].forms
+        return sums(costs[template]) | {name: float(getattr(forms, name)) for name in STATE}
 
     def at(
         self,
@@ -204,32 +206,36 @@ class Costs:
         plan = with_copies(self.plan, microbatches, data)
         if pipeline is not None and number_of("pipeline", pipeline) != plan.mesh.pipeline:
             return self._elsewhere("pipeline", pipeline, plan).at(**sizes)
-        numbers = self._numbers(sizes)
-        options = dataclasses.replace(self.problem.options, microbatches=plan.microbatches)
-        mesh = dataclasses.replace(self.problem.mesh, data=plan.mesh.data)
-        vocabulary = self.problem.vocabulary_times if numbers == self._closed.now else {}
-        own = dataclasses.replace(
-            self.problem, mesh=mesh, options=options, vocabulary_times=vocabulary
-        )
-        found = figures_of(self._shadow.at(numbers, own, self._blocks_at(numbers)), plan, ())
-        words = {size.word: numbers[size.letter] for size in self.sizes}
+        numbers, graphs = self._numbers(sizes), self._resizable[0]
+        found = figures_of(self._problem_at(numbers, plan), plan, ())
+        words = {size.word: numbers[size.letter] for size in graphs.sizes}
         degrees = {name: getattr(plan.mesh, name) for name in ("data", "tensor", "pipeline")}
         given = words | {"microbatches": plan.microbatches} | degrees
-        scaled = bool(self.problem.times) and numbers != self._closed.now
+        scaled = bool(self.problem.times) and numbers != graphs.now
         return dataclasses.replace(found, sizes=tuple(given.items()), scaled=scaled)
 
-    def _blocks_at(self, numbers: Sizes) -> dict[str, BlockCost]:
-        """What a block of each template costs at these sizes: by its forms, and what is alive at
-        most as it is found there."""
-        split = self.plan.mesh.pipeline > 1
+    @property
+    def _resizable(self) -> tuple[ResizableGraph, Mapping[str, str]]:
+        """The model at other sizes, and why sizes that it is in no more cannot change; found once
+        for all degrees."""
+        problem = dataclasses.replace(self.whole or self.problem, bench=None)
+        return problem.graph.once("resizable", lambda: resizable(problem, self.again))
+
+    def _problem_at(self, numbers: Sizes, plan: Plan) -> Problem:
+        """The problem of one rank's stages at some sizes, with the copies of a plan."""
+        whole, graphs = self.whole or self.problem, self._resizable[0]
+        options = dataclasses.replace(whole.options, microbatches=plan.microbatches)
+        mesh = dataclasses.replace(whole.mesh, data=plan.mesh.data)
+        if numbers == graphs.now:
+            return dataclasses.replace(self.problem, mesh=mesh, options=options)
         try:
-            traced = self._closed.traced(numbers, split=split)
+            graph = graphs.at(numbers)
         except Unfit as unfit:
-            raise self._refusal(numbers, unfit) from unfit
-        return {
-            name: with_maxima(item.cost(numbers), traced[name])
-            for name, item in self._templates_at(numbers).items()
-        }
+            said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in graphs.sizes)
+            message = f"the model does not run at {said}: {unfit}"
+            raise InputError(message) from unfit
+        problem = local(whole.anew(graph=graph, mesh=mesh, options=options, bench=None), plan)
+        return _timed(problem, self.problem, self._level) if self.problem.times else problem
 
     def _elsewhere(self, name: str, number: int, plan: Plan) -> Costs:
         """The costs for another degree of the mesh."""
@@ -245,18 +251,14 @@ class Costs:
         """Those for other degrees."""
         return {}
 
-    @cached_property
-    def _shadow(self) -> Shadow:
-        priced = self.problem.priced(self._level)
-        return Shadow(self.problem, priced, self._closed, self._level)
-
     def _numbers(self, given: Mapping[str, int]) -> dict[str, int]:
         """The numbers of all symbols."""
-        words = {size.word: size for size in self.sizes}
-        numbers = self._closed.now
+        graphs, refused = self._resizable
+        words = {size.word: size for size in graphs.sizes}
+        numbers = graphs.now
         for word, number in given.items():
             if word not in words:
-                why = dict(self.refused).get(word)
+                why = refused.get(word)
                 reason = f": {why}" if why else f" (known: {', '.join(words) or 'none'})"
                 message = f"the costs are in no size {word!r}{reason}"
                 raise InputError(message)
@@ -264,36 +266,37 @@ class Costs:
                 message = f"{word} must be a positive whole number ({number!r} given)"
                 raise InputError(message)
             numbers[words[word].letter] = number
-        self._check(numbers)
         return numbers
 
-    def _check(self, numbers: dict[str, int]) -> None:
-        """Refuse sizes at which the captured graph does not run, beyond those that were tried."""
-        grown = {size.letter for size in self.sizes
-                 if size.letter != "b" and numbers[size.letter] > size.now}  # fmt: skip
-        uneven = any(number % max(1, self.problem.mesh.tensor) for number in numbers.values())
-        key = tuple(numbers.values())
-        if not (grown or uneven) or key in self._ran:
-            return
-        try:
-            self._closed.resizer.at(numbers)
-        except Unfit as unfit:
-            raise self._refusal(numbers, unfit) from unfit
-        self._ran.add(key)
 
-    def _refusal(self, numbers: Sizes, unfit: Unfit) -> InputError:
-        said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in self.sizes)
-        return InputError(f"the model does not run at {said}: {unfit}")
+def _timed(problem: Problem, like: Problem, level: int) -> Problem:
+    """A problem at other sizes whose blocks take so many times their measured seconds as the
+    figures of the device say."""
+    before, after = (
+        {b.template: cost for b, cost in zip(item.cut.blocks, item.costs, strict=True)}
+        for item in (like.priced(level), problem.priced(level))
+    )
+    timed = problem.anew()
+    for name, cost in after.items():
+        measured = like.times.get((level, name))
+        if measured is not None:
+            one, two = (modelled(name, item, problem.device) for item in (before[name], cost))
+            timed.times[level, name] = scaled(measured, one, two)
+    return timed
 
-    def _templates_at(self, numbers: Sizes) -> Mapping[str, Template]:
-        """The templates that hold at these sizes."""
-        try:
-            return self._closed.at(numbers)
-        except Unfit as unfit:
-            message = f"the costs of a batch of one row have no closed form: {unfit}"
-            raise InputError(message) from unfit
 
-    @cached_property
-    def _ran(self) -> set[tuple[int, ...]]:
-        """Sizes at which the graph is known to run."""
-        return set()
+def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) -> TemplateTime:
+    """Measured seconds at other sizes, by the modelled ones at those of the measurement and there.
+
+    >>> one, two = TemplateTime("Layer", 1.0, 2.0, 0.5), TemplateTime("Layer", 2.0, 6.0, 1.0)
+    >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)
+    TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0)
+    """
+
+    def grown(name: str) -> float:
+        known, old, new = (getattr(item, name) for item in (measured, before, after))
+        return float(known * (new / old) if old else known)
+
+    return dataclasses.replace(
+        measured, forward=grown("forward"), backward=grown("backward"), weight=grown("weight")
+    )

@@ -16,8 +16,7 @@ from parcompiler.cost.collective import SENT
 from parcompiler.cost.exchange import EXCHANGE
 from parcompiler.symbolic.fit import Least, Monomial, Polynomials
 from parcompiler.symbolic.naming import split
-from parcompiler.symbolic.quantities import LISTS, Cap, counted, restored
-from parcompiler.symbolic.sizes import Sizes
+from parcompiler.symbolic.quantities import LISTS, Cap, counted
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,18 @@ STATE = ("parameters", "gradients", "optimizer")
 FIELDS = tuple(field.name for field in dataclasses.fields(Forms))
 
 
+def sums(cost: BlockCost) -> dict[str, float]:
+    """The numbers of a cost by the fields of `Forms`, but those of parameters."""
+    found = {"saved": float(cost.saved), "message": float(cost.output_bytes)}
+    for side in ("forward", "backward"):
+        operations = getattr(cost, side)
+        found[f"flops_{side}"] = sum(one.flops for one in operations)
+        sent = sum(one.nbytes for one in operations if one.kind == EXCHANGE)
+        found[f"sent_{side}"] = sent
+        found[f"bytes_{side}"] = sum(one.nbytes for one in operations) - sent
+    return found
+
+
 @dataclass(frozen=True)
 class Template:
     """The forms of one template. `blocks` are its blocks by name, `like` its cost at some sizes,
@@ -70,10 +81,6 @@ class Template:
     limits: Polynomials
     state: Polynomials
     tensors: tuple[int, ...]
-
-    def cost(self, sizes: Sizes) -> BlockCost:
-        """What a block costs at these sizes, operator by operator; what is alive at most is 0."""
-        return restored(self.like, self.found.at(sizes), self.tables)
 
     @cached_property
     def forms(self) -> Forms:
@@ -118,15 +125,6 @@ class Template:
         first = 2 * sum(len(getattr(self.like, name)) for name in LISTS)
         places = {name: [first + k] for k, name in enumerate(counted(self.like))}
         return self._sum(places["saved"], names) - self._sum(places["saved_outputs"], names)
-
-    @cached_property
-    def compiled(self) -> Callable[..., list[Any]]:
-        """The forms as one function of the sizes, in the order of `FIELDS`."""
-        expressions = [getattr(self.forms, name) for name in FIELDS]
-        function: Callable[..., list[Any]] = sympy.lambdify(
-            list(map(symbol, self.letters)), expressions, modules="math", cse=True
-        )
-        return function
 
     def _sum(self, rows: Sequence[int], names: Mapping[str, int]) -> sympy.Expr:
         """The sum of some of the numbers."""

@@ -1,4 +1,4 @@
-"""What a block costs as a list of numbers, and back: what polynomials are fitted to.
+"""What a block costs as a list of numbers: what polynomials are fitted to.
 
 The largest memory that is alive at once is a maximum over moments, and so no polynomial: it is left
 out (0), and so is what a backward in two parts leaves to the second. Of a table an operator reads
@@ -8,9 +8,8 @@ no more than there is: the smaller of the rows that it yields and the table (`Ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -78,29 +77,6 @@ def numbers(cost: BlockCost) -> list[Number]:
     return [*found, *(getattr(cost, name) for name in counted(cost))]
 
 
-def restored(like: BlockCost, values: list[Number], tables: Sequence[Cap]) -> BlockCost:
-    """The cost with these numbers and what is read of tables, and all else as in another."""
-    for cap in tables:
-        values[cap.moved] += cap.of(values)
-    given = iter(map(_number, values))
-    changed: dict[str, Any] = {
-        name: tuple(
-            dataclasses.replace(operation, flops=float(next(given)), nbytes=float(next(given)))
-            for operation in getattr(like, name)
-        )
-        for name in LISTS
-    }
-    changed |= {name: next(given) for name in counted(like)}
-    changed |= {name: 0 for name in _names(like) if name.endswith(OMITTED)}
-    return dataclasses.replace(like, **changed)
-
-
-def with_maxima(cost: BlockCost, traced: BlockCost) -> BlockCost:
-    """A cost with the numbers that are no polynomials, from one that was found at its sizes."""
-    omitted = {name: getattr(traced, name) for name in _names(traced) if name.endswith(OMITTED)}
-    return dataclasses.replace(cost, **omitted, kept=traced.kept)
-
-
 def kind(cost: BlockCost) -> object:
     """What is the same at all sizes: the operators, and which values are kept."""
     lists = tuple(tuple(map(_named, getattr(cost, name))) for name in LISTS)
@@ -109,20 +85,9 @@ def kind(cost: BlockCost) -> object:
 
 def counted(cost: BlockCost) -> list[str]:
     """The fields that are numbers, without those that are omitted."""
-    return [name for name in _names(cost) if not name.endswith(OMITTED)]
-
-
-def _names(cost: BlockCost) -> Iterator[str]:
-    own = (field.name for field in dataclasses.fields(cost))
-    return (name for name in own if isinstance(getattr(cost, name), int))
+    names = (field.name for field in dataclasses.fields(cost))
+    return [n for n in names if isinstance(getattr(cost, n), int) and not n.endswith(OMITTED)]
 
 
 def _named(operation: Operation) -> object:
     return operation.name, operation.kind, operation.dtype, operation.ranks
-
-
-def _number(value: Number) -> Number:
-    """A whole number where it is one, else as a cost has it."""
-    if isinstance(value, int):
-        return value
-    return int(value) if value == int(value) else float(value)

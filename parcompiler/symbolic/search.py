@@ -42,8 +42,7 @@ class ClosedForms:
 
     `shapes` are those of the values between blocks: of the inputs and the prologue, and the outputs
     of the first block of each template. A batch of one row lies in memory in another way than
-    others, so that other operators run: the forms are those of two rows and more, and `alone` has
-    those of one.
+    others, so that other operators run: the forms are those of two rows and more.
     """
 
     sizes: tuple[Size, ...]
@@ -57,15 +56,6 @@ class ClosedForms:
         """The graph at any sizes."""
         return self.search.resizer
 
-    @cached_property
-    def alone(self) -> Mapping[str, Template]:
-        """The templates for one row; theirs too are expressions in all sizes. Raises Unfit."""
-        return self.search.fitted({"b": 1})
-
-    def at(self, sizes: Sizes) -> Mapping[str, Template]:
-        """The templates that hold at these sizes. Raises Unfit."""
-        return self.alone if sizes.get("b") == 1 else self.templates
-
     @property
     def now(self) -> dict[str, int]:
         """The sizes of the capture."""
@@ -75,11 +65,6 @@ class ClosedForms:
     def named_shapes(self) -> Mapping[str, Polynomials]:
         """`shapes` by the names of the nodes."""
         return {node.name: shape for node, shape in self.shapes.items()}
-
-    def traced(self, sizes: Sizes, *, split: bool) -> dict[str, BlockCost]:
-        """What a block of each template costs at these sizes by running it there: with what is
-        alive at most, which is no polynomial. `split`: also for a backward in two parts."""
-        return self.search.costs(self.resizer.at(sizes), split=split)
 
 
 def closed_forms(problem: Problem, priced: Priced, again: Again | None = None) -> ClosedForms:
@@ -91,7 +76,7 @@ def closed_forms(problem: Problem, priced: Priced, again: Again | None = None) -
     known = sizes_of(problem.graph)
     asked = None if again is None else _once(again)
     reasons: dict[str, str] = {}
-    for sizes in _choices(known):
+    for sizes in choices(known):
         try:
             found = _Search(problem, priced, sizes, known, asked).found()
         except Unfit as unfit:
@@ -114,7 +99,7 @@ def settled(
     return search.resizer
 
 
-def _choices(known: tuple[Size, ...]) -> Iterator[tuple[Size, ...]]:
+def choices(known: tuple[Size, ...]) -> Iterator[tuple[Size, ...]]:
     """All sizes, the batch alone, the lengths alone, none."""
     batch = tuple(size for size in known if size.letter == "b")
     lengths = tuple(size for size in known if size.letter != "b")
@@ -132,12 +117,6 @@ def _once(again: Again) -> Again:
         return kept[key]
 
     return asked
-
-
-def _without(space: Space, fixed: Sizes) -> Space:
-    """A space without the letters that are fixed."""
-    kept = {letter: column for letter, column in space.values.items() if letter not in fixed}
-    return Space(kept, space.lengths)
 
 
 @dataclass
@@ -172,44 +151,42 @@ class _Search:
         settled, graph = self.settled(), self.problem.graph
         blocks = self.resizer.first
         self.tables = {name: caps(blocks[name], settled[name], graph) for name in blocks}
-        self.like = {False: settled}
+        self.like = settled
         self.values = dict[tuple[int, ...], dict[Any, list[Number]]]()
-        templates, shapes = self.fitted({}), self._shapes
+        templates, shapes = self._fitted(), self._shapes
         return ClosedForms(self.sizes, templates, (), shapes, self)
 
-    def fitted(self, fixed: Sizes) -> dict[str, Template]:
-        """The templates where some sizes are `fixed`. Raises Unfit."""
+    def _fitted(self) -> dict[str, Template]:
+        """The templates. Raises Unfit."""
         fault: Unfit | None = None
         for space in self.probes.spaces() if self.sizes else [Space({}, 0)]:
             try:
-                return self._fitted(space, fixed)
+                return self._fitted_in(space)
             except Unfit as unfit:
                 fault = fault or unfit
         assert fault is not None
         raise fault
 
-    def _fitted(self, space: Space, fixed: Sizes) -> dict[str, Template]:
+    def _fitted_in(self, space: Space) -> dict[str, Template]:
         """The polynomials of a space, checked. Raises Unfit."""
-        near = self._polynomials(_without(space, fixed), fixed)
+        near = self._polynomials(space)
         found = {key: Least(polynomials, polynomials) for key, polynomials in near.items()}
         far = Space(self.probes.far, space.lengths)
-        if not fixed and "b" in far.values and self._wrong(found, far.points[0]):
-            others = self._polynomials(far, fixed)
+        if "b" in far.values and self._wrong(found, far.points[0]):
+            others = self._polynomials(far)
             found = {key: Least(least.near, others[key]) for key, least in found.items()}
         here = now(self.sizes)
         for check in (*self.probes.checks, *([here] if 1 not in here.values() else [])):
-            if self._wrong(found, {**check, **fixed}):
+            if self._wrong(found, check):
                 message = "the costs are no polynomial of low degree"
                 raise Unfit(message)
-        if not fixed:
-            pairs = found.items()
-            self._shapes = {key: least.near for key, least in pairs if isinstance(key, fx.Node)}
-        one = fixed.get("b") == 1
-        return {name: self._template(name, found[name], one=one) for name in self.resizer.first}
+        pairs = found.items()
+        self._shapes = {key: least.near for key, least in pairs if isinstance(key, fx.Node)}
+        return {name: self._template(name, found[name]) for name in self.resizer.first}
 
-    def _polynomials(self, space: Space, fixed: Sizes) -> dict[Any, Polynomials]:
+    def _polynomials(self, space: Space) -> dict[Any, Polynomials]:
         """Those of all numbers at the points of a space."""
-        points = [self._values({**point, **fixed}) for point in space.points]
+        points = [self._values(point) for point in space.points]
         return {key: fit(space, [point[key] for point in points]) for key in points[0]}
 
     def _wrong(self, found: Mapping[Any, Least], sizes: Sizes) -> bool:
@@ -225,7 +202,7 @@ class _Search:
         if key not in self.values:
             run = self.resizer.at(sizes)
             costs = self.costs(run) if sizes != now(self.sizes) else self._priced
-            self._compare(costs, one=sizes.get("b") == 1)
+            self._compare(costs)
             self.values[key] = {
                 name: without(numbers(cost), self.tables[name]) for name, cost in costs.items()
             }
@@ -253,7 +230,7 @@ class _Search:
         pairs = zip(self.priced.cut.blocks, self.priced.costs, strict=True)
         return {block.template: cost for block, cost in pairs}
 
-    def costs(self, run: Run, *, split: bool = False) -> dict[str, BlockCost]:
+    def costs(self, run: Run) -> dict[str, BlockCost]:
         """What the blocks of a run cost."""
         graph = self.problem.graph
         trainable = {item.node for item in graph.parameters if item.trainable}
@@ -266,7 +243,6 @@ class _Search:
                 trainable,
                 others,
                 graph.differentiable,
-                split=split,
                 gone=self._gone(name, own),
             )
             for name, own in run.blocks.items()
@@ -284,15 +260,14 @@ class _Search:
         found = self.problem.graph.once(("gone", nodes, outputs), find)
         return {copies[node]: [copies[item] for item in items] for node, items in found.items()}
 
-    def _compare(self, costs: dict[str, BlockCost], *, one: bool) -> None:
+    def _compare(self, costs: dict[str, BlockCost]) -> None:
         """Refuse templates that run other operators at other sizes."""
-        like = self.like.setdefault(one, costs)
         for name, cost in costs.items():
-            if kind(cost) != kind(like[name]):
+            if kind(cost) != kind(self.like[name]):
                 message = f"blocks of {name} run other operators at other sizes"
                 raise Unfit(message)
 
-    def _template(self, name: str, found: Least, *, one: bool) -> Template:
+    def _template(self, name: str, found: Least) -> Template:
         blocks = [block for block in self.priced.cut.blocks if block.template == name]
         graph, letters = self.problem.graph, [size.letter for size in self.sizes]
         items = [graph.by_name[binding.name] for binding in blocks[0].tensors]
@@ -302,7 +277,7 @@ class _Search:
             name=name,
             blocks=tuple(block.name for block in blocks),
             letters=tuple(letters),
-            like=self.like[one][name],
+            like=self.like[name],
             found=found,
             tables=self.tables[name],
             limits=constants((cap.nbytes for cap in self.tables[name]), letters),

@@ -10,11 +10,12 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler.capture import capture
+from parcompiler.graph import Graph
 from parcompiler.meshes.mean import differs
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import Batched, Unfit
+from parcompiler.symbolic import ResizableGraph, Unfit, batch_of
 from tests.meshes.test_search import LARGE, SMALL, captured, check_told, every_size, fits
 from tests.symbolic.models import made
 
@@ -24,6 +25,12 @@ CASES = [
     (LARGE, pc.Cluster(1, 2, "h100"), 1, 4, {"schedule": "1f1b", "vocabulary": "whole"}),
     (LARGE, pc.Cluster(1, 2, fits(220 * 2**20)), 4, 2, {"schedule": "1f1b", "vocabulary": "whole"}),
 ]
+
+
+def at_four_rows(graph: Graph) -> Graph:
+    """A graph at four rows."""
+    problem = Problem(graph, pc.Mesh(device="h100"), Options(1))
+    return ResizableGraph(problem, (batch_of(graph),)).at({"b": 4})
 
 
 @pytest.mark.parametrize(("config", "cluster", "rows", "microbatches", "options"), CASES)
@@ -119,7 +126,7 @@ def test_where_one_row_leaves_it_open_what_follows_from_rows_two_are_captured(
     model, inputs = made("hf", 1)
     options: dict[str, Any] = {"schedule": "1f1b", "precision": precision}
     with pytest.raises(Unfit):
-        Batched(Problem(capture(model, inputs), pc.Mesh(device="h100"), Options(1))).at(4)
+        at_four_rows(capture(model, inputs))
     found = pc.compile(
         model, pc.Cluster(1, 1, "h100"), inputs, microbatches=4, microbatch="auto", **options
     )
@@ -232,7 +239,7 @@ KEPT: list[tuple[str, Loss, str | None]] = [
 def test_a_mean_over_rows_is_told_from_what_is_none(loss: Loss, node: str | None) -> None:
     """With half the rows in two micro-batches, the step has the same loss, or it may not."""
     graph = capture(nn.Linear(6, 6), (torch.zeros(2, 6),), loss)
-    other = Batched(Problem(graph, pc.Mesh(device="h100"), Options(1))).at(4)
+    other = at_four_rows(graph)
     found = differs(graph, other)
     assert found == (None if node is None else f"the loss may be no mean over rows ({node!r})")
     rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -243,5 +250,5 @@ def test_a_mean_over_rows_is_told_from_what_is_none(loss: Loss, node: str | None
 def test_statistics_of_a_batch_keep_it() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     graph = capture(model, (torch.zeros(2, 6),), lambda x: x.mean())
-    other = Batched(Problem(graph, pc.Mesh(device="h100"), Options(1))).at(4)
+    other = at_four_rows(graph)
     assert differs(graph, other) == "'1.running_mean' is updated by each micro-batch"

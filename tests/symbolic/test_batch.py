@@ -13,7 +13,8 @@ from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import Batched, Unfit, capturing, sizes_of
+from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, capturing, sizes_of
+from parcompiler.symbolic.questions import Again
 from tests.symbolic.models import made
 
 
@@ -28,6 +29,11 @@ def problem_of(graph: Graph) -> Problem:
     return Problem(graph, Mesh(pipeline=2, device="h100"), Options(4))
 
 
+def at_rows(graph: Graph, rows: int, again: Again | None = None) -> Graph:
+    """A graph at so many rows."""
+    return ResizableGraph(problem_of(graph), (batch_of(graph),), again).at({"b": rows})
+
+
 def digest(graph: Graph) -> str:
     """Operators, numbers and shapes, node for node."""
     return fingerprint(graph.fx_graph, {item.node: item.name for item in graph.parameters})
@@ -35,7 +41,7 @@ def digest(graph: Graph) -> str:
 
 @pytest.mark.parametrize(("name", "captured", "rows"), [("gpt", 1, 4), ("gpt", 4, 1), ("t5", 2, 6)])
 def test_all_nodes_and_costs_are_those_of_a_capture(name: str, captured: int, rows: int) -> None:
-    found = Batched(problem_of(graph_of(name, captured))).at(rows)
+    found = at_rows(graph_of(name, captured), rows)
     fresh = graph_of(name, rows)
     assert digest(found) == digest(fresh) != digest(graph_of(name, captured))
     assert found.inputs == fresh.inputs
@@ -46,9 +52,9 @@ def test_all_nodes_and_costs_are_those_of_a_capture(name: str, captured: int, ro
 def test_a_second_capture_says_what_the_graph_leaves_open(name: str) -> None:
     graph = graph_of(name, 2)
     with pytest.raises(Unfit, match=r"may follow from other sizes|may mean the size 2"):
-        Batched(problem_of(graph)).at(6)
+        at_rows(graph, 6)
     again = capturing(made(name, 2)[0], graph, sizes_of(graph), None)
-    check_costs(Batched(problem_of(graph), again).at(6), graph_of(name, 6))
+    check_costs(at_rows(graph, 6, again), graph_of(name, 6))
 
 
 def check_costs(found: Graph, fresh: Graph) -> None:
@@ -72,4 +78,4 @@ def test_inputs_that_share_no_rows_have_no_other_batch() -> None:
 
     graph = capture(Positions(), (torch.zeros(2, 3, 4), torch.zeros(3, 4)))
     with pytest.raises(Unfit, match=r"the inputs share no rows \('1' has 3\)"):
-        Batched(problem_of(graph))
+        batch_of(graph)

@@ -1,11 +1,11 @@
-"""A captured graph for micro-batches of other rows, whole: every pass may read it.
+"""A captured graph at other sizes, whole: every pass may read it.
 
 captured graph, b = 2
-    │  Resizer           how each number of the first block of each template is read
+    │  Resizer                       how each number of the first block of each template is read
     ▼
-Batched.at(4)            a copy of all nodes, with the numbers and values of four rows
+ResizableGraph.at({"b": 4})          a copy of all nodes, with the numbers and values of four rows
 
-Nothing is captured for that, and so it is what a capture at these rows is expected to be: a model
+Nothing is captured for that, and so it is what a capture at these sizes is expected to be: a model
 may ask in its Python how many rows there are, and only a capture runs that.
 """
 
@@ -24,30 +24,42 @@ from parcompiler.symbolic.operators import with_numbers
 from parcompiler.symbolic.questions import Again
 from parcompiler.symbolic.reading import Unfit
 from parcompiler.symbolic.resize import Resizer, Run
-from parcompiler.symbolic.search import settled
-from parcompiler.symbolic.sizes import Size, sizes_of
+from parcompiler.symbolic.search import choices, settled
+from parcompiler.symbolic.sizes import Size, Sizes, now, sizes_of
 from parcompiler.symbolic.values import meta_at, number_at, shapes_of
 
 
-class Batched:
-    """Makes the graph of a problem for other rows. `again` captures its model at other sizes.
+class ResizableGraph:
+    """Makes the graph of a problem at other numbers of some sizes, by their letters. `again`
+    captures its model at other sizes."""
 
-    Raises Unfit where the inputs share no rows, or the graph cannot be read at others.
-    """
+    def __init__(
+        self, problem: Problem, sizes: tuple[Size, ...], again: Again | None = None
+    ) -> None:
+        self.problem, self.sizes, self.again = problem, sizes, again
+        self._made: dict[tuple[int, ...], Graph] = {}
 
-    def __init__(self, problem: Problem, again: Again | None = None) -> None:
-        self.problem, self.again = problem, again
-        self.size = batch_of(problem.graph)
+    @property
+    def now(self) -> dict[str, int]:
+        """The numbers of the capture."""
+        return now(self.sizes)
 
     @cached_property
     def _resizer(self) -> Resizer:
-        return settled(self.problem, self.problem.priced(1), (self.size,), self.again)
+        return settled(self.problem, self.problem.priced(1), self.sizes, self.again)
 
-    def at(self, rows: int) -> Graph:
-        """The graph for so many rows. Raises Unfit."""
-        if rows == self.size.now:
+    def settle(self) -> None:
+        """Find how the numbers of the graph are to be read. Raises Unfit."""
+        assert self._resizer
+
+    def at(self, sizes: Sizes) -> Graph:
+        """The graph at these sizes. Raises Unfit where it cannot be read, or does not run."""
+        if sizes == self.now:
             return self.problem.graph
-        return self._copy(self._resizer.at({self.size.letter: rows}))
+        key = tuple(sizes.values())
+        if key not in self._made:
+            self._made[key] = self._copy(self._resizer.at(sizes))
+        return self._made[key]
 
     def _copy(self, run: Run) -> Graph:
         """All nodes with the numbers and the values of a run."""
@@ -64,7 +76,7 @@ class Batched:
         inputs = tuple(
             dataclasses.replace(item, shape=shape_of(named[item.node])) for item in graph.inputs
         )
-        sample = sample_at(graph, (self.size,), run.sizes)
+        sample = sample_at(graph, self.sizes, run.sizes)
         return dataclasses.replace(
             graph, fx_graph=made, loss=copies[graph.loss], inputs=inputs, sample=sample
         )
@@ -99,3 +111,19 @@ def batch_of(graph: Graph) -> Size:
         message = f"the inputs share no rows ({other[0].key!r} has {other[0].shape[0]})"
         raise Unfit(message)
     return found
+
+
+def resizable(problem: Problem, again: Again | None) -> tuple[ResizableGraph, dict[str, str]]:
+    """The graph in as many sizes as can be read, and why the others, by their words, cannot."""
+    known, reasons = sizes_of(problem.graph), dict[str, str]()
+    for sizes in choices(known):
+        found = ResizableGraph(problem, sizes, again)
+        try:
+            found.settle()
+        except Unfit as unfit:
+            reasons |= {size.word: str(unfit) for size in sizes}
+        else:
+            words = {size.word for size in sizes}
+            return found, {word: why for word, why in reasons.items() if word not in words}
+    message = "without sizes nothing changes"
+    raise AssertionError(message)
