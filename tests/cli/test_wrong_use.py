@@ -118,7 +118,7 @@ def test_wrong_use_is_named(
         ("no.py:make", "there is no file no.py"),
         ("no.such:make", "no.such does not import (ModuleNotFoundError: No module named 'no')"),
         (f"{FILE}:mak", "has no 'mak' (did you mean make?)"),
-        (f"{FILE}:zzzzzz", "has no 'zzzzzz' (it has: make, empty, failing, loose"),
+        (f"{FILE}:zzzzzz", "has no 'zzzzzz' (it has: make, evaluating, empty, failing, loose"),
         (f"{FILE}:MODEL", "'MODEL'"),
         (f"{FILE}:empty", "must return (model, inputs): what it returned is None"),
         (f"{FILE}:loose", "or a tuple of positional ones: they are of type Tensor"),

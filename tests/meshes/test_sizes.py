@@ -162,7 +162,7 @@ def test_rows_that_a_model_refuses_are_told_and_others_taken() -> None:
     )  # fmt: skip
     assert found.captured.inputs[0].shape[0] == 4
     told = {item.rows: item.reason for item in found.plan.meshes or ()}
-    assert str(told[8]).startswith("no micro-batch of 8 rows: cannot capture Refuses")
+    assert str(told[8]).startswith("no micro-batch of 8 rows: Refuses fails on these inputs")
 
 
 WORDS = "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed"
