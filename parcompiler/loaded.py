@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from parcompiler.instruction import parse
 from parcompiler.mesh import whole
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
-from parcompiler.runtime import Worker, loading
+from parcompiler.runtime import TIMEOUT, Worker, loading
 
 if TYPE_CHECKING:
     from parcompiler.report import Report
@@ -61,11 +62,15 @@ class LoadedProgram:
             error.add_note(f"(the report is that of {self.path}: export the program again)")
             raise
 
-    def worker(self) -> Worker:
+    def worker(self, timeout: timedelta | float = TIMEOUT) -> Worker:
         """This process's rank, with the exported weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's, or the ranks'
-        folders differ, InputError when a file is missing or damaged."""
-        worker: Worker = self._script(current_rank(self._size)).worker()
+        folders differ, InputError when a file is missing or damaged.
+
+        A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
+        LaunchError that says for which.
+        """
+        worker: Worker = self._script(current_rank(self._size)).worker(timeout)
         return worker
 
     @property

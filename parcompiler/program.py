@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from parcompiler.prices import collective_seconds, message_seconds, stage_costs,
 from parcompiler.problem import Problem
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
-from parcompiler.runtime import RankProgram, Worker
+from parcompiler.runtime import TIMEOUT, RankProgram, Worker
 from parcompiler.symbolic import Costs, capturing, sizes_of
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification import Verification, check
@@ -160,9 +161,13 @@ class Program:
         position = self.lowered.grid.coordinate(found).pipeline
         return rank_program(self.lowered, found, self.plan.mesh.devices[position])
 
-    def worker(self) -> Worker:
+    def worker(self, timeout: timedelta | float = TIMEOUT) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun
-        started, one per rank. Raises LaunchError when their number is not the plan's."""
+        started, one per rank. Raises LaunchError when their number is not the plan's.
+
+        A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
+        LaunchError that says for which.
+        """
         grid = self.lowered.grid
         rank = current_rank(grid.size)
         position = grid.coordinate(rank).pipeline
@@ -173,6 +178,7 @@ class Program:
             self._weights(),
             vocabulary=vocabulary_class(self.lowered, device),
             hooks=hook_functions(self.lowered, device),
+            timeout=timeout,
         )
 
     def on(self, graph: Graph) -> Program:

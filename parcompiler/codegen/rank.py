@@ -23,6 +23,7 @@ _SCRIPT = '''"""Rank {rank} of {size}: {stages} of {model}{replica}.
 Started by `torchrun --nproc-per-node {size} main.py` as the process with RANK={rank}.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -45,13 +46,13 @@ EVALUATION = """
 {program}
 
 
-def worker() -> Worker:
-    """This rank, with the weights beside this file."""
+def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
 {worker}
 
 
 if __name__ == "__main__":
-    run(worker())
+    run(worker)
 '''
 
 _INPUTS = "# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype."
@@ -185,13 +186,14 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     arguments = f"PROGRAM, {{{classes}}}, folder=Path(__file__).parent"
     arguments += ", vocabulary=Vocabulary" if program.rows else ""
     arguments += ", hooks=HOOKS" if lowered.graph.hooks else ""
+    arguments += ", timeout=timeout"
     return _SCRIPT.format(
         rank=program.rank,
         size=program.size,
         model=docstring(lowered.graph.name),
         stages=f"stage {', '.join(str(stage.index) for stage in stages)}",
         replica=_replica(program),
-        imports=", ".join(sorted(imports)),
+        imports=", ".join(["TIMEOUT", *sorted(imports)]),
         stage_imports="\n".join(modules),
         tables="\n".join(_tables(program)),
         instructions=columns(program.instructions),

@@ -41,9 +41,10 @@ from parcompiler.runtime.tensor import (
     take,
 )
 from parcompiler.runtime.vocabulary import Head, Lookup, Vocabulary, rows
-from parcompiler.runtime.worker import Worker
+from parcompiler.runtime.worker import TIMEOUT, Worker
 
 __all__ = [
+    "TIMEOUT",
     "Block",
     "Head",
     "Input",

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,10 @@ from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram, Value
 from parcompiler.runtime.turns import Here, Started, Turn, Turns, turns_on
 
+# What gloo tells messages of two ranks apart by, so that those of different calls never meet; for
+# NCCL only their order counts. Receives of the last kind wait for what nobody sends.
+TRAINING, EVALUATION, _OUTSIDE, _NOBODYS = range(4)
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """Something that was started, by its number among the works of its channels.
-
-    They own it. Gloo keeps a connection open for as long as anything holds work on it, and the
-    traceback of an error may hold anything: closing must not wait for that.
-    """
-
-    works: dict[int, dist.Work]
-    number: int
-
-    def wait(self) -> None:
-        """Come back when it is done; once."""
-        self.works.pop(self.number).wait()  # no name for it here: a traceback would hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +38,7 @@ class Receipt:
     """A posted receive: the tensor is valid after `wait`."""
 
     tensor: torch.Tensor
-    work: Posted
+    work: dist.Work
 
     def wait(self) -> torch.Tensor:
         """The received tensor."""
@@ -69,13 +56,13 @@ class Line:
     group: dist.ProcessGroup
     peer: int
 
-    def send(self, tensor: torch.Tensor) -> dist.Work:
+    def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Start sending."""
-        return self.group.send([_real(tensor)], self.peer, 0)
+        return self.group.send([_real(tensor)], self.peer, tag)
 
-    def receive(self, tensor: torch.Tensor) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Post a receive."""
-        return self.group.recv([_real(tensor)], self.peer, 0)
+        return self.group.recv([_real(tensor)], self.peer, tag)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,14 +71,25 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Channels:
-    """The process groups of this rank; `open` makes them."""
+    """The process groups of this rank; `open` makes them.
 
-    def __init__(self, program: RankProgram, device: torch.device, timeout: timedelta) -> None:
+    `failed` is told of an error that no wait raises.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        device: torch.device,
+        timeout: timedelta,
+        failed: Callable[[Exception], object],
+    ) -> None:
         self.device = device
+        self._failed = failed
+        self.tag = TRAINING  # of the messages of instructions
         self._program = program
         self._rank = program.rank
         self._timeout = timeout
-        self._pairs: list[dist.ProcessGroup] = []
+        self._groups: list[dist.ProcessGroup] = []
         self._to: dict[int, Line] = {}
         self._from: dict[int, Line] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -100,8 +98,6 @@ class Channels:
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._turns: Turns | None = None  # of its collectives
         self._all: dist.ProcessGroup | None = None
-        self._works: dict[int, dist.Work] = {}
-        self._numbers = count()
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
     def open(self, files: Fingerprint) -> None:
@@ -126,7 +122,7 @@ class Channels:
         if self._program.rows:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._plane = groups[self._program.coordinate.data]
-            self._turns = turns_on(self.device)
+            self._turns = turns_on(self.device, self._failed)
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the line from one rank to another if this rank is at an end of it."""
@@ -143,14 +139,14 @@ class Channels:
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
             pending.popleft()[0].wait()
-        pending.append((self._to[peer].send(tensor), tensor))
+        pending.append((self._to[peer].send(tensor, self.tag), tensor))
 
     def receive(self, value: Value, peer: int) -> Receipt:
         """Post a receive into a new buffer."""
         order = value.order
         size = [value.shape[dim] for dim in order] if order else value.shape
         buffer = torch.empty(size, dtype=value.dtype, device=self.device)
-        work = self._posted(self._from[peer].receive(buffer))
+        work = self._from[peer].receive(buffer, self.tag)
         if order:
             buffer = buffer.permute([order.index(dim) for dim in range(len(order))])
         return Receipt(buffer, work)
@@ -217,56 +213,52 @@ class Channels:
 
         return self._turns.give(begin)
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Posted:
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
         """Start adding up a tensor over `ranks`, in place."""
-        return self._posted(dist.all_reduce(tensor, group=self._shared[ranks], async_op=True))
+        group = self._shared[ranks]
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return work
 
     def total(self, tensor: torch.Tensor) -> None:
         """Add up a tensor over all ranks, in place."""
-        self._posted(dist.all_reduce(tensor, group=self._all, async_op=True)).wait()
+        dist.all_reduce(tensor, group=self._all)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give every rank the tensor of `source`, in place."""
-        self._posted(dist.broadcast(tensor, source, group=self._all, async_op=True)).wait()
+        dist.broadcast(tensor, source, group=self._all)
 
     def told(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers that every rank tells the others, by rank. A collective of all ranks."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         every = own.new_empty(self._program.size * len(numbers))
-        self._posted(dist.all_gather_single(every, own, self._all, async_op=True)).wait()
+        dist.all_gather_single(every, own, self._all)
         return [tuple(row) for row in every.view(-1, len(numbers)).tolist()]
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
-        self._posted(dist.isend(tensor, peer, group=self._all)).wait()
+        dist.send(tensor, peer, group=self._all, tag=_OUTSIDE)
 
     def receive_now(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """Receive into `tensor` what `send_now` sends."""
-        self._posted(dist.irecv(tensor, peer, group=self._all)).wait()
+        dist.recv(tensor, peer, group=self._all, tag=_OUTSIDE)
         return tensor
-
-    def _posted(self, work: dist.Work | None) -> Posted:
-        """Keep what was started until somebody waits for it."""
-        assert work is not None
-        number = next(self._numbers)
-        self._works[number] = work
-        return Posted(self._works, number)
 
     def _direction(self, source: int, target: int) -> dist.ProcessGroup | None:
         """The group for messages from one rank to another; None where this rank is neither."""
         if backend_of(self.device) == "gloo":
             return self._all if self._rank in (source, target) else None
-        group = self._group((source, target))
-        if group is not None:
-            self._pairs.append(group)
-        return group
+        return self._group((source, target))
 
     def _group(self, ranks: tuple[int, ...] | None) -> dist.ProcessGroup | None:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
         backend = backend_of(self.device)
         members = None if ranks is None else list(ranks)
         group = dist.new_group(members, timeout=self._timeout, backend=backend)
-        return group if isinstance(group, dist.ProcessGroup) else None
+        if not isinstance(group, dist.ProcessGroup):
+            return None
+        self._groups.append(group)
+        return group
 
     def _check_equal(self, files: Fingerprint) -> None:
         """Raise LaunchError on every rank unless all ranks have the same program and files."""
@@ -282,19 +274,53 @@ class Channels:
             )
             raise LaunchError(message)
 
+    def abort(self) -> None:
+        """Let everything that waits for messages of these groups fail at once, from any thread, and
+        close their connections, so that ranks that wait for this one are told."""
+        for group in tuple(self._groups):
+            if backend_of(self.device) == "gloo":
+                _abort(group)
+            else:
+                group.abort()
+
+    def closed(self) -> set[int]:
+        """The ranks that have closed their connections to this one, as far as that shows: NCCL does
+        not tell. Only for a rank that fails: receives are left behind."""
+        group = self._all
+        if group is None or backend_of(self.device) != "gloo":
+            return set()
+        peers = [peer for peer in range(self._program.size) if peer != self._rank]
+        return {peer for peer in peers if "by peer" in _posted(group, peer)}
+
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
         if self._turns is not None:
             self._turns.close()
-        self._works.clear()
-        lines = [line for line in (self.axis, self.row) if line is not None]
-        own = [line.group for line in lines]
-        groups = [*self._pairs, *self._shared.values(), *own, self._plane, self._all]
-        self._pairs, self._to, self._from, self._shared = [], {}, {}, {}
+        groups, self._groups = self._groups, []
+        self._to, self._from, self._shared = {}, {}, {}
         self._plane = self._all = None
-        for line in lines:
-            line.close()
+        for line in (self.axis, self.row):
+            if line is not None:
+                line.close()
         for group in groups:
-            if group is not None and dist.is_initialized():
+            if dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+def _posted(group: dist.ProcessGroup, peer: int) -> str:
+    """Post a receive that no send of this runtime matches; why that failed, or nothing."""
+    try:
+        group.recv([torch.empty(1)], peer, _NOBODYS)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Gloo has no abort of its own, but when a receive is late it fails all others of its group and
+    closes the connections."""
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # closed already, or late, as it should be
+                group.recv([torch.empty(1)], peer, _NOBODYS).wait(timedelta(milliseconds=1))

@@ -1,97 +1,360 @@
-"""One rank fails, all ranks stop within seconds and say which one, where and why.
+"""Whatever stops one rank stops all of them within seconds, and all say which rank, where and why.
 
-The failing rank leaves a note in the store that all ranks share and closes its connections. The
-others, whose receives then fail at once, read the note.
+    main    training step ── RECV h mb 2 from 1 ─ ─ ─ ─ ─ ─ ─ > "... because rank 1 is gone"
+    watch   · [1] · [1] ·     · [2] ·        [3] ·   abort ───┘
+    store   rank/0 rank/1 ...   alarm            cause
+
+Each rank has a thread that watches over it, the only one that talks to the store of the run.
+[1] About once a second it publishes what the rank does, and compares its calls with those of the
+next rank: calls of a worker are collective. [2] When a rank loses a connection it raises the alarm:
+all answer, and who neither answers nor keeps its connections is gone. [3] What was found, or an
+exception on some rank, is the cause: each watch aborts the groups of its rank, so that the main
+thread comes back from whatever it waits for, and raises the cause.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import re
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
-from datetime import timedelta
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 
 from parcompiler.errors import LaunchError, ParcompilerError
-from parcompiler.instruction import Instruction
+from parcompiler.runtime.program import RankProgram
 
-_KEY = "parcompiler/failure"
-_PATIENCE = timedelta(seconds=2)  # how long a rank looks for the note of another
+INTERVAL = 1.0  # s between two looks at the store, of up to `CROWD` ranks
+CROWD = 2000
+REMEMBERED = 4096  # calls that a rank can compare with those of the next, which it hears of later
+SHOWN = 8  # calls that it tells others of
+_ALARM, _CAUSE, _READ = "alarm", "cause", "read"  # keys of the store
+_LATE, _BROKEN = "waited too long", "lost its connection"
+_SAME = "every rank must make the same calls in the same order"
 
 
-class Notes:
-    """The failure note in the store of this run; without a store there are no notes."""
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank does.
 
-    def __init__(self, store: dist.Store | None) -> None:
-        self._store = store
+    `calls` are the last that it has begun, by their number, counted from 1; it is `inside` of the
+    last one, at `place`, or behind it. `answers` says that it has heard the alarm, `lost` what
+    became of its connections, and `left` why it makes no more calls.
+    """
 
-    def leave(self, text: str) -> None:
-        """Say why this rank stops; the first note of a run is the cause and stays."""
-        if self._store is not None:
-            try:
-                self._store.compare_set(_KEY, "", text)
-            except (RuntimeError, ConnectionError):  # the store died with its rank
-                self._store = None
+    calls: Mapping[int, str]
+    inside: bool
+    place: str
+    answers: bool = False
+    lost: str = ""
+    left: str = ""
 
-    def read(self) -> str | None:
-        """The note of the rank that failed first, if there is one."""
-        if self._store is None:
-            return None
+    @classmethod
+    def read(cls, text: bytes) -> Status:
+        """What another rank published."""
+        fields = json.loads(text)
+        calls = {int(number): name for number, name in fields.pop("calls").items()}
+        return cls(calls, **fields)
+
+    @property
+    def count(self) -> int:
+        """How many calls it has begun."""
+        return max(self.calls, default=0)
+
+    @property
+    def last(self) -> str:
+        """The last call."""
+        return f"call {self.count} ({self.calls[self.count]})" if self.calls else "its start"
+
+    def __str__(self) -> str:
+        return f"in {self.last}, {self.place}" if self.inside else f"idle after {self.last}"
+
+
+class Connections(Protocol):
+    """The process groups of a rank."""
+
+    def abort(self) -> None:
+        """Let everything that waits for them fail at once, from any thread."""
+        ...
+
+    def closed(self) -> set[int]:
+        """The ranks that have closed their connections to this one, as far as that shows."""
+        ...
+
+
+class Watch:
+    """The thread that watches over one rank. Without a store, or others, there is none.
+
+    `connections` are those of the rank, and `place` says where it is in its instructions. `host`
+    has the store of the run: "rank 0", or somebody who outlives all ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        program: RankProgram,
+        connections: Connections,
+        place: Callable[[], str],
+        host: str,
+    ) -> None:
+        self.cause = ""  # why all ranks stop
+        self._rank, self._size = program.rank, program.size
+        self._connections = connections
+        self._place = place
+        self._host = host
+        self._interval = INTERVAL * max(1.0, self._size / CROWD)
+        self._patience = 2 * self._interval + 1.0  # with those that do not answer
+        self._calls: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._inside = False
+        self._failed = ""  # what the others are to be told
+        self._lost = ""  # what became of a connection of this rank
+        self._left = ""  # why this rank makes no more calls
+        self._alarmed = 0.0  # when this watch heard the alarm
+        self._takes = False  # the roll call
+        self._missing = 0  # ranks that do not read the cause
+        self._wake, self._settled = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if store is not None and self._size > 1:
+            # A client of its own: one that waits keeps others waiting. (The stubs lack it.)
+            self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+            self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+            self._thread.start()
+            atexit.register(self._exit)
+
+    # What the main thread says.
+
+    def begin(self, call: str) -> None:
+        """The rank begins a call that all ranks make, or without a name goes on with the last one.
+        Another one than before is told at once."""
+        self._inside = True
+        number, before = self._calls[-1] if self._calls else (0, "")
+        if call:
+            self._calls.append((number + 1, call))
+        if call not in ("", before):
+            self._wake.set()
+
+    def end(self) -> None:
+        """The call is over."""
+        self._inside = False
+
+    def fail(self, text: str) -> None:
+        """Tell the others why this rank stops; the first cause of a run stays."""
+        self._failed = text
+        self._settle()
+
+    def lose(self, text: str) -> str:
+        """Why all ranks stop, now that this one has lost a connection: `text` if nobody knows."""
+        self._lost = text
+        self._settle()
+        return self.cause or text
+
+    def leave(self, reason: str = "its worker was closed") -> None:
+        """Tell the others that this rank makes no more calls."""
+        self._left = reason
+        self._settle()
+
+    def close(self) -> None:
+        """End the thread; a rank that has the store waits for those that read it."""
+        atexit.unregister(self._exit)
+        if self._thread is not None:
+            self._thread.join(self._patience)
+
+    def _settle(self) -> None:
+        """Wake the thread, and wait until it has done what it is asked for; then it ends."""
+        if self._thread is not None and self._thread.is_alive():  # it is not in a fork
+            self._wake.set()
+            self._settled.wait(2 * self._patience + 2)
+
+    def _exit(self) -> None:
+        """The process ends without having closed its worker."""
+        error = getattr(sys, "last_value", None)
+        last = "" if error is None else f", its last error was {named(error)}"
+        self.leave(f"its process ended{last}")
+        self.close()
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        """Look again and again, until there is a cause or the rank leaves."""
         try:
-            self._store.wait([_KEY], _PATIENCE)
-            return str(self._store.get(_KEY), "utf-8")
-        except (RuntimeError, ConnectionError):
-            return None
+            while True:
+                leaving = self._left
+                self._look()
+                if self.cause or leaving:
+                    break
+                self._wake.wait(self._interval / 10 if self._alarmed else self._interval)
+                self._wake.clear()
+            self._store.add(_READ, 1)
+            self._settled.set()
+            self._stay()
+        except (RuntimeError, ConnectionError):  # the store ended with its host
+            self.cause = self.cause or f"{self._host} is gone, and with it the store of this run"
+        finally:
+            self._settled.set()
+
+    def _look(self) -> None:
+        """Publish what this rank does, and read what concerns it."""
+        if self._failed:
+            self._stop(self._failed)
+            return
+        if self._lost and not self._alarmed:
+            self._takes = self._first(_ALARM, str(self._rank)) == str(self._rank)
+        alarm = self._store.check([_ALARM])
+        if alarm and not self._alarmed:
+            self._alarmed = time.monotonic()
+        own = self._status(SHOWN)
+        self._store.set(_key(self._rank), json.dumps(asdict(own)))
+        if alarm and self._store.check([_CAUSE]):
+            self._stop("")
+        elif self._takes:
+            self._call_roll()
+        elif self._lost and self._waited(2 * self._patience):
+            self._stop(self._lost)  # whoever takes the roll call is gone, too
+        elif not alarm:
+            self._compare(own.left != "")
+
+    def _status(self, last: int) -> Status:
+        """What this rank does, with so many of its calls."""
+        calls = dict(tuple(self._calls)[-last:])
+        alarmed = self._alarmed > 0
+        return Status(calls, self._inside, self._place(), alarmed, self._lost, self._left)
+
+    def _compare(self, leaving: bool) -> None:
+        """Stop when the next rank makes other calls than this one, or no more. Of two ranks that
+        leave, the second looks at the first."""
+        own = self._status(REMEMBERED)
+        for rank in {(self._rank + 1) % self._size, (self._rank - leaving) % self._size}:
+            other = self._read(rank) if rank != self._rank else None
+            if other is not None and (text := self._uneven(own, rank, other)):
+                self._stop(text)
+                return
+
+    def _uneven(self, own: Status, rank: int, other: Status) -> str:
+        """How the calls of another rank differ from those of this one; nothing if they do not."""
+        both = sorted(own.calls.keys() & other.calls.keys())
+        number = next((n for n in both if own.calls[n] != other.calls[n]), None)
+        if number is not None:
+            made = sorted([(self._rank, own.calls[number]), (rank, other.calls[number])])
+            calls = " and ".join(f"{name} on rank {r}" for r, name in made)
+            return f"ranks make different calls (call {number} is {calls}): {_SAME}"
+        if other.left and other.count < own.count:
+            left = f"rank {rank} left after {other.last} ({other.left})"
+            return f"{left}, while rank {self._rank} is {own}: {_SAME}"
+        return ""
+
+    def _call_roll(self) -> None:
+        """Stop with the rank that is gone, once all others have answered or have had the time."""
+        others = {rank: self._read(rank) for rank in range(self._size) if rank != self._rank}
+        missing = {r for r, s in others.items() if s is None or not (s.answers or s.left)}
+        gone = missing & self._connections.closed()
+        if not self._waited(self._patience if missing - gone else self._interval / 5):
+            return
+        known = {rank: status for rank, status in others.items() if status is not None}
+        own = self._status(REMEMBERED)
+        uneven = [text for r, s in known.items() if (text := self._uneven(own, r, s))]
+        told = [s.lost for s in (own, *known.values()) if _LATE in s.lost] or [own.lost]
+        behind = [f"rank {r} is {s}" for r, s in known.items() if s.count < own.count]
+        if uneven:
+            self._stop(uneven[0], len(missing))
+        elif missing:
+            self._stop(_seen(gone or missing, known, is_gone=bool(gone)), len(gone or missing))
+        elif behind:
+            self._stop(f"{told[0]}; {behind[0]}: {_SAME}")
+        else:
+            self._stop(told[0])
+
+    def _stop(self, text: str, missing: int = 0) -> None:
+        """Stop all ranks; `text` is the cause unless there is one. `missing` ranks do not read."""
+        number, _, self.cause = self._first(_CAUSE, f"{missing} {text}").partition(" ")
+        self._missing = int(number)
+        self._first(_ALARM, str(self._rank))
+        self._connections.abort()
+
+    def _stay(self) -> None:
+        """Where the store ends with this rank, let the others read it."""
+        end = time.monotonic() + self._patience
+        while self._host == f"rank {self._rank}" and time.monotonic() < end:
+            if self._store.add(_READ, 0) >= self._size - self._missing:
+                return
+            time.sleep(self._interval / 50)
+
+    def _waited(self, seconds: float) -> bool:
+        """Whether the alarm was so long ago."""
+        return time.monotonic() > self._alarmed + seconds
+
+    def _first(self, key: str, text: str) -> str:
+        """What the first rank wrote there."""
+        return bytes(self._store.compare_set(key, "", text)).decode()
+
+    def _read(self, rank: int) -> Status | None:
+        """What a rank published last, if it has."""
+        key = _key(rank)
+        return Status.read(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _key(rank: int) -> str:
+    """Where a rank publishes what it does."""
+    return f"rank/{rank}"
+
+
+def _seen(ranks: Iterable[int], known: Mapping[int, Status], *, is_gone: bool) -> str:
+    """Ranks that do not answer, and what was last heard of them."""
+    each = []
+    for rank in sorted(ranks):
+        last = f"last seen {known[rank]}" if rank in known else "it never started"
+        each.append(
+            f"rank {rank} is gone, killed or ended by itself ({last})"
+            if is_gone
+            else f"rank {rank} is silent, stopped or in one long computation ({last})"
+        )
+    return " and ".join(each)
 
 
 def explain(
-    error: Exception,
-    rank: int,
-    instruction: Instruction | None,
-    stages: Iterable[nn.Module],
-    notes: Notes,
+    error: Exception, rank: int, place: str, stages: Iterable[nn.Module], watch: Watch
 ) -> Exception:
-    """The exception that this rank raises for `error`, after telling the others.
+    """The exception that a rank raises for `error`, after telling the others.
 
-    An error of the network is another rank's failure: its note says which.
+    An error of the network is another rank's failure: the watch knows which.
     """
-    place = "before the first instruction" if instruction is None else f"at '{instruction}'"
-    if isinstance(error, dist.DistError | RuntimeError) and _is_network(error):
-        cause = notes.read()
-        if cause is not None:
-            return LaunchError(f"rank {rank} stopped {place} because {cause}")
-        lost = f"rank {rank} lost its connection {place}: {_first_line(error)}"
-        notes.leave(lost)
-        return LaunchError(lost)
+    if isinstance(error, RuntimeError) and (watch.cause or _is_network(error)):
+        late = "timed out" in str(error).lower()
+        lost = f"rank {rank} {_LATE if late else _BROKEN} {place}: {_line(error)}"
+        cause = watch.lose(lost)
+        if cause == lost:
+            return LaunchError(lost)
+        return LaunchError(f"rank {rank} stopped {place} because {cause}")
     module = _module_of(error, stages)
     where = f"{place} in module {module!r}" if module else place
-    notes.leave(f"rank {rank} failed {where}: {type(error).__name__}: {_first_line(error)}")
-    if isinstance(error, ParcompilerError):
-        return error
-    return LaunchError(f"rank {rank} failed {where}: {type(error).__name__}: {_first_line(error)}")
+    failed = f"rank {rank} failed {where}: {named(error)}"
+    watch.fail(failed)
+    return error if isinstance(error, ParcompilerError) else LaunchError(failed)
 
 
-def let_go(error: BaseException) -> None:
-    """Let go of the process groups in the frames that an error has come through: while anything
-    holds a group its connections stay open, and other ranks wait on them."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if any(word in frame.f_code.co_filename for word in ("distributed", "channels.py")):
-            with suppress(RuntimeError):  # it still runs
-                frame.clear()
+def named(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {_line(error)}"
 
 
 def _is_network(error: Exception) -> bool:
     """Whether an error comes from torch.distributed rather than from computing."""
     text = str(error).lower()
-    words = ("gloo", "nccl", "connection", "timed out", "socket", "peer", "process group")
+    words = ("gloo", "nccl", "connection", "timed out", "socket", "peer", "process group", "pair")
     return isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or ["(no message)"])[0][:500]
+def _line(error: BaseException) -> str:
+    """The first line of an error's message, without the source file that gloo begins it with."""
+    line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    return re.sub(r"^\[\S*gloo\S*\] ", "", line).partition(" This is typically")[0][:500]
 
 
 def _module_of(error: Exception, stages: Iterable[nn.Module]) -> str:

@@ -23,13 +23,13 @@ from torch.autograd.graph import get_gradient_edge
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import active
 from parcompiler.runtime.chance import mixed, seeded
-from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.channels import EVALUATION, TRAINING, Channels
 from parcompiler.runtime.deferred import Deferral, finish
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
 from parcompiler.runtime.spread import Spread
 from parcompiler.runtime.stage import Stage
-from parcompiler.runtime.state import Key, Saved, State, shared
+from parcompiler.runtime.state import Awaited, Key, Saved, State, shared
 from parcompiler.runtime.turns import Turn
 from parcompiler.runtime.versions import Versions
 from parcompiler.runtime.vocabulary import Vocabulary
@@ -118,6 +118,7 @@ class Interpreter:
         """Execute a list; returns the mean loss of the step. Gradients are those of that times
         `scale`."""
         state = State(microbatches, training, scale=scale)
+        self.channels.tag = TRAINING if training else EVALUATION
         self._reduction.begin(self.channels)
         if self._spread is not None:
             self._spread.begin(self.channels, state)
@@ -200,11 +201,18 @@ class Interpreter:
     def _take(self, state: State, key: Key) -> torch.Tensor:
         """A value that another stage made: a leaf that collects its gradient."""
         if key not in state.arrived:
-            tensor = self._received(state.receipts.pop(key))
+            tensor = self._awaited(state.receipts.pop(key))
             state.arrived[key] = tensor.requires_grad_(self._carries(state, key))
         tensor = state.arrived[key]
         if not state.training:
             self._release(state, key)
+        return tensor
+
+    def _awaited(self, message: Awaited) -> torch.Tensor:
+        """The tensor of a message; while it does not come, this rank is at the line of it."""
+        computing, self.current = self.current, message.line
+        tensor = self._received(message.turn)
+        self.current = computing
         return tensor
 
     def _received(self, receipt: Turn) -> torch.Tensor:
@@ -287,7 +295,7 @@ class Interpreter:
 
     def _gradient(self, state: State, key: Key) -> torch.Tensor | None:
         """The gradient of a value: the sum over the ranks and stages that used it."""
-        parts = [self._received(receipt) for receipt in state.gradient_receipts.pop(key, [])]
+        parts = [self._awaited(message) for message in state.gradient_receipts.pop(key, [])]
         if self._consumers[key[0]]:
             local = state.arrived.pop(key).grad
             parts += [] if local is None else [local]
@@ -327,10 +335,11 @@ class Interpreter:
         key = _key(instruction)
         assert instruction.peer is not None
         receipt = self.channels.receive(self.program.values[key[0]], instruction.peer)
+        message = Awaited(instruction, receipt)
         if instruction.gradient:
-            state.gradient_receipts.setdefault(key, []).append(receipt)
+            state.gradient_receipts.setdefault(key, []).append(message)
         else:
-            state.receipts[key] = receipt
+            state.receipts[key] = message
 
     def _reduce_gradients(self, state: State, instruction: Instruction) -> None:
         """Start summing gradients over ranks, if they are not being summed already."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import cache
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -14,31 +12,45 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.device import backend_of
 from parcompiler.runtime.program import RankProgram
 
-_RUNS = count()  # of this process; every rank makes its workers in the same order
+_STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by where its ranks meet
 
 
-def start(program: RankProgram, device: torch.device, timeout: timedelta) -> dist.Store | None:
-    """Start torch.distributed if needed; the store for failure notes if there is one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def meet(program: RankProgram, timeout: timedelta) -> dist.Store | None:
+    """The store that all ranks share, for keys of this worker alone; None for one process.
+
+    Raises LaunchError when this process is none of the program's, or others do not come.
+    """
     if dist.is_initialized():
         _check_place(program, dist.get_rank(), dist.get_world_size())
-        return None
-    at = place()
-    if at is not None:
-        rank, size = at
-        _check_place(program, rank, size)
-        # Keys of an earlier run of this process, or of its failure, are not those of this one.
-        store: dist.Store = dist.PrefixStore(f"parcompiler/{next(_RUNS)}", _rendezvous(_address()))
+        assert dist.group.WORLD is not None
+        store: dist.Store = dist.group.WORLD.get_group_store()
+    elif (at := place()) is not None:
+        _check_place(program, *at)
+        store = _rendezvous(timeout)
     elif program.size > 1:
         message = f"start this program with torchrun --nproc-per-node {program.size}"
         raise LaunchError(message)
     else:
-        rank, size, store = 0, 1, dist.HashStore()
-    dist.init_process_group(
-        backend_of(device), store=store, rank=rank, world_size=size, timeout=timeout
-    )
-    return dist.PrefixStore("notes", store)
+        return None
+    # Keys of a rank's earlier workers, or of their failure, are not those of this one. Every rank
+    # makes its workers in the same order.
+    return dist.PrefixStore(f"parcompiler/{store.add(f'workers/{program.rank}', 1)}", store)
+
+
+def start(
+    program: RankProgram, device: torch.device, store: dist.Store | None, timeout: timedelta
+) -> None:
+    """Start torch.distributed unless it runs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend_of(device),
+            store=dist.HashStore() if store is None else store,
+            rank=program.rank,
+            world_size=program.size,
+            timeout=timeout,
+        )
 
 
 def place() -> tuple[int, int] | None:
@@ -58,21 +70,30 @@ def place() -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
-def _address() -> tuple[str | None, ...]:
-    """Where torchrun's environment says that the ranks meet."""
-    return tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+def host(store: dist.Store | None) -> str:
+    """Who ends with the store: rank 0 is the server of one that is reached by TCP, unless torchrun
+    is."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    by_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return "rank 0" if isinstance(store, dist.TCPStore) and by_rank else "its server"
 
 
-@cache
-def _rendezvous(address: tuple[str | None, ...]) -> dist.Store:
+def _rendezvous(timeout: timedelta) -> dist.Store:
     """The store that all ranks share, met once in a process: rank 0 may be its server."""
-    store: dist.Store
-    try:
-        store, _, _ = next(dist.rendezvous("env://"))
-    except ValueError as error:  # a variable is missing or no number
-        message = f"cannot tell where the ranks meet ({error}): start this program with torchrun"
-        raise LaunchError(message) from error
-    return store
+    address = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    if address not in _STORES:
+        try:
+            _STORES[address], _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        except ValueError as error:  # a variable is missing or no number
+            message = (
+                f"cannot tell where the ranks meet ({error}): start this program with torchrun"
+            )
+            raise LaunchError(message) from error
+        except dist.DistError as error:
+            message = f"the ranks did not meet within {timeout.total_seconds():g} s ({error})"
+            raise LaunchError(message) from error
+    return _STORES[address]
 
 
 def _check_place(program: RankProgram, rank: int, size: int) -> None:

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 out/main.py --steps 10 --data batches.safetensors
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,13 +14,14 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime import weights
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.worker import CHECK_BATCHES, Worker
+from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
-def run(worker: Worker, arguments: list[str] | None = None) -> None:
-    """Train `worker` as the command line says, on a file of batches or on random ones."""
+def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> None:
+    """Train the worker that `make` gives for a timeout as the command line says, on a file of
+    batches or on random ones."""
     options = _options(arguments)
-    with worker:
+    with make(options.timeout) as worker:
         worker.check_batches = options.check_batches
         worker.set_optimizer(
             torch.optim.AdamW,
@@ -54,6 +55,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         f"({CHECK_BATCHES}; 0: at the first alone)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic batches (0)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT.total_seconds(),
+        help="seconds that a rank waits for another at most (%(default)g)",
+    )
     parser.add_argument(
         "--data",
         type=Path,

@@ -21,7 +21,7 @@ from parcompiler.instruction import Instruction, Kind
 from parcompiler.runtime import head, lookup
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.state import Key, State
+from parcompiler.runtime.state import Awaited, Key, State
 from parcompiler.runtime.statistics import (
     Factors,
     Statistics,
@@ -156,9 +156,9 @@ class Spread:
         if not self._program.is_near(instruction.peer):
             return
         if instruction.gradient:
-            state.gradient_receipts.setdefault(key, []).append(turn)
+            state.gradient_receipts.setdefault(key, []).append(Awaited(instruction, turn))
         else:
-            state.receipts[key] = turn
+            state.receipts[key] = Awaited(instruction, turn)
 
     def _exchange(self, state: State, instruction: Instruction) -> None:
         """Start telling all ranks own numbers of each row."""

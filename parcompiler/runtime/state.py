@@ -11,11 +11,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from parcompiler.instruction import Instruction
 from parcompiler.runtime.deferred import Product
 from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.turns import Turn
 
 Key = tuple[str, int]  # the name of a value and its micro-batch
+
+
+class Awaited(NamedTuple):
+    """Something that comes from other ranks, and the line that asked for it."""
+
+    line: Instruction
+    turn: Turn
 
 
 class Saved(NamedTuple):
@@ -31,8 +39,8 @@ class State:
 
     microbatches: Sequence[Mapping[str, torch.Tensor]]
     training: bool
-    receipts: dict[Key, Turn] = field(default_factory=dict)
-    gradient_receipts: dict[Key, list[Turn]] = field(default_factory=dict)
+    receipts: dict[Key, Awaited] = field(default_factory=dict)
+    gradient_receipts: dict[Key, list[Awaited]] = field(default_factory=dict)
     arrived: dict[Key, torch.Tensor] = field(default_factory=dict)
     results: dict[Key, torch.Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)

@@ -10,7 +10,6 @@ thread gives each its turn and computes what lies between, on a GPU a stream doe
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ import torch.distributed as dist
 
 Started = tuple[Any, dist.Work | None]  # what is there when the work is done
 Start = Callable[[], Started]
-SHORTEST, LONGEST = 20e-6, 1e-3  # seconds between two looks at a work
 
 
 class Turn(Protocol):
@@ -60,9 +58,10 @@ class Turns(Protocol):
         ...
 
 
-def turns_on(device: torch.device) -> Turns:
-    """Turns beside the compute of a device."""
-    return _Stream(device) if device.type == "cuda" else _Thread()
+def turns_on(device: torch.device, failed: Callable[[Exception], object]) -> Turns:
+    """Turns beside the compute of a device. `failed` is told when one fails: the rank may wait for
+    something else, which then never comes."""
+    return _Stream(device) if device.type == "cuda" else _Thread(failed)
 
 
 class _Promise:
@@ -87,17 +86,13 @@ class _Promise:
 
 
 class _Thread:
-    """A thread of its own, started when it is needed first.
+    """A thread of its own, started when it is needed first. Behind a turn that fails, all do."""
 
-    It looks at a work again and again instead of waiting in it: a thread that waits in gloo cannot
-    be told to let go, and what it holds would keep the connections of this rank open.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[Exception], object]) -> None:
+        self._failed = failed
         self._queue: SimpleQueue[tuple[Start, _Promise] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Promise | None = None
-        self._closed = False
 
     def give(self, start: Start) -> Turn:
         """Put it into the queue."""
@@ -116,7 +111,6 @@ class _Thread:
 
     def close(self) -> None:
         """End the thread."""
-        self._closed = True
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -124,27 +118,27 @@ class _Thread:
     @torch.no_grad()
     def _run(self) -> None:
         """Take one after another."""
+        failure: Exception | None = None
         while (item := self._queue.get()) is not None:
             start, promise = item
-            try:
-                promise.keep(self._taken(start))
-            except Exception as error:
-                promise.keep(None, error.with_traceback(None))  # which would hold the work
+            if failure is None:
+                try:
+                    promise.keep(_taken(start))
+                except Exception as error:
+                    failure = error
+                    promise.keep(None, error)
+                    self._failed(error)
+            else:
+                promise.keep(None, failure)
             del item, start, promise
 
-    def _taken(self, start: Start) -> Any:
-        """Start it, and look at its work until that is done."""
-        found, work = start()
-        pause = SHORTEST
-        while work is not None and not work.is_completed():
-            if self._closed:
-                message = "the process group was closed"
-                raise RuntimeError(message)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST)
-        if work is not None:
-            work.wait()  # raises what it failed with
-        return found
+
+def _taken(start: Start) -> Any:
+    """Start it, and wait for its work."""
+    found, work = start()
+    if work is not None:
+        work.wait()
+    return found
 
 
 class _Event:

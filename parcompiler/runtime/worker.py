@@ -24,11 +24,11 @@ from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.batch import Told, differing, digest, microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.device import rank_device
-from parcompiler.runtime.failure import Notes, explain, let_go
+from parcompiler.runtime.failure import Watch, explain, named
 from parcompiler.runtime.files import Fingerprint, fingerprint
 from parcompiler.runtime.gather import gather, shared
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
-from parcompiler.runtime.joining import start
+from parcompiler.runtime.joining import host, meet, start
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
@@ -41,6 +41,8 @@ from parcompiler.runtime.weights import stored
 # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
 # the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
+LONGEST = 10**8  # s that a timeout may have
+CLOSED = "worker.close() was called"
 CHECK_BATCHES = 100  # steps from one comparison of the ranks' batches to the next
 
 
@@ -59,6 +61,10 @@ class Worker:
     Starts torch.distributed from torchrun's environment unless the caller has; then it is the
     caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
     run different programs. After a failure a worker is closed: all ranks start again from weights.
+
+    A wait that takes longer than `timeout` (a timedelta, or seconds) ends with a LaunchError that
+    says which rank waits for which; a rank that dies is noticed within seconds. Steps, evaluations
+    and methods that say "Collective" are for all ranks to call, equally often and in one order.
     """
 
     def __init__(
@@ -71,8 +77,9 @@ class Worker:
         folder: Path | None = None,
         hooks: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         device: torch.device | None = None,
-        timeout: timedelta = TIMEOUT,
+        timeout: timedelta | float = TIMEOUT,
     ) -> None:
+        timeout = _timedelta(timeout)
         self.program = program
         self.device = device or rank_device(program.device)
         self._records: list[Record] | None = None
@@ -82,9 +89,11 @@ class Worker:
         self.check_batches = CHECK_BATCHES
         self._calls = {True: 0, False: 0}  # of training and of evaluation
         self._owner = not dist.is_initialized()
-        self._notes = Notes(start(program, self.device, timeout))
-        self._channels = Channels(program, self.device, timeout)
+        store = meet(program, timeout)
+        self._channels = Channels(program, self.device, timeout, self._explained)
+        self._watch = Watch(store, program, self._channels, self._place, host(store))
         with self._failing_together():
+            start(program, self.device, store, timeout)
             files = Fingerprint("0") if folder is None else fingerprint(folder)
             if files.edited and program.rank == 0:
                 edited = ", ".join(files.edited)
@@ -196,7 +205,7 @@ class Worker:
         and rows of a tensor count together, copies once.
         """
         self._check_synchronous()
-        with self._failing_together():
+        with self._failing_together("clip_gradients"):
             return self._updates.clip(max_norm)
 
     @property
@@ -288,15 +297,19 @@ class Worker:
     def close(self) -> None:
         """Destroy the process groups; also torch.distributed when this worker started it."""
         if self._refused and not self._closed:
-            self._notes.leave(self._refused)
-        self._close("worker.close() was called")
+            self._watch.fail(self._refused)
+        self._close(self._refused or CLOSED)
 
     def __enter__(self) -> Worker:
         """Closes itself at the end of a `with` block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        """Close; the other ranks are told of an error that ends the block."""
+        if isinstance(error, Exception | KeyboardInterrupt) and not self._closed:
+            left = f"rank {self.rank} left its worker because of {named(error)}"
+            self._watch.fail(self._refused or left)
+            self._close(f"of {named(error)}")
         self.close()
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -329,7 +342,8 @@ class Worker:
         """An optimizer step that frees the gradients."""
         self._check_open()
         self._updates.optimizer  # noqa: B018
-        with self._failing_together() if self._updates.exchanges else nullcontext():
+        call = self._failing_together("optimizer_step")
+        with call if self._updates.exchanges else nullcontext():
             updated = self._updates.apply()
         if not updated and self._updates.scale is None:
             message = (
@@ -363,6 +377,7 @@ class Worker:
         and in the steps in which they compare their batches; in other steps those whose batch is
         good wait for the rank that refuses its own until that is called again, or closed.
         """
+        call = "step" if training else "evaluate"
         number, every = self._calls[training], self.check_batches
         compares = not number or (every > 0 and number % every == 0)
         tells = self.program.size > 1 and (compares or not training)
@@ -370,11 +385,13 @@ class Worker:
             pieces = self._checked(batch, training)
         except InputError as error:
             if tells:
+                self._watch.begin(call)
                 self._told(Told(training, every))
             else:
                 self._refused = f"rank {self.rank} refused its batch: InputError: {error}"
             raise
         self._refused = ""
+        self._watch.begin(call)
         if tells:
             told = Told(training, every, len(pieces), digest(pieces) if compares else 0)
             disagreement = differing(self.program, self._told(told))
@@ -407,43 +424,62 @@ class Worker:
             yield
 
     @contextmanager
-    def _failing_together(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def _failing_together(
+        self, call: str = "", but: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
         """Around what all ranks do: whatever ends it on one rank, `but` this, closes all of them.
+        `call` is its name where it is a call of its own.
 
-        A rank that fails tells the others why and closes the connections that they wait on. One
-        that is interrupted closes them too: half a step is not to be continued.
+        A rank that fails, or is interrupted, tells the others why and closes the connections that
+        they wait on: half a step is not to be continued.
         """
         self._check_open()
+        self._watch.begin(call)
         try:
             yield
         except but:
             raise
         except Exception as error:
             known = self._explained(error)
-            let_go(error)
             self._close(f"it failed: {known}")
             if known is error:
                 raise
             raise known from error
         except BaseException as interruption:
-            self._close(f"it was interrupted by {type(interruption).__name__}")
+            interrupted = f"interrupted by {type(interruption).__name__}"
+            self._watch.fail(f"rank {self.rank} was {interrupted} {self._place()}")
+            self._close(f"it was {interrupted}")
             raise
+        finally:
+            self._watch.end()
 
     def _explained(self, error: Exception) -> Exception:
         """What this rank raises for `error`; the other ranks are told."""
+        stages: Mapping[int, Stage] = getattr(self, "stages", {})
+        return explain(error, self.rank, self._place(), stages.values(), self._watch)
+
+    def _place(self) -> str:
+        """Where this rank is in its instructions."""
         interpreter: Interpreter | None = getattr(self, "_interpreter", None)
         current = None if interpreter is None else interpreter.current
-        stages = () if interpreter is None else interpreter.stages.values()
-        return explain(error, self.rank, current, stages, self._notes)
+        return "before the first instruction" if current is None else f"at '{current}'"
 
     def _close(self, reason: str) -> None:
         """Close once; the first reason is kept."""
         if self._closed:
             return
         self._closed = reason
+        if reason == CLOSED:
+            self._watch.leave()
+        else:
+            self._channels.abort()
         self._channels.close()
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
+        self._watch.close()
+        if reason == CLOSED and self._watch.cause:
+            message = f"rank {self.rank} was closed when the run had failed: {self._watch.cause}"
+            raise LaunchError(message)
 
     def _check_open(self) -> None:
         """Refuse to use connections that are gone."""
@@ -460,7 +496,7 @@ class Worker:
 
     def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """All ranks' tensors on rank 0."""
-        with self._failing_together():
+        with self._failing_together("gather"):
             grid = self.program.grid
             sources = [grid.rank(position) for position in range(1, grid.pipeline)]
             trunk = {n: tensor for n, tensor in tensors.items() if n not in self.program.rows}
@@ -550,3 +586,12 @@ class Worker:
                 f"worker.load_state_dict({{{name!r}: value}}, strict=False)"
             )
             raise InputError(message)
+
+
+def _timedelta(timeout: timedelta | float) -> timedelta:
+    """A timeout; a number is in seconds."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        message = f"timeout must be from 0 to {LONGEST} s ({seconds!r} given)"
+        raise InputError(message)
+    return timedelta(seconds=seconds)

@@ -30,9 +30,16 @@ def fail(way: str, worker: pc.Worker) -> None:
         good["labels"] = good["labels"] + zoo.VOCABULARY
     if way == "exception in a module on rank 0" and worker.rank == 0:
         worker.stages[0].register_forward_pre_hook(explode)
-    if way == "death of rank 1" and worker.rank == 1:
-        worker.close()
+    if way == "a batch more than rank 1" and worker.rank == 1:
         return
+    if way == "an evaluation on rank 0" and worker.rank == 0:
+        worker.evaluate(good)
+        return
+    if way == "gather on rank 0" and worker.rank == 0:
+        worker.gather_state_dict()
+    if way == "a loader that fails on rank 1" and worker.rank == 1:
+        message = "no such file"
+        raise OSError(message)
     worker.train_step(good)
 
 
@@ -54,11 +61,10 @@ def main(fail: Callable[[str, pc.Worker], None] = fail) -> None:
         worker = pc.load(folder).worker()
         worker.set_optimizer(torch.optim.SGD, lr=0.1)
         try:
-            fail(way, worker)
-        except pc.ParcompilerError as error:
+            with worker:
+                fail(way, worker)
+        except (pc.ParcompilerError, OSError) as error:
             raised = f"{type(error).__name__}: {error}"
-        finally:
-            worker.close()
         seconds = time.perf_counter() - start
         answer = {"rank": rank, "way": way, "raised": raised, "s": seconds}
         os.write(1, f"{json.dumps(answer)}\n".encode())  # at once: two ranks share the output

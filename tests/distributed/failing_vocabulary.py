@@ -1,11 +1,4 @@
-"""As failing.py, with the vocabulary on all ranks: words that there are not, and failures between.
-
-`kill` instead of the names of ways takes the process of rank 1 away in a collective.
-"""
-
-import os
-import sys
-import time
+"""As failing.py, with the vocabulary on all ranks: words that there are not, and failures."""
 
 import torch
 
@@ -50,23 +43,5 @@ def closing(worker: pc.Worker) -> None:
     worker._channels.gathered = close  # type: ignore[method-assign,assignment]
 
 
-def kill(folder: str) -> None:
-    """Rank 1 dies in the exchange of a head; the other says what it saw of that."""
-    torch.set_num_threads(1)
-    worker = pc.load(folder).worker()
-    worker.step(failing.batch())
-    if worker.rank == 1:
-        worker._channels.gathered = lambda _: os._exit(9)  # type: ignore[method-assign,assignment]
-    start = time.perf_counter()
-    try:
-        worker.step(failing.batch())
-    except pc.LaunchError as error:
-        print(f"{time.perf_counter() - start:.1f} s {error}", flush=True)
-    os._exit(0)  # the connections to the dead are not waited for
-
-
 if __name__ == "__main__":
-    if sys.argv[2:] == ["kill"]:
-        kill(sys.argv[1])
-    else:
-        failing.main(fail)
+    failing.main(fail)

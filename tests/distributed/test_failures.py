@@ -32,7 +32,22 @@ WAYS = {
         "LaunchError: rank 0 failed at 'FORWARD stage 0 mb 0'",
         "because rank 0 failed at 'FORWARD stage 0 mb 0': ValueError: boom",
     ),
-    "death of rank 1": ("", "LaunchError: rank 0"),
+    "a batch more than rank 1": (
+        "because rank 1 left after call 1 (step) (its worker was closed), while ",
+        "every rank must make the same calls in the same order",
+    ),
+    "an evaluation on rank 0": (
+        "LaunchError: rank 1 ",
+        "ranks make different calls (call 2 is evaluate on rank 0 and step on rank ",
+    ),
+    "gather on rank 0": (
+        "LaunchError: rank 1 stopped ",
+        "because ranks make different calls (call 2 is gather on rank 0 and step on rank ",
+    ),
+    "a loader that fails on rank 1": (
+        "OSError: no such file",
+        "because rank 1 left its worker because of OSError: no such file",
+    ),
 }
 
 

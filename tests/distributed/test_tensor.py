@@ -203,7 +203,11 @@ def test_the_gradient_of_a_whole_parameter_is_added_up_once_a_step(tmp_path: Pat
     assert {shape: found[shape] for shape in shapes} == shapes
 
 
-WAYS = ("label out of range", "exception in a module on rank 0", "death of rank 1")
+WAYS = (
+    "label out of range",
+    "exception in a module on rank 0",
+    "a batch more than rank 1",
+)
 
 
 @cache
@@ -226,5 +230,5 @@ def test_a_rank_that_fails_ends_the_others_in_a_collective(
 ) -> None:
     own = [answer for answer in answers if answer["way"] == way]
     assert len(own) == 2
-    assert sum(bool(answer["raised"]) for answer in own) >= (1 if "death" in way else 2), own
+    assert sum(bool(answer["raised"]) for answer in own) >= (1 if "more" in way else 2), own
     assert all(float(answer["s"]) < 20 for answer in own)

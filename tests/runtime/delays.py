@@ -21,8 +21,9 @@ from random import Random
 from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from parcompiler.runtime.channels import Channels, Posted, Receipt
+from parcompiler.runtime.channels import Channels, Receipt
 from parcompiler.runtime.program import RankProgram, Value
 
 T = TypeVar("T")
@@ -185,7 +186,7 @@ class DelayedChannels(Channels):
     """The channels of one rank on a network."""
 
     def __init__(self, program: RankProgram, network: Network) -> None:
-        super().__init__(program, torch.device("cpu"), timedelta())
+        super().__init__(program, torch.device("cpu"), timedelta(), print)
         self.network = network
         self.rank = program.rank
         self.met: Counter[tuple[int, ...]] = Counter()
@@ -211,7 +212,7 @@ class DelayedChannels(Channels):
         work = Arrival(self.network, self.rank, peer, len(posted) - 1)
         self.network.wait(self.rank, lambda: True, "has posted a receive")
         tensor = buffer.permute([order.index(dim) for dim in range(len(order))])
-        return Receipt(tensor, cast(Posted, work))
+        return Receipt(tensor, cast(dist.Work, work))
 
     def flush(self) -> None:
         """Wait until everything is out."""
@@ -220,7 +221,7 @@ class DelayedChannels(Channels):
             self.rank, lambda: all(c.arrived == len(c.sent) for c in own), "waits for its sends"
         )
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Posted:
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
         """Add up a tensor over `ranks`, in their order, at once."""
         parts = self._meet(ranks, tensor)
         first, *rest = (parts[rank] for rank in ranks)
@@ -228,7 +229,7 @@ class DelayedChannels(Channels):
             tensor.copy_(first)
             for part in rest:
                 tensor.add_(part)
-        return cast(Posted, Done())
+        return cast(dist.Work, Done())
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give every rank the tensor of `source`."""

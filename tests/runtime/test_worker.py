@@ -3,8 +3,10 @@
 import copy
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler.instruction import Kind
-from parcompiler.runtime import Stage
+from parcompiler.runtime import Stage, run
 from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
 
 MICROBATCHES = 3
@@ -588,6 +590,28 @@ def test_a_program_of_two_ranks_does_not_start_on_one(monkeypatch: pytest.Monkey
     with pytest.raises(pc.LaunchError, match="start this program with torchrun"):
         pc.Worker(program.rank_program(0), {})
     assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, 1e12, float("nan"), timedelta(), "5"])
+def test_a_timeout_that_is_none_is_refused(timeout: Any, program: pc.Program) -> None:
+    with pytest.raises(pc.InputError, match="timeout must be from 0 to 100000000 s"):
+        program.worker(timeout=timeout)
+    assert not dist.is_initialized()
+
+
+def test_a_timeout_reaches_the_process_groups(program: pc.Program, tmp_path: Path) -> None:
+    folder = program.export(tmp_path / "out")
+    made: list[pc.Worker] = []
+
+    def exported(timeout: timedelta | float) -> pc.Worker:
+        made.append(pc.load(folder).worker(timeout=timeout))
+        return made[-1]
+
+    run(exported, ["--timeout", "7", "--steps", "1"])
+    for timeout in (7, timedelta(seconds=7)):
+        with program.worker(timeout=timeout) as worker:
+            made.append(worker)
+    assert {worker._channels._timeout for worker in made} == {timedelta(seconds=7)}
 
 
 def test_forwards_stay_in_order_on_one_rank(program: pc.Program) -> None:

@@ -3,11 +3,12 @@
 Started by `torchrun --nproc-per-node 2 main.py` as the process with RANK=1.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import Input, RankProgram, Value, Worker, run
+from parcompiler.runtime import TIMEOUT, Input, RankProgram, Value, Worker, run
 
 from stage_1 import Stage1
 from vocabulary import Vocabulary
@@ -143,10 +144,12 @@ PROGRAM = RankProgram.parsed(
 )
 
 
-def worker() -> Worker:
-    """This rank, with the weights beside this file."""
-    return Worker(PROGRAM, {1: Stage1}, folder=Path(__file__).parent, vocabulary=Vocabulary)
+def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
+    return Worker(
+        PROGRAM, {1: Stage1}, folder=Path(__file__).parent, vocabulary=Vocabulary, timeout=timeout
+    )
 
 
 if __name__ == "__main__":
-    run(worker())
+    run(worker)

@@ -3,11 +3,12 @@
 Started by `torchrun --nproc-per-node 4 main.py` as the process with RANK=0.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import Input, RankProgram, Tied, Value, Worker, run
+from parcompiler.runtime import TIMEOUT, Input, RankProgram, Tied, Value, Worker, run
 
 from stage_0 import Stage0
 
@@ -103,10 +104,10 @@ PROGRAM = RankProgram.parsed(
 )
 
 
-def worker() -> Worker:
-    """This rank, with the weights beside this file."""
-    return Worker(PROGRAM, {0: Stage0}, folder=Path(__file__).parent)
+def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
+    return Worker(PROGRAM, {0: Stage0}, folder=Path(__file__).parent, timeout=timeout)
 
 
 if __name__ == "__main__":
-    run(worker())
+    run(worker)
