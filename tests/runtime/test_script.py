@@ -30,7 +30,7 @@ def data(path: Path, **tensors: torch.Tensor) -> str:
 def test_a_file_is_read_round_and_round(
     program: pc.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(program.worker(), ["--steps", "6", "--lr", "0", "--data", data(tmp_path)])
+    run(program.worker, ["--steps", "6", "--lr", "0", "--data", data(tmp_path)])
     lines = [line.split()[3] for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == lines[3:]
     assert len(set(lines)) == 3
@@ -49,22 +49,22 @@ def test_a_file_of_other_tensors_is_refused(
     program: pc.Program, tmp_path: Path, tensors: dict[str, torch.Tensor], text: str
 ) -> None:
     with pytest.raises(pc.InputError, match=text):
-        run(program.worker(), ["--data", data(tmp_path, **tensors)])
+        run(program.worker, ["--data", data(tmp_path, **tensors)])
 
 
 def test_what_is_no_file_of_tensors_is_refused(program: pc.Program, tmp_path: Path) -> None:
     (tmp_path / "nested").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
     for name, text in {"": "cannot read .*Is a directory", "nested": "no safetensors file"}.items():
         with pytest.raises(pc.InputError, match=text):
-            run(program.worker(), ["--data", str(tmp_path / name)])
+            run(program.worker, ["--data", str(tmp_path / name)])
 
 
 def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_path: Path) -> None:
     rows = ROWS * MICROBATCHES
     arguments = ["--steps", "1", "--data", data(tmp_path, x=torch.full((rows, WIDTH), torch.inf))]
-    run(program.worker(), arguments)
+    run(program.worker, arguments)
     with pytest.raises(pc.LaunchError, match=r"the loss of step 1 is not finite \(nan\)"):
-        run(program.worker(), [*arguments, "--error-if-nonfinite"])
+        run(program.worker, [*arguments, "--error-if-nonfinite"])
 
 
 def test_an_input_without_rows_is_in_every_batch(
@@ -82,5 +82,5 @@ def test_an_input_without_rows_is_in_every_batch(
     scaled = pc.compile(Scaled(), pc.Mesh(), inputs, microbatches=MICROBATCHES)
     path = tmp_path / "data.safetensors"
     save_file({"x": torch.ones(2 * ROWS * MICROBATCHES, WIDTH), "scale": torch.zeros(())}, path)
-    run(scaled.worker(), ["--steps", "3", "--data", str(path)])
+    run(scaled.worker, ["--steps", "3", "--data", str(path)])
     assert capsys.readouterr().out.count("loss 0.00000000") == 3
