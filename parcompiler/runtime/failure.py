@@ -216,10 +216,10 @@ class Watch:
             self._stop("")
         elif self._takes:
             self._call_roll()
-        elif self._lost and self._waited(2 * self._patience):
-            self._stop(self._lost)  # whoever takes the roll call is gone, too
         elif not alarm:
             self._compare(own.left != "")
+        elif own.lost and self._waited(2 * self._patience):
+            self._stop(own.lost)  # whoever takes the roll call is gone, too
 
     def _status(self, last: int) -> Status:
         """What this rank does, with so many of its calls."""
