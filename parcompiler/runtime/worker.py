@@ -253,7 +253,7 @@ class Worker:
         if not isinstance(state, Mapping):
             message = f"a state dict is needed: names and tensors ({type(state).__name__} given)"
             raise InputError(message)
-        with self._failing_together():
+        with self._failing_together("load_state_dict"):
             says = shared(self._says(state), self.rank, self.program.size, self._channels)
         keys = concluded(says, state, strict=strict)
         self._load(state.items())
