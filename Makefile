@@ -4,8 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+CASES ?= 500
+FIRST ?= 0
+PROCESSES ?= 2
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sweep golden screenshots check docs clean
+.PHONY: help install demo test sweep random golden screenshots check docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +24,10 @@ test: $(INSTALLED)  ## run the tests and doctests
 
 sweep: $(INSTALLED)  ## run the long sweeps (hours)
 	$(BIN)/python -m pytest -m sweep --timeout 7200
+
+random: $(INSTALLED)  ## train random models; CASES=500 FIRST=0 PROCESSES=2 (half an hour)
+	CASES=$(CASES) FIRST=$(FIRST) PROCESSES=$(PROCESSES) \
+	$(BIN)/python -m pytest -m sweep -s --timeout 7200 tests/random_models
 
 golden: $(INSTALLED)  ## rewrite the golden files; read the diff before you commit
 	$(BIN)/python -m pytest tests --update-golden

@@ -13,6 +13,7 @@ GOLDEN = Path(__file__).parent / "golden"
 STARTING_RANKS = (
     "tests/distributed/",
     "tests/examples/",
+    "tests/random_models/",
     "tests/runtime/test_tensor.py",
     "tests/runtime/test_vocabulary_ranks.py",
 )
