@@ -158,7 +158,7 @@ def plain(
             optimizer.step()
             optimizer.zero_grad()
     _restore(model, loss, buffers[0])
-    state = {name: tensor.detach().clone() for name, tensor in state_dict(model, loss).items()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with perturbed:
         evaluation = _evaluated(case, model, loss, buffers, drawn)
     return {
@@ -227,14 +227,6 @@ def parameters(model: nn.Module, loss: Any) -> dict[str, nn.Parameter]:
     found = dict(model.named_parameters())
     if isinstance(loss, nn.Module):
         found |= {f"loss.{name}": p for name, p in loss.named_parameters()}
-    return found
-
-
-def state_dict(model: nn.Module, loss: Any) -> Tensors:
-    """What a checkpoint of the model has, and of a loss that is a module."""
-    found: Tensors = dict(model.state_dict())
-    if isinstance(loss, nn.Module):
-        found |= {f"loss.{name}": tensor for name, tensor in loss.state_dict().items()}
     return found
 
 
@@ -618,7 +610,10 @@ def main() -> None:
     case = importlib.import_module(Path(sys.argv[0]).stem)
     with tempfile.TemporaryDirectory() as name:
         size = written(case, Path(name))
-        mp.spawn(_spawned, (name, size), nprocs=size)
+        if size == 1:
+            _spawned(0, name, 1)
+        else:
+            mp.spawn(_spawned, (name, size), nprocs=size)
         faults = compared(case, Path(name), size)
     print("\n".join(faults) or "the ranks train as the plain loop does")
     sys.exit(bool(faults))

@@ -74,6 +74,8 @@ def _plainer(case: Case) -> Iterator[Case]:
             yield dataclasses.replace(case, training=case.training | {key: value})
     if case.positional:
         yield dataclasses.replace(case, positional=False)
+    if case.evaluating:
+        yield dataclasses.replace(case, evaluating=False)
     if case.dtype == "float32" and "precision" not in case.options:
         yield dataclasses.replace(case, dtype="float64")
 

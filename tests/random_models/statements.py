@@ -384,7 +384,7 @@ TEMPLATES = [
     Template(
         "tensor hook",
         "{t} = {f} * 1.0\n{t}.register_hook(lambda gradient: gradient * {q})",
-        weight=0.4,
+        weight=0.05,
     ),
     Template(
         "backward hook",
@@ -393,7 +393,7 @@ TEMPLATES = [
             "self.watched{n} = nn.Linear({w}, {w})",
             "self.watched{n}.register_full_backward_hook(lambda m, own, above: (own[0] * {q},))",
         ),
-        0.3,
+        0.05,
     ),
     Template(
         "forward hook",
@@ -408,7 +408,7 @@ TEMPLATES = [
         "Python state",
         "self.calls{n} += 1\n{t} = {f} * (1.0 + 0.1 * self.calls{n})",
         ("self.calls{n} = 0",),
-        0.3,
+        0.05,
     ),
     Template(
         "spectral norm",
