@@ -53,7 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parcompiler as pc
 
-SAFETY = 8.0
+SAFETY = {torch.float64: 32.0, torch.float32: 32.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EVALUATION = -1  # in the place of the number of a step
 SCALE = 16.0  # of the loss in float16: small enough that no step is skipped
@@ -564,7 +564,7 @@ def _limits(
         for label, tensor in exact.items():
             if label in other and (tensor.is_floating_point() or tensor.is_complex()):
                 distance = _size(other[label] - tensor) * factor
-                limits[label] = max(limits[label], SAFETY * distance)
+                limits[label] = max(limits[label], SAFETY[narrow] * distance)
     relative = 1e-9 if double else 4 * epsilon  # its own last operations
     least = 2.0**-24 / SCALE if narrow == torch.float16 else 0.0  # the smallest gradient
     known = {label: _size(exact[label]) for label in limits}
