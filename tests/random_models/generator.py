@@ -181,15 +181,21 @@ def eager(case: Case) -> str:
     try:
         with tempfile.TemporaryDirectory(prefix="random-model-") as folder:
             module: Any = module_of(case, Path(folder))
-            for dtype in {torch.float64, getattr(torch, case.dtype)}:
-                model, loss = plain.made(module, dtype)
-                batch = plain.piece(module, plain.cast(plain.batches(module)[0], dtype), 0)
-                value = plain.called(module, model, loss, batch)
-                value.backward()
+            losses = [_loss_in(module, dtype) for dtype in ("float64", case.dtype)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    good = value.dim() == 0 and bool(value.isfinite()) and 1e-6 < float(value.detach()) < 1e3
-    return "" if good else f"the loss is {value}"
+    good = all(loss.dim() == 0 and 1e-6 < float(loss.detach()) < 1e3 for loss in losses)
+    return "" if good else f"the losses are {losses}"
+
+
+def _loss_in(module: Any, name: str) -> Tensor:
+    """The loss of a micro-batch in a precision, after its backward."""
+    dtype = getattr(torch, name)
+    model, loss = plain.made(module, dtype)
+    batch = plain.piece(module, plain.cast(plain.batches(module)[0], dtype), 0)
+    value = plain.called(module, model, loss, batch)
+    value.backward()
+    return value
 
 
 class Drawing:

@@ -54,7 +54,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parcompiler as pc
 
 SAFETY = {torch.float64: 32.0, torch.float32: 32.0, torch.bfloat16: 8.0, torch.float16: 8.0}
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64
+}  # fmt: skip
 EVALUATION = -1  # in the place of the number of a step
 SCALE = 16.0  # of the loss in float16: small enough that no step is skipped
 Tensors = dict[str, Tensor]
@@ -206,9 +208,16 @@ def made(case: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """The model and its loss in a precision, with the weights that both sides start from."""
     model, loss = case.build()
     modules = [m for m in (model, loss) if isinstance(m, nn.Module)]
-    for module in modules:
-        module.to(dtype)
+    for module in modules:  # as Module.to, which makes complex tensors real
+        module._apply(lambda tensor: tensor.to(_in(dtype, tensor.dtype)))
     return model, loss
+
+
+def _in(dtype: torch.dtype, kind: torch.dtype) -> torch.dtype:
+    """What a floating or complex dtype becomes in the precision of `dtype`."""
+    if kind.is_complex:
+        return dtype.to_complex()
+    return dtype if kind.is_floating_point else kind
 
 
 def started(case: Any, dtype: torch.dtype) -> Tensors:
@@ -483,8 +492,7 @@ def compared(case: Any, folder: Path, size: int) -> list[str]:
     placement = {n: rank["pipeline"] for rank in ranks for n in rank["parameters"]}
     exact = plain(case, drawn, placement)
     precision = case.OPTIONS.get("precision")
-    narrow = PRECISIONS.get(precision, getattr(torch, case.DTYPE))
-    narrow = torch.float64 if precision == "fp64" else narrow
+    narrow = PRECISIONS[precision or {"float64": "fp64", "float32": "fp32"}[case.DTYPE]]
     faults = [] if ranks[0]["skipped"] == 0 else [f"skipped: {ranks[0]['skipped']} steps"]
     faults += [*_different_draws(drawn)]
     for rank in ranks:

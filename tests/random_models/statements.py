@@ -184,7 +184,7 @@ TEMPLATES = [
         self.linear{n} = nn.Linear({w}, {w}, bias=False) | {f} + self.linear{n}({f})
         self.linear{n} = nn.Linear({w}, {w}) | F.gelu(self.linear{n}({f}))
         self.norm{n} = nn.LayerNorm({w}) | self.norm{n}({f})
-        self.norm{n} = nn.RMSNorm({w}, 1e-6) | self.norm{n}({f})
+        self.norm{n} = nn.RMSNorm({w}, 0.01) | self.norm{n}({f})
         self.mlp{n} = nn.Sequential(nn.Linear({w}, 5), nn.Tanh(), nn.Linear(5, {w})) | self.mlp{n}({f})
         """,  # noqa: E501
         8.0,
