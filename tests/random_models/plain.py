@@ -387,7 +387,7 @@ class _Perturbed(TorchDispatchMode):
 def on_rank(folder: Path, rank: int, size: int) -> None:
     """Train on one rank of an exported program, and write down what came out."""
     store = dist.FileStore(str(folder / "store"), size)
-    wait = timedelta(seconds=60)
+    wait = timedelta(seconds=150)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     job = torch.load(folder / "job.pt", weights_only=True)
     try:
