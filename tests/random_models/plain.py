@@ -57,6 +57,10 @@ SAFETY = {torch.float64: 32.0, torch.float32: 32.0, torch.bfloat16: 8.0, torch.f
 PRECISIONS = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64
 }  # fmt: skip
+CHOOSING = frozenset(  # operators that round nothing: an element must stay equal to its largest
+    "amax amin max min eq ne lt le gt ge where sort topk gather index index_select cat stack clone "
+    "masked_fill scatter max_pool2d_with_indices bernoulli_".split()
+)
 EVALUATION = -1  # in the place of the number of a step
 SCALE = 16.0  # of the loss in float16: small enough that no step is skipped
 Tensors = dict[str, Tensor]
@@ -364,7 +368,9 @@ class _Perturbed(TorchDispatchMode):
         """Call an operator."""
         kwargs = kwargs or {}
         aliases = [r.alias_info for r in func._schema.returns]
-        if not self._epsilon or all(alias is not None for alias in aliases):  # a view, or in place
+        chooses = func._schema.name.removeprefix("aten::") in CHOOSING
+        views = all(alias is not None for alias in aliases)  # or writes in place
+        if not self._epsilon or views or chooses:
             result = func(*args, **kwargs)
             if any(alias is not None and alias.is_write for alias in aliases):
                 result.copy_(self._changed(result))

@@ -31,6 +31,7 @@ from tests.random_models.statements import TEMPLATES
 
 FEW = (2, 4, 6, 17, 24, 26, 35, 59, 68, 88)  # on two ranks at most, and together of most kinds
 MOST_REFUSED = 0.25
+REFUSED = {"tensor hook", "backward hook", "Python state"}  # by name, whatever else is in the model
 
 Results = list[dict[str, Any]]
 
@@ -204,7 +205,7 @@ def test_many_random_models_train_as_in_the_plain_loop() -> None:
     assert refused.total() <= MOST_REFUSED * count
     if count >= 500:
         passed = set().union(*(kinds for _, kinds in verdicts.values()))
-        missing = {template.kind for template in TEMPLATES} - OPEN - passed
+        missing = {template.kind for template in TEMPLATES} - OPEN - REFUSED - passed
         assert not missing, f"no model that passes has {missing}"
 
 
