@@ -52,7 +52,7 @@ _HOME = {
     "Report": "report",
     "Schedule": "schedules",
     "Worker": "runtime",
-    "Timeline": "simulator",
+    "Timeline": "timeline",
     "Verification": "verification",
 }
 

@@ -29,7 +29,7 @@ HOSTILE = 'GPT"; rm -rf "$HOME" #\n---\n\'`id`: {{ x }}'
 
 @cache
 def lowered() -> Lowered:
-    config = gpt.Config(layers=2, heads=2, hidden=8, vocabulary=16, sequence=4)
+    config = gpt.Config(layers=2, heads=2, hidden=8, vocabulary=zoo.VOCABULARY, sequence=zoo.LENGTH)
     graph = graph_of(gpt.GPT(config), {"tokens": zoo.tokens(), "labels": zoo.tokens()})
     stages = [["embedding+positions", "layers.0"], ["layers.1", "norm+embedding"]]
     return lowered_by(graph, stages, data=2)

@@ -232,7 +232,7 @@ class _Text:
 def exported(lowered: Lowered, path: Path, *, weights: bool) -> Path:
     programs = [rank_program(lowered, rank, "cpu") for rank in range(lowered.grid.size)]
     report: Any = _Text()
-    plan = Plan(model="GPT", fingerprint="", mesh=Shape(), microbatches=1)
+    plan = Plan(model="GPT", fingerprint="", mesh=Shape(pipeline=lowered.size), microbatches=1)
     return export(
         path, plan, lowered, programs, report, weights=weights, standalone=False
     ) / "weights"  # fmt: skip

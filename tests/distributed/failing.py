@@ -55,9 +55,6 @@ def main(fail: Callable[[str, pc.Worker], None] = fail) -> None:
     for way in ways:
         start = time.perf_counter()
         raised = ""
-        # A run of its own for each way: the first failure of a run is the one that is told.
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         worker = pc.load(folder).worker()
         worker.set_optimizer(torch.optim.SGD, lr=0.1)
         try:

@@ -37,7 +37,7 @@ CASES = [
 WAYS = {
     "a batch of another size on data rank 1": (
         "InputError: batch['tokens'] must have shape (4, 12)",
-        "because rank 1 failed before the first instruction: InputError: batch['tokens']",
+        "because rank 1 refused its batch: InputError: batch['tokens']",
     ),
     "exception in a module on rank 3": (
         "LaunchError: rank 3 failed at 'FORWARD stage 1 mb 0'",

@@ -19,4 +19,4 @@ if not script.exists():
     raise SystemExit(f"this program has 4 ranks, there is no rank {rank}")
 with loading(script):
     worker = runpy.run_path(str(script))["worker"]
-run(worker())
+run(worker)
