@@ -38,11 +38,10 @@ class Partly(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for index, layer in enumerate(self.layers):
+        early = x = self.layers[0](self.embed(tokens))
+        watched = self.watch(x)
+        for layer in self.layers[1:]:
             x = layer(x)
-            if index == 0:
-                early, watched = x, self.watch(x)
         self.mean.mul_(0.9).add_(watched.detach().mean((0, 1)), alpha=0.1)
         with torch.no_grad():
             gate = torch.sigmoid(x * self.gate)

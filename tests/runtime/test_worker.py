@@ -484,7 +484,9 @@ def test_a_step_that_is_not_finite_is_an_error_on_request(program: pc.Program) -
         with pytest.raises(pc.LaunchError, match=r"loss of step 3 is not finite \(nan\): the par"):
             worker.train_step(infinite)
         worker.step(data)
-        dict(worker.named_parameters())["head.weight"].grad.fill_(torch.inf)
+        gradient = dict(worker.named_parameters())["head.weight"].grad
+        assert gradient is not None
+        gradient.fill_(torch.inf)
         with pytest.raises(pc.LaunchError, match=r"gradients of step 4 are not finite \(norm: inf"):
             worker.optimizer_step()
         assert all(torch.equal(p, before[name]) for name, p in worker.named_parameters())
