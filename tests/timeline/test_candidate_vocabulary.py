@@ -82,13 +82,13 @@ def simulated(
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_simulator_says_the_same(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(60, 1000))
+@pytest.mark.parametrize("seed", range(40, 1000))
 def test_the_simulator_says_the_same_of_many(seed: int) -> None:
     check(seed)
 
