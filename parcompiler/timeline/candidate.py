@@ -27,8 +27,8 @@ from parcompiler.timeline.collectives import Layers
 from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
 from parcompiler.timeline.embeddings import whole_walk
 from parcompiler.timeline.lists import Names
-from parcompiler.timeline.memory import levels, memory
-from parcompiler.timeline.order import Link, OrderTasks
+from parcompiler.timeline.memory import memory, peaks
+from parcompiler.timeline.order import Link, OrderTasks, Send, Walk
 from parcompiler.timeline.program import Exchange, ProgramTasks, tasks_of
 from parcompiler.timeline.run import START, Moments, run
 from parcompiler.timeline.simulate import Prices, seconds_of
@@ -116,9 +116,8 @@ def _timed(
         for order in program.orders
     )
     changes = memory(program, moments, schedule.placement, costs, shared, prices.size)
-    peaks = tuple(max(size for _, size in levels(own)) for own in changes)
     pace = _pace(program, moments, schedule.microbatches, period) if period else None
-    return Timing(moments.last, peaks, spans), pace
+    return Timing(moments.last, peaks(changes), spans), pace
 
 
 def _pace(program: ProgramTasks, moments: Moments, m: int, period: int) -> float | None:
@@ -146,16 +145,44 @@ def _without_microbatch(line: Exchange) -> tuple[object, ...]:
     return line.source, line.target, line.value, line.gradient
 
 
+def order_peaks(
+    tasks: OrderTasks,
+    orders: Orders,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+) -> tuple[int, ...]:
+    """The peaks of `timing` alone, sooner, for orders that end; no layers that all ranks share."""
+    walk = Walk(tasks, orders)
+    moments = run(tasks.tasks, walk.codes, _seconds(tasks, walk.codes, orders, costs, messages))
+    held = walk.memory()
+
+    def size(sent: Send) -> int:
+        return messages[sent.number].nbytes
+
+    return peaks(memory(held, moments, tasks.placement, costs, VocabularyCost(), size))
+
+
+def _seconds(
+    tasks: OrderTasks,
+    codes: Sequence[Sequence[int]],
+    orders: Orders,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+) -> list[float]:
+    """Seconds by task and message."""
+    seconds = tasks.seconds([0.0] * tasks.classes, pairs_of(messages))
+    for own, order in zip(codes, orders, strict=True):
+        for code, action in zip(own, order, strict=True):
+            seconds[code] = costs[action.stage].seconds(action.kind)
+    return seconds
+
+
 def step_time(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Message]) -> float:
     """The seconds of `timing` alone, sooner; no layers that all ranks share."""
     _check(schedule.placement, costs, messages)
     tasks = _tasks(schedule.placement, links_of(messages), schedule.microbatches)
     codes = [[tasks.code(r, action) for action in own] for r, own in enumerate(schedule.orders)]
-    seconds = tasks.seconds([0.0] * tasks.classes, pairs_of(messages))
-    for own, order in zip(codes, schedule.orders, strict=True):
-        for code, action in zip(own, order, strict=True):
-            seconds[code] = costs[action.stage].seconds(action.kind)
-    moments = run(tasks.tasks, codes, seconds)
+    moments = run(tasks.tasks, codes, _seconds(tasks, codes, schedule.orders, costs, messages))
     _check_end(schedule.orders, moments.stuck(codes))
     return moments.last
 

@@ -7,36 +7,80 @@ its receive was posted to its last use, a sent one until it is out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
-from parcompiler.timeline.program import Exchange, ProgramTasks
 from parcompiler.timeline.run import START, Moments
 
 Change = tuple[float, int]  # second, bytes more from then on
+Place = tuple[int | None, int | None]  # stage and micro-batch
+
+
+class Compute(Protocol):
+    """What of an action or an instruction decides over memory."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def stage(self) -> int | None: ...
+
+    @property
+    def microbatch(self) -> int | None: ...
+
+
+class Buffer(NamedTuple):
+    """The tensor of an exchange on a rank, from the end of task `first` to the last end of `last`.
+
+    `first` may be START; without a `last` it stays.
+    """
+
+    rank: int
+    exchange: object
+    first: int
+    last: Sequence[int]
+
+
+class Held(Protocol):
+    """Tasks with what they hold: by task its rank and what it is, the buffers of exchanges, and the
+    stages and micro-batches that go back."""
+
+    @property
+    def orders(self) -> Sequence[Sequence[int]]: ...
+
+    @property
+    def lines(self) -> Mapping[int, tuple[int, Compute]] | Sequence[tuple[int, Compute]]: ...
+
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
+
+    @property
+    def trained(self) -> AbstractSet[Place]: ...
 
 
 def memory(
-    program: ProgramTasks,
+    held: Held,
     moments: Moments,
     placement: Sequence[int],
     costs: Sequence[StageCost],
     vocabulary: VocabularyCost,
-    size: Callable[[Exchange], int],
+    size: Callable[[Any], int],
 ) -> list[list[Change]]:
     """By rank, what changes when: what is resident with the begin of the step, and what the
     optimizer's step takes with its end."""
-    ranks = len(program.orders)
+    ranks = len(held.orders)
     changes: list[list[Change]] = [[(0.0, vocabulary.resident)] for _ in range(ranks)]
     for rank, cost in zip(placement, costs, strict=True):
         changes[rank].append((0.0, cost.early))
     made = Made()
-    for order, own in zip(program.orders, changes, strict=True):
-        own += _computing(program, order, moments, costs, vocabulary, made)
-    for rank, exchange, first, last in program.buffers:
+    for order, own in zip(held.orders, changes, strict=True):
+        own += _computing(held, order, moments, costs, vocabulary, made)
+    for rank, exchange, first, last in held.buffers:
         nbytes = size(exchange)
         if nbytes:
             changes[rank].append((0.0 if first == START else moments.ends[first], nbytes))
@@ -51,7 +95,7 @@ def memory(
 
 
 def _computing(
-    program: ProgramTasks,
+    held: Held,
     order: Sequence[int],
     moments: Moments,
     costs: Sequence[StageCost],
@@ -59,7 +103,7 @@ def _computing(
     made: Made,
 ) -> Iterator[Change]:
     """What the compute of one rank takes and gives back."""
-    lines = [program.lines[task][1] for task in order]
+    lines = [held.lines[task][1] for task in order]
     last = {line.microbatch: k for k, line in enumerate(lines) if line.kind in HEAD}
     for k, (task, line) in enumerate(zip(order, lines, strict=True)):
         begin, end = moments.begins[task], moments.ends[task]
@@ -67,7 +111,7 @@ def _computing(
             assert line.stage is not None
             taken, given = made.bytes(line.stage, costs[line.stage], line.kind)
             yield begin, taken
-            yield end, given if (line.stage, line.microbatch) in program.trained else -taken
+            yield end, given if (line.stage, line.microbatch) in held.trained else -taken
         if line.kind is Kind.S:
             yield begin, vocabulary.saved
         if line.kind is vocabulary.softmax:
@@ -75,6 +119,11 @@ def _computing(
             yield end, -vocabulary.more
         if last.get(line.microbatch) == k:
             yield end, -vocabulary.saved
+
+
+def peaks(changes: Iterable[Iterable[Change]]) -> tuple[int, ...]:
+    """The most bytes on each rank."""
+    return tuple(max(size for _, size in levels(own)) for own in changes)
 
 
 def levels(changes: Iterable[Change]) -> tuple[tuple[float, int], ...]:

@@ -7,15 +7,19 @@ has one for each rank. Messages and collectives have rows behind: a row holds fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parcompiler.instruction import EMBEDDING, Kind
+from parcompiler.instruction import BACKWARDS, EMBEDDING, Kind
 from parcompiler.schedules.action import Action
 from parcompiler.timeline.collectives import Layers, Meeting, needs, placed
-from parcompiler.timeline.run import Tasks, run
+from parcompiler.timeline.memory import Buffer, Place
+from parcompiler.timeline.run import START, Tasks, run
 
 PLACE = {  # both backwards give what other stages wait for, so they share a place
     Kind.FORWARD: 0,
@@ -162,6 +166,16 @@ def walked(
     return Walk(OrderTasks(placement, links, microbatches, layers), orders)
 
 
+@dataclass(frozen=True, slots=True)
+class OrderMemory:
+    """What the actions of some orders hold, as `memory` reads it."""
+
+    orders: Sequence[Sequence[int]]
+    lines: Mapping[int, tuple[int, Action]]
+    buffers: Sequence[Buffer]
+    trained: AbstractSet[Place]
+
+
 class Walk:
     """All ranks' compute in one order of time (a forward takes 1, a backward 2), as it ends.
 
@@ -199,6 +213,44 @@ class Walk:
             free[self.codes[rank][k]] = []
             self.moments = run(replace(tasks, needs=free), self.codes, seconds)
             waiting = self.moments.stuck(self.codes)
+
+    def memory(self) -> OrderMemory:
+        """What these orders hold, without layers that all ranks share: buffers of messages from
+        when `steps` posts their receive to the last backward of their readers."""
+        m, unit = self.pipeline.microbatches, self.moments.ends
+        lines = {
+            code: (rank, item)
+            for rank, (own, codes) in enumerate(zip(self.items, self.codes, strict=True))
+            for code, item in zip(codes, own, strict=True)
+            if isinstance(item, Action)
+        }
+        ends = [[unit[code] for code in own] for own in self.codes]
+        senders: dict[int, tuple[int, Send]] = {}  # by message, the last task that it waits for
+        for code in lines:
+            for sent in self.pipeline.sends[code // m]:
+                message = sent.row + code % m
+                if message not in senders or unit[senders[message][0]] < unit[code]:
+                    senders[message] = code, sent
+        buffers, leaving = [], defaultdict[tuple[int, int, bool], list[int]](list)
+        for message, (code, sent) in senders.items():
+            leaving[code, sent.number, sent.gradient].append(message)
+            before = bisect_right if sent.target < sent.source else bisect_left
+            k = before(ends[sent.target], unit[code])
+            posted = self.codes[sent.target][k - 1] if k else START
+            link = self.pipeline.links[sent.number]
+            users = (link.source,) if sent.gradient else link.targets
+            last = [(3 * j + 1) * m + code % m for j in users if self._is_on(j, sent.target)]
+            buffers.append(Buffer(sent.target, sent, posted, [x for x in last if x in lines]))
+        for (code, number, gradient), messages in leaving.items():
+            rank = lines[code][0]
+            sent = Send(0, rank, rank, number, gradient)
+            buffers.append(Buffer(rank, sent, code, messages))
+        trained = {(a.stage, a.microbatch) for _, a in lines.values() if a.kind in BACKWARDS}
+        return OrderMemory(self.codes, lines, buffers, trained)
+
+    def _is_on(self, stage: int, rank: int) -> bool:
+        """Whether a stage is on a rank."""
+        return self.pipeline.placement[stage] == rank
 
     @property
     def spans(self) -> list[list[Span]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from parcompiler.errors import PlanError
 from parcompiler.instruction import BACKWARDS, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
@@ -45,19 +46,6 @@ class Message(NamedTuple):
 
 
 Exchange = Message | Instruction  # an instruction is a collective
-Place = tuple[int | None, int | None]  # stage and micro-batch
-
-
-class Buffer(NamedTuple):
-    """The tensor of an exchange on a rank, from the end of task `first` to the last end of `last`.
-
-    `first` may be START; without a `last` it stays.
-    """
-
-    rank: int
-    exchange: Exchange
-    first: int
-    last: Sequence[int]
 
 
 @dataclass(frozen=True)

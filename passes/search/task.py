@@ -14,8 +14,8 @@ from itertools import accumulate
 
 from parcompiler.instruction import Kind
 from parcompiler.schedules import Action, Schedule
-from parcompiler.timeline import Message, StageCost, timing
-from parcompiler.timeline.candidate import links_of, pairs_of
+from parcompiler.timeline import Message, StageCost
+from parcompiler.timeline.candidate import links_of, order_peaks, pairs_of
 from parcompiler.timeline.order import PLACE, OrderTasks
 from parcompiler.timeline.run import INFINITY, Moments, run
 
@@ -211,7 +211,8 @@ class Task:
 
     def peaks(self, words: Sequence[Word], whole: Collection[int] = ()) -> tuple[int, ...]:
         """The most bytes on each rank."""
-        return timing(self.schedule(words, whole), self.costs, self.messages).peak_memory
+        schedule = self.schedule(words, whole)
+        return order_peaks(self.pipeline, schedule.orders, self.costs, self.messages)
 
     def schedule(self, words: Sequence[Word], whole: Collection[int] = ()) -> Schedule:
         """What words stand for; `whole` are the codes of I that stand for a whole backward."""
