@@ -128,12 +128,12 @@ def _pace(program: ProgramTasks, moments: Moments, m: int, period: int) -> float
     for begin, (rank, line) in zip(moments.begins, lines, strict=True):
         if line.microbatch is not None:
             begins.setdefault((rank, _without_microbatch(line)), {})[line.microbatch] = begin
-    middle = range(m // 2 - 2 * period, m // 2 + period)
+    middle, rounding = range(m // 2 - 2 * period, m // 2 + period), EXACT * moments.last
     for by_microbatch in begins.values():
         for i in middle:
             shift = by_microbatch[i + period] - by_microbatch[i]
             pace = shift if pace is None else pace
-            if abs(shift - pace) > EXACT * moments.last:
+            if abs(shift - pace) > rounding:
                 return None
     return pace
 
