@@ -30,6 +30,7 @@ from parcompiler.runtime.gather import gather, shared
 from parcompiler.runtime.interpreter import Around, Interpreter, Record
 from parcompiler.runtime.joining import host, meet, start
 from parcompiler.runtime.program import RankProgram, of_first
+from parcompiler.runtime.replicas import unequal
 from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.state_dict import IncompatibleKeys, concluded, says_of
@@ -112,7 +113,10 @@ class Worker:
             if self._axis is not None:
                 self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
             self._missing = set(self._interpreter.tensors)
+            self._loaded: set[str] | None = None  # since the ranks compared their weights
             self._load(tensors if folder is None else stored(folder, program))
+            if folder is not None:
+                self._loaded = None  # checksums are compared
 
     @property
     def rank(self) -> int:
@@ -379,7 +383,8 @@ class Worker:
         """
         call = "step" if training else "evaluate"
         number, every = self._calls[training], self.check_batches
-        compares = not number or (every > 0 and number % every == 0)
+        loaded = self._loaded is not None
+        compares = loaded or not number or (every > 0 and number % every == 0)
         tells = self.program.size > 1 and (compares or not training)
         try:
             pieces = self._checked(batch, training)
@@ -397,7 +402,22 @@ class Worker:
             disagreement = differing(self.program, self._told(told))
             if disagreement:
                 raise InputError(disagreement)
+        if loaded:
+            self._compare_loaded()
         return pieces
+
+    def _compare_loaded(self) -> None:
+        """Raise InputError on every rank where some must hold the same weights and do not."""
+        tensors, rows, masters = self._interpreter.tensors, self._rows, self._updates.masters
+        with self._failing_together():
+            weights = {
+                name: [rows.unpadded(name, t) for t in masters.held(name, tensors[name])]
+                for name in self._loaded or ()
+            }
+            disagreement = unequal(self.program, weights, self._channels)
+        if disagreement:
+            raise InputError(disagreement)
+        self._loaded = None
 
     def _told(self, told: Told) -> list[Told]:
         """What all ranks say of their batches, by rank."""
@@ -534,6 +554,7 @@ class Worker:
     def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors into this rank's; those of other ranks are passed over."""
         own = self._interpreter.tensors
+        self._loaded = self._loaded or set()
         with torch.no_grad():
             for given, whole in named:
                 name, tensor = self._placed(given, whole)
@@ -542,6 +563,7 @@ class Worker:
                 for held in self._updates.masters.held(name, own[name]):
                     self._rows.unpadded(name, held).copy_(tensor)
                 self._missing.discard(name)
+                self._loaded.add(name)
 
     def _placed(self, given: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
         """The name of a tensor that is given under one of its names, and this rank's part of it if

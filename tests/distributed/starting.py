@@ -1,6 +1,7 @@
 """Ranks that are not given the same: prints what each way does on each rank, as JSON.
 
-torchrun --nproc-per-node 4 starting.py FOLDER, which has `out`, and `other` with other weights.
+torchrun --nproc-per-node 4 starting.py FOLDER, which has `out`, `other` with other weights,
+`tied` and `tensor`.
 """
 
 import json
@@ -113,6 +114,41 @@ class Case:
             fewer = self.own(worker, microbatches=1)
             self.attempt(worker.evaluate, self.own(worker) if self.odd else fewer)
             self.attempt(worker.evaluate, fewer)
+
+    def loaded(self, name: str, other: bool, *tensors: str) -> None:
+        """Step with a tensor that is another on some ranks, with the same again, and onwards."""
+        state = zoo.build("gpt-tied" if name == "tied" else "gpt")[0].state_dict()
+        with pc.load(self.folder / name).worker() as worker:
+            worker.set_optimizer(torch.optim.SGD, lr=0.1)
+            bad = {n: state[n] + 1 for n in tensors if other}
+            worker.load_state_dict(state | bad)
+            for call in (worker.evaluate, worker.step):
+                self.attempt(call, self.own(worker))
+            worker.load_state_dict(state)
+            for _ in range(2):
+                self.attempt(worker.train_step, self.own(worker))
+            worker.load_state_dict(state | bad)
+            self.attempt(worker.train_step, self.own(worker))
+
+    def another_weight_on_one_data_rank(self) -> None:
+        self.loaded("out", self.rank == 3, "head.weight")
+
+    def another_weight_on_one_tensor_rank(self) -> None:
+        self.loaded("tensor", self.odd, "layers.1.ffn_norm.weight", "layers.1.ffn.up.weight")
+
+    def another_weight_on_one_pipeline_rank(self) -> None:
+        self.loaded("tied", self.rank > 1, "embedding.weight", "head.weight")
+
+    def another_seed_on_one_rank(self) -> None:
+        torch.manual_seed(int(self.odd))
+        inputs = (torch.ones(ROWS, 2),)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
+        mesh = pc.Mesh(data=4)
+        program = pc.compile(model, mesh, inputs, microbatches=1, loss=torch.mean)
+        with program.worker() as worker:
+            self.attempt(worker.step, inputs)
+            worker.load_state_dict({"0.weight": torch.ones(1, 2), "0.bias": torch.zeros(1)})
+            self.attempt(worker.step, inputs)
 
     def a_loss_that_is_not_finite(self) -> None:
         with pc.load(self.folder / "out").worker() as worker:

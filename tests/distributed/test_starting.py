@@ -20,6 +20,10 @@ BATCHES = "InputError: ranks 0 and 2 were given different batches"
 REFUSED = "InputError: rank 1 refused its batch and says why: no rank has taken this one"
 LACKS = "InputError: the batch lacks 'labels'"
 CALLS = "InputError: all ranks must make the same call (rank 0: evaluation of 1 micro-batches,"
+WEIGHTS = (
+    "InputError: ranks {} must hold the same weights, and do not ({} tensors differ, the first is "
+    "{!r}): seed every rank alike before building the model, or load the same weights on all of"
+)
 NAN = "is not finite (nan): the parameters are as before the step"
 
 
@@ -28,7 +32,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each rank was told, for each way."""
     folder = tmp_path_factory.mktemp("starting")
     for name in ("out", "other"):
-        program(name == "other").export(folder / name)
+        program(other=name == "other").export(folder / name)
+    program("gpt-tied").export(folder / "tied")
+    program(mesh=pc.Mesh(tensor=2, data=2)).export(folder / "tensor")
     text = torchrun(RANKS, Path(starting.__file__), str(folder))
     found: Said = {way: [[]] * RANKS for way in starting.WAYS}
     for line in text.splitlines():
@@ -38,19 +44,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return found
 
 
-def program(other: bool = False) -> pc.Program:
-    """Two pipeline and two data ranks; with `other` weights on request."""
-    model, inputs = zoo.build("gpt")
+def program(name: str = "gpt", other: bool = False, mesh: pc.Mesh | None = None) -> pc.Program:
+    """Two pipeline and two data ranks, or others; with `other` weights on request."""
+    model, inputs = zoo.build(name)
     if other:
         with torch.no_grad():
             next(model.parameters()).add_(1)
-    mesh = pc.Mesh(pipeline=2, data=2)
-    return pc.compile(model, mesh, inputs, microbatches=starting.MICROBATCHES, schedule="1f1b")
+    mesh = mesh or pc.Mesh(pipeline=2, data=2)
+    sharding = {"*up.weight": "S(0)"} if mesh.tensor > 1 else "auto"
+    return pc.compile(
+        model, mesh, inputs, microbatches=starting.MICROBATCHES, schedule="1f1b", sharding=sharding
+    )
 
 
-def loss(microbatches: int = starting.MICROBATCHES) -> float:
+def loss(microbatches: int = starting.MICROBATCHES, name: str = "gpt") -> float:
     """The mean loss of the model over the first micro-batches of both data coordinates."""
-    model, _ = zoo.build("gpt")
+    model, _ = zoo.build(name)
     with torch.no_grad():
         losses = [
             model(**{key: tensor[i : i + 2] for key, tensor in starting.batch(data).items()})
@@ -112,3 +121,28 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_on_request(said: Said) -> None
     for good, *bad in said["a_loss_that_is_not_finite"]:
         assert float(good) == pytest.approx(loss(), rel=1e-6)
         assert [f"LaunchError: the loss of step {n} {NAN}" for n in (2, 3)] == bad
+
+
+@pytest.mark.parametrize(
+    ("axis", "ranks", "tensors", "name"),
+    [
+        ("data", "2 and 3", 1, "head.weight"),
+        ("tensor", "0 and 1", 1, "layers.1.ffn_norm.weight"),  # of `up` they have pieces
+        ("pipeline", "0 and 2", 1, "embedding.weight"),
+    ],
+)
+def test_weights_that_differ_where_they_must_not_are_refused_after_every_loading(
+    said: Said, axis: str, ranks: str, tensors: int, name: str
+) -> None:
+    refused = WEIGHTS.format(ranks, tensors, name)
+    expected = loss(name="gpt-tied" if axis == "pipeline" else "gpt")
+    for *bad, good, trained, again in said[f"another_weight_on_one_{axis}_rank"]:
+        assert all(text.startswith(refused) for text in (*bad, again)), bad
+        assert float(good) == pytest.approx(expected, rel=1e-6)
+        assert float(trained) != float(good)
+
+
+def test_ranks_that_build_models_from_different_seeds_are_refused(said: Said) -> None:
+    for refused, loaded in said["another_seed_on_one_rank"]:
+        assert refused.startswith(WEIGHTS.format("0 and 1", 2, "0.bias"))
+        assert float(loaded) == 2.0
