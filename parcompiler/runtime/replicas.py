@@ -21,8 +21,7 @@ from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.gather import shared
 from parcompiler.runtime.program import RankProgram
 
-BLOCK = 2**18  # elements that are multiplied at once: they stay in a cache
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+BLOCK = 2**18  # integers that are multiplied at once: they stay in a cache
 _ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*
 
 
@@ -101,16 +100,23 @@ def _digests(tensors: Sequence[Sequence[torch.Tensor]], device: torch.device) ->
         return []
     factors = _mixed(torch.arange(1, BLOCK + 1, device=device) * _ODD) | 1
     with torch.no_grad():
-        every = [_folded(torch.stack([_folded(_words(t), factors) for t in group]), factors)
-                 for group in tensors]  # fmt: skip
-        return torch.stack(every).tolist()
+        every = [
+            torch.stack([_folded(words, factors) for tensor in group for words in _words(tensor)])
+            for group in tensors
+        ]
+        return torch.stack([_folded(numbers, factors) for numbers in every]).tolist()
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as integers of its width."""
+def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor as integers: eight by eight, which is fastest, then those left over."""
     flat = in_memory(tensor.detach()).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_INTEGERS[flat.element_size()])
+    raw = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = len(raw) // 8 * 8
+    yield raw[:whole].view(torch.int64)
+    if whole < len(raw):
+        yield raw[whole:].long()
 
 
 def _folded(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

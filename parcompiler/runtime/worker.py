@@ -57,7 +57,8 @@ class Worker:
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare what
     they were given in the first step, and in every `check_batches`-th one from there on; in the
-    first alone where that is 0. It must be the same on all ranks.
+    first alone where that is 0. It must be the same on all ranks. In the first call after weights
+    were loaded otherwise than from `folder`, ranks compare digests of what they must hold alike.
 
     Starts torch.distributed from torchrun's environment unless the caller has; then it is the
     caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
@@ -167,6 +168,9 @@ class Worker:
         batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
         of theirs, so an average over batches weighs each by its rows. Raises InputError for other
         numbers of rows, as `step` does.
+
+        What changes with the mode are operators: dropout, attention's dropout, norms. Python of the
+        model that branches on `self.training` was followed once, when the model was captured.
         """
         modes = {module: module.training for module in self._modules()}
         kept = [(buffer, buffer.clone()) for stage in modes for buffer in stage.buffers()]

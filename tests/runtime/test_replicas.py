@@ -33,6 +33,8 @@ def test_a_digest_is_of_the_values_in_their_order_whatever_the_memory() -> None:
     assert digest(tensor) == digest(strided) == digest(tensor.conj().clone().conj())
     assert digest(tensor) == digest(tensor.t().contiguous().t())
     assert digest(tensor) != digest(tensor.flip(0))
+    values = torch.arange(9.0)
+    assert digest(values[1:]) == digest(values[1:].clone())  # not at a multiple of 8 bytes
     assert digest(torch.zeros(0)) == digest(torch.zeros(0, 3))
     assert digest(tensor, strided) != digest(strided)  # a parameter and its master
 
