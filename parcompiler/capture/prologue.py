@@ -2,12 +2,13 @@
 
 They need no parameter, gradient or chance, and serve several blocks: masks, position ids, rotary
 tables. Memory that is written in place moves as a whole: all who write to it, and all who read it
-before the last of them, are in the prologue or none is.
+before the last of them, are in the prologue or none is. So do the results of a node with several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
@@ -38,9 +39,15 @@ def prologue_of(
     while True:
         for node in wanted:
             found |= cone(node, effects)
-        wanted = [node for node in effects.early_readers(found) if node not in found]
+        more = {*effects.early_readers(found), *_items(found)}
+        wanted = [node for node in nodes if node in more - found]
         if not wanted:
             return found
+
+
+def _items(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """The results of those nodes that have several: a list of tensors is never read or sent."""
+    return (user for node in nodes for user in node.users if user.target is operator.getitem)
 
 
 def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:

@@ -1,5 +1,7 @@
 """What every stage may compute for itself: no parameters, no gradient, no chance."""
 
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -81,6 +83,29 @@ def test_what_reads_a_buffer_that_changes_stays() -> None:
     assert {item.name for item in graph.parameters if item.mutated} == {"calls", "seen"}
     read = {operand.name for node in cut(graph, 1).prologue for operand in node.all_input_nodes}
     assert not read & changing
+
+
+class Parted(Stack):
+    """Two parts of the batch: one goes into a draw alone, the other to all layers."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        first, second = x.split([1, WIDTH - 1], -1)
+        F.dropout(first)
+        for layer in self.layers:
+            x = layer(x) * second.mean(-1, keepdim=True)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def test_results_of_a_node_with_several_move_together() -> None:
+    graph = capture(Parted(), XY)
+    parts = cut(graph, 1)
+    assert sum(node.target is operator.getitem for node in parts.prologue) == 2
+    read = [node for block in parts.blocks for node in block.inputs]
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in read)
+    sent = [n for n in parts.prologue if n.target is operator.getitem][:1]
+    for again in (sent, [n for n in parts.prologue if n.name == "mean"]):
+        blocks = cut(graph, 1, again).blocks
+        assert all(isinstance(n.meta["val"], torch.Tensor) for b in blocks for n in b.inputs)
 
 
 def test_a_cone_has_the_writers_of_its_memory() -> None:
