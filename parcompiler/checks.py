@@ -11,12 +11,13 @@ from parcompiler.errors import InputError, shown
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import Check
-from parcompiler.options import MOST_PASSES, Options, offered
+from parcompiler.options import METHODS, MOST_PASSES, Options, offered
 from parcompiler.passes import Pass
 from parcompiler.plan import Plan
 from parcompiler.program import Program
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
 from parcompiler.schedules.planned import planned
+from parcompiler.schedules.vocabulary import spread
 
 
 def check_kinds(mesh: object, plan: object, passes: object) -> None:
@@ -98,6 +99,8 @@ def _check_order(mesh: Mesh, options: Options) -> None:
     else:
         return
     _check_updates(mesh, schedule)
+    if schedule.asynchronous and options.vocabulary in METHODS and ranks > 1:
+        spread(schedule, options.vocabulary)  # which refuses
     if schedule.asynchronous and options.narrow is not None:
         message = (
             f"{schedule.name!r} updates parameters inside the step, and keeps no masters of them "

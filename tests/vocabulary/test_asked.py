@@ -58,6 +58,10 @@ def focal(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (-((1 - own.exp()) ** 2) * own).mean()
 
 
+def averaged(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return logits.square().mean() + 0 * y.sum()
+
+
 class Twice(Words):
     """Reads its head a second time."""
 
@@ -131,6 +135,9 @@ def test_a_way_that_there_is_not_is_refused() -> None:
 def test_pipedream_cannot_have_it_on_all_ranks() -> None:
     with pytest.raises(pc.InputError, match=r"cannot be spread under 'pipedream', .* synchronous"):
         compiled(Words(), schedule="pipedream")
+    given: dict[str, Any] = {"microbatches": 2, "schedule": "pipedream", "vocabulary": "naive"}
+    with pytest.raises(pc.InputError, match=r"cannot be spread under 'pipedream'"):
+        pc.compile(Words(averaged), pc.Mesh(pipeline=2), (TOKENS, TOKENS), **given)  # no head
 
 
 @cache
