@@ -112,9 +112,15 @@ def _refusal(
     types: Sequence[Placement],
 ) -> str:
     """What to say of demands that no placement agrees with."""
-    demands = " and ".join(f"{pattern!r}: '{placements[pattern]}'" for pattern in patterns)
-    possible = ", ".join(dict.fromkeys(map(_plain, types)))
     shape = " x ".join(map(str, item.shape))
+    alone = [p for p in patterns if not any(agrees(t, placements[p]) for t in types)]
+    demands = " and ".join(f"{pattern!r}: '{placements[pattern]}'" for pattern in alone or patterns)
+    if not alone:
+        return (
+            f"sharding pins {demands}, which exclude each other for {item.name} ({shape}): "
+            "let one pattern name it"
+        )
+    possible = ", ".join(dict.fromkeys(map(_plain, types)))
     return (
         f"sharding pins {demands}, but {item.name} ({shape}) can only be {possible}: "
         "change the pins that name it"

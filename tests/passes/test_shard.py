@@ -326,8 +326,18 @@ def test_pins_that_exclude_each_other_are_named() -> None:
     pins = {"*.ffn.up.weight": "S(0)", "layers.*.up.*": "R", "*.attention.*": "R"}
     with pytest.raises(InfeasibleError) as caught:
         decided(problem(graph, sharding=pins))
-    assert "'*.ffn.up.weight': 'S(0)' and 'layers.*.up.*': 'R'" in str(caught.value)
+    demands = "'*.ffn.up.weight': 'S(0)' and 'layers.*.up.*': 'R'"
+    where = "layers.0.ffn.up.weight (4096 x 1024)"
+    assert f"{demands}, which exclude each other for {where}" in str(caught.value)
     assert "attention" not in str(caught.value)
+    assert "can only" not in str(caught.value)
+
+
+def test_of_pins_of_a_parameter_the_one_that_no_rule_can_keep_is_named() -> None:
+    pins = {"*": "R", "*.ffn_norm.weight": "S(0)"}
+    with pytest.raises(InfeasibleError, match=r"can only be R") as caught:
+        decided(problem(captured("gpt"), sharding=pins))
+    assert "'*': 'R'" not in str(caught.value)
 
 
 def test_a_pin_that_no_rule_can_keep_is_refused() -> None:
