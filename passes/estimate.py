@@ -21,6 +21,7 @@ from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, timing
 from parcompiler.timeline.candidate import timing_of_many
+from parcompiler.timeline.order import detached
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
@@ -168,31 +169,40 @@ def _cost(
     )
 
 
-def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, tuple[int, ...], fx.Node]]:
-    """The values that other stages use, in order of execution: source, targets, node."""
+def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:
+    """The values that other stages use, in order of execution: source, users, node.
+
+    Of each stage that uses it is said whether that leads to the loss.
+    """
     assert plan.stages is not None
     priced = problem.under(plan)
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
     stage_of = [home[block.name] for block in priced.cut.blocks]
     for b, block in enumerate(priced.cut.blocks):
         for node in block.outputs:
-            users = {stage_of[priced.home[u]] for u in node.users if u in priced.home}
-            targets = tuple(sorted(users - {stage_of[b]}))
-            if targets:
-                yield stage_of[b], targets, node
+            users: dict[int, bool] = {}
+            for user in node.users:
+                j = stage_of[priced.home.get(user, b)]
+                if j != stage_of[b]:
+                    users[j] = users.get(j, False) or user.name in problem.graph.differentiable
+            if users:
+                yield stage_of[b], users, node
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
     """One message per value that another stage uses, in order of execution."""
     placement = planned(plan).placement
-    for source, targets, node in carried(problem, plan):
-        pairs = [(placement[source], placement[j]) for j in targets]
-        seconds = collective.message(problem.mesh, pairs, nbytes_of(node))
+    for source, users, node in carried(problem, plan):
         returns = node.name in problem.graph.differentiable
-        yield Message(
-            source=source,
-            targets=targets,
-            seconds=seconds,
-            gradient=seconds if returns else None,
-            nbytes=nbytes_of(node),
-        )
+        apart = detached(source, users, placement) if returns else ()
+        for targets in (tuple(j for j in sorted(users) if j not in apart), apart):
+            if targets:
+                pairs = [(placement[source], placement[j]) for j in targets]
+                seconds = collective.message(problem.mesh, pairs, nbytes_of(node))
+                yield Message(
+                    source=source,
+                    targets=targets,
+                    seconds=seconds,
+                    gradient=seconds if returns and targets != apart else None,
+                    nbytes=nbytes_of(node),
+                )

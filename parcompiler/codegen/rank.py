@@ -84,6 +84,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     lists = lowered.instructions
     shapes = _shapes(lowered, at.tensor)
+    stages = tuple(stage.index for stage in lowered.on_rank(own))
     return RankProgram(
         rank=rank,
         size=grid.size,
@@ -98,13 +99,18 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
             for item in graph.inputs
         },
         values={
-            name: Value(shapes[name], value.dtype, value.differentiable, value.order)
+            name: Value(
+                shapes[name],
+                value.dtype,
+                value.differentiable and not {*stages} & {*value.detached},
+                value.order,
+            )
             for name, value in lowered.values.items()
         },
         tied={item.label: Tied(item.name, item.ranks) for item in lowered.tied},
         buckets={item.label: item.names for item in lowered.buckets if own in item.ranks},
         channels=channels_of(lists),
-        stages=tuple(stage.index for stage in lowered.on_rank(own)),
+        stages=stages,
         instructions=on_rank(lists[own], at, grid),
         evaluation=on_rank(lowered.evaluation[own], at, grid),
         aliases={alias: item.name for item in graph.parameters for alias in item.aliases},

@@ -25,7 +25,7 @@ def written(
 ) -> list[tuple[Instruction, ...]]:
     """The instructions of every rank; `orders` have the head of `spread`, not its embeddings."""
     placement, links = _wired(stages, values)
-    names = [value.name for value in _between(values)]
+    names = [value.name for value in _between(values) for _ in _links(value)]
     if spread is None:
         return Names(names).lists(walked(placement, orders, links))
     embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
@@ -55,7 +55,8 @@ def with_head(
 
 def _wired(stages: Sequence[Stage], values: Mapping[str, Value]) -> tuple[list[int], list[Link]]:
     """The ranks of the stages, and what goes between these."""
-    return [stage.rank for stage in stages], [_link(value) for value in _between(values)]
+    links = [link for value in _between(values) for link in _links(value)]
+    return [stage.rank for stage in stages], links
 
 
 def _between(values: Mapping[str, Value]) -> list[Value]:
@@ -63,10 +64,11 @@ def _between(values: Mapping[str, Value]) -> list[Value]:
     return [value for value in values.values() if value.producer != NOWHERE]
 
 
-def _link(value: Value) -> Link:
-    """A value as messages between stages say it."""
-    users = tuple(j for j in value.consumers if j != NOWHERE)
-    return Link(value.producer, users, value.differentiable)
+def _links(value: Value) -> list[Link]:
+    """A value as messages say it: to stages from which its gradient comes back, and to others."""
+    users = tuple(j for j in value.consumers if j != NOWHERE and j not in value.detached)
+    links = [Link(value.producer, users, value.differentiable)] if users else []
+    return [*links, *([Link(value.producer, value.detached, False)] if value.detached else [])]
 
 
 def _layers(spread: Spread, *, training: bool) -> Layers:

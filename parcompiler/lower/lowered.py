@@ -25,6 +25,8 @@ class Value:
 
     `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
     What the layers of the vocabulary make or use has them as producer or consumer NOWHERE.
+    `detached` are the consumers on ranks that send no gradient back: none of their use of a
+    differentiable value leads to the loss.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Value:
     producer: int
     consumers: tuple[int, ...]
     order: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from parcompiler.lower.lowered import Call, Stage, Tied, Value
 from parcompiler.lower.names import variables
 from parcompiler.plan import Plan
 from parcompiler.schedules.action import NOWHERE
+from parcompiler.timeline.order import detached
 
 
 class Division:
@@ -54,16 +55,23 @@ class Division:
 
     def _value(self, node: fx.Node, producer: int) -> Value:
         """A node's value and the other stages that use it."""
-        consumers = {self.stage_of[user] for user in node.users if user in self.stage_of}
-        consumers |= {NOWHERE} if node is self.headed else set()
+        leading = self.graph.differentiable
+        users: dict[int, bool] = {}  # by stage: whether its use leads to the loss
+        for user in node.users:
+            j = self.stage_of.get(user, producer)
+            if j != producer:
+                users[j] = users.get(j, False) or user.name in leading
+        differentiable, made = node.name in leading, producer != NOWHERE
+        apart = detached(producer, users, self.ranks) if differentiable and made else ()
         return Value(
             name=self.variables[node],
             shape=shape_of(node),
             dtype=dtype_of(node),
-            differentiable=node.name in self.graph.differentiable,
+            differentiable=differentiable,
             producer=producer,
-            consumers=tuple(sorted(consumers - {producer})),
+            consumers=tuple(sorted({*users, *([NOWHERE] if node is self.headed else [])})),
             order=order_of(node),
+            detached=apart,
         )
 
     def tied(self) -> tuple[Tied, ...]:

@@ -319,6 +319,7 @@ def _sent_back(lowered: Lowered, stage: Stage) -> int:
         value.nbytes
         for value in received
         if value.differentiable
+        and stage.index not in value.detached
         and value.producer != NOWHERE
         and lowered.stages[value.producer].rank != stage.rank
         and stage.index == min(_users_on(lowered, stage.rank, value.consumers))

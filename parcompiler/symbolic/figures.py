@@ -36,7 +36,7 @@ class StageFigures:
 @dataclass(frozen=True, slots=True)
 class MessageFigures:
     """A value of `nbytes` that stage `source` gives to the stages `targets` for each micro-batch;
-    its gradient `returns` from there."""
+    its gradient `returns` from there (but where its use does not lead to the loss)."""
 
     name: str
     source: int

@@ -58,7 +58,7 @@ class Parts:
             if field not in ("message", "saved", *STATE)
         }
         sent = carried(self.problem, self.plan)
-        message = (len(targets) * self._nbytes(node) for i, targets, node in sent if i == j)
+        message = (len(users) * self._nbytes(node) for i, users, node in sent if i == j)
         values, optimizer = self._states(blocks)
         return Forms(
             **sums,

@@ -41,6 +41,18 @@ class Link(NamedTuple):
     returns: bool  # whether a gradient comes back
 
 
+def detached(source: int, users: Mapping[int, bool], placement: Sequence[int]) -> tuple[int, ...]:
+    """The stages that use a value of stage `source` on ranks that send no gradient of it back.
+
+    `users` says of each stage whether its use leads to the loss.
+
+    >>> detached(0, {1: True, 2: False, 3: False}, placement=[0, 1, 2, 1])
+    (2,)
+    """
+    back = {placement[source], *(placement[j] for j, leads in users.items() if leads)}
+    return tuple(j for j in sorted(users) if placement[j] not in back)
+
+
 class Transfer(NamedTuple):
     """One end of the message of link `number`, or of its gradient: to or from rank `peer`."""
 

@@ -77,10 +77,13 @@ def _reason(step: Step, way: Way) -> str:
     if maker == NOWHERE:
         return f"all ranks make {name} together"
     home = step.wiring.stages[maker].rank
+    ways = [(crossing.name, crossing.target) for crossing in step.wiring.crossings]
     if gradient and not step.training:
         return "there are no gradients"
     if gradient and not step.wiring.differentiable(name):
         return f"{name} carries no gradient"
+    if gradient and target == home and (name, source) in ways:
+        return f"what rank {source} makes of {name} does not lead to the loss"
     made, used = (target, source) if gradient else (source, target)
     if home != made:
         return f"rank {home} makes {name}, not rank {made}"

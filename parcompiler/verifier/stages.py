@@ -315,6 +315,11 @@ def _value(
     if value.differentiable != wiring.differentiable(name):
         carries, listed = ("a", "none") if wiring.differentiable(name) else ("no", "one")
         yield Fault(TYPED, f"{name} carries {carries} gradient ({listed} is listed)")
+    crossings = [c for c in wiring.crossings if c.name == name and not c.differentiable]
+    apart = sorted(j for c in crossings for j in c.readers) if value.differentiable else []
+    if list(value.detached) != apart:
+        where, listed = (_stages(s) if s else "no stage" for s in (apart, value.detached))
+        yield Fault(TYPED, f"{name} is detached on {where} ({listed} is listed)")
 
 
 def _stages(stages: Sequence[int]) -> str:

@@ -156,6 +156,12 @@ class Wiring:
         node = self.nodes.get(name)
         return node is not None and node.name in self.graph.differentiable
 
+    def leads(self, name: str, j: int) -> bool:
+        """Whether a gradient comes from what stage `j` computes of a value directly."""
+        users = self.nodes[name].users if name in self.nodes else ()
+        leading = (user for user in users if user.name in self.graph.differentiable)
+        return any(j == home for user in leading for home, _ in self.homes.get(user, ()))
+
     def tensor(self, node: fx.Node) -> Parameter | None:
         """The parameter or buffer that a node stands for."""
         return self.graph.by_node.get(node.name)
@@ -174,5 +180,7 @@ class Wiring:
             source = self.stages[maker].rank
             for target in sorted({self.stages[j].rank for j in readers}):
                 there = tuple(j for j in readers if self.stages[j].rank == target)
-                differentiable = self.differentiable(name)
-                yield Crossing(name, maker, source, there, target, differentiable)
+                back = self.differentiable(name) and (
+                    source == target or any(self.leads(name, j) for j in there)
+                )
+                yield Crossing(name, maker, source, there, target, back)

@@ -13,6 +13,7 @@ import parcompiler as pc
 from parcompiler.instruction import Kind
 from parcompiler.pool import Job, pool
 from tests.distributed.models import WIDTH
+from tests.verifier.edits import edited, texts
 
 TOKENS, STEPS, MICROBATCHES = 16, 2, 2
 INPUTS = {"tokens": torch.arange(8).view(2, 4), "labels": torch.arange(8, 16).view(2, 4)}
@@ -118,6 +119,37 @@ def test_a_step_with_weight_decay_is_that_of_one_process(
     for name, tensor in found.state.items():
         if name != "mean" or mesh.data == 1:  # data ranks keep means of their own rows
             assert torch.allclose(tensor, state[name], rtol=1e-4, atol=1e-6), name
+
+
+class Watched(Probe):
+    """A value that leads to the loss through one stage, and to a buffer alone through another."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[1](self.layers[0](self.embed(tokens)))
+        for layer in self.layers[2:]:
+            x = layer(x)
+        with torch.no_grad():
+            self.mean.add_(self.layers[3](first).mean((0, 1)))
+        return F.cross_entropy(self.head(x + first.detach()).flatten(0, 1), labels.flatten())
+
+
+def test_no_gradient_comes_back_from_a_stage_whose_use_does_not_lead_to_the_loss() -> None:
+    program = pc.compile(
+        Watched(), pc.Mesh(pipeline=3), INPUTS, microbatches=2,
+        schedule="1f1b", stages="even", vocabulary="whole",
+    )  # fmt: skip
+    values = program.lowered.values.values()
+    (value,) = (value for value in values if len(value.consumers) > 1)
+    assert value.differentiable and value.detached == (2,)
+    lists = program.lowered.instructions
+    sent = [line for line in lists[2] if line.gradient and line.value == value.name]
+    assert not sent
+    assert any(line.gradient and line.value == value.name for line in lists[1])
+    back = f"SEND {value.name}.grad mb 0 to 0"
+    (fault,) = texts(edited(program.lowered, 2, lambda lines: lines.insert(-1, back)))
+    assert f"what rank 2 makes of {value.name} does not lead to the loss" in fault
+    found = program.verify()
+    assert found.ok, str(found)
 
 
 def test_nothing_is_sent_back_where_nothing_is_trained() -> None:

@@ -236,6 +236,7 @@ def test_random_nodes_are_on_one_stage() -> None:
             "layers_1 is torch.float32 (2, 4) on stage 1, and buffers are torch.bfloat16 (2, 4)",
         ),
         ({"differentiable": False}, "layers_1 carries a gradient (none is listed)"),
+        ({"detached": (2,)}, "layers_1 is detached on no stage (stage 2 is listed)"),
         (
             {"producer": 0},
             "layers_1 goes from stage 1 to stage 2 (listed from stage 0 to stage 2)",
