@@ -216,7 +216,7 @@ def _divide(
         )
     except InfeasibleError as error:
         most = max(besides)
-        if most:
+        if most and len(schedule.placement) <= len(problem.priced(level).cut.blocks):
             kept = f"{most:,} bytes" if most == min(besides) else f"up to {most:,} bytes"
             error.add_note(f"{kept} of it are kept free for messages, batch and vocabulary")
         raise
