@@ -10,13 +10,22 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 GOLDEN = Path(__file__).parent / "golden"
-STARTING_RANKS = (
-    "tests/distributed/",
-    "tests/examples/",
-    "tests/random_models/",
-    "tests/runtime/test_tensor.py",
-    "tests/runtime/test_vocabulary_ranks.py",
-)
+STARTING_RANKS = {  # by group: those that start processes of their own, and those of the pool
+    "started": (
+        "tests/distributed/test_export.py",
+        "tests/distributed/test_failures.py",
+        "tests/distributed/test_kills.py",
+        "tests/distributed/test_starting.py",
+        "tests/distributed/test_training.py",
+        "tests/distributed/test_vocabulary_failures.py",
+        "tests/distributed/test_vocabulary_use.py",
+        "tests/examples/",
+        "tests/random_models/",
+        "tests/runtime/test_tensor.py",
+        "tests/runtime/test_vocabulary_ranks.py",
+    ),
+    "pool": ("tests/distributed/",),
+}
 
 collect_ignore = ["golden"]  # emitted scripts: they are compared and linted, not imported
 
@@ -35,13 +44,14 @@ def pytest_configure() -> None:
 
 
 class Sharing(LoadScopeScheduling):  # type: ignore[misc]
-    """What workers of pytest-xdist share out: files, but all that starts ranks goes to one, so that
-    the suite has one pool of processes, and not more of them at once than it means to."""
+    """What workers of pytest-xdist share out: files, but what starts ranks goes to two, so that the
+    suite has one pool of processes, and not more of them at once than it means to."""
 
     def _split_scope(self, nodeid: str) -> str:
         """What stays together with a test."""
         path = nodeid.split("::", 1)[0]
-        return "ranks" if path.startswith(STARTING_RANKS) else path
+        groups = (name for name, paths in STARTING_RANKS.items() if path.startswith(paths))
+        return next(groups, path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing:

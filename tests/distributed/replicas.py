@@ -82,9 +82,6 @@ def explode(*_: object) -> None:
 def failing(folder: str, way: str) -> None:
     """Fail, and print what that raised."""
     start, raised = time.perf_counter(), ""
-    # A run of its own for each way: the first failure of a run is the one that is told.
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     worker = pc.load(folder).worker()
     worker.set_optimizer(torch.optim.SGD, lr=0.1)
     try:
