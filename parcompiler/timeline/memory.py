@@ -14,24 +14,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
+from parcompiler.schedules.staleness import Line
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
 from parcompiler.timeline.run import START, Moments
 
 Change = tuple[float, int]  # second, bytes more from then on
 Place = tuple[int | None, int | None]  # stage and micro-batch
-
-
-class Compute(Protocol):
-    """What of an action or an instruction decides over memory."""
-
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def stage(self) -> int | None: ...
-
-    @property
-    def microbatch(self) -> int | None: ...
 
 
 class Buffer(NamedTuple):
@@ -54,7 +42,7 @@ class Held(Protocol):
     def orders(self) -> Sequence[Sequence[int]]: ...
 
     @property
-    def lines(self) -> Mapping[int, tuple[int, Compute]] | Sequence[tuple[int, Compute]]: ...
+    def lines(self) -> Mapping[int, tuple[int, Line]] | Sequence[tuple[int, Line]]: ...
 
     @property
     def buffers(self) -> Sequence[Buffer]: ...
