@@ -8,7 +8,7 @@ ids, rotary tables) form the *prologue*, which every stage may compute for itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -249,6 +249,10 @@ class Graph:
                 dtype = item.dtype.to_real()
                 sizes[dtype] = sizes.get(dtype, 0) + item.numel
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def trains(self, blocks: Iterable[Block]) -> bool:
+        """Whether something in some blocks depends on a trained parameter and leads to the loss."""
+        return any(node.name in self.differentiable for block in blocks for node in block.nodes)
 
     @cached_property
     def input_nodes(self) -> frozenset[str]:

@@ -166,6 +166,7 @@ def _cost(
         weight_more=bytes_of.weight_more,
         first=bytes_of.first(made),
         update=sum(map(problem.update_bytes, tensors)),
+        trained=problem.graph.trains([priced.cut.blocks[b] for b in blocks]),
     )
 
 

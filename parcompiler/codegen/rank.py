@@ -118,6 +118,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         data=grid.data,
         tensor=grid.tensor,
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
+        asynchronous=lowered.asynchronous,
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
         rows=_rows(lowered),
         narrow=graph.narrow,
@@ -275,6 +276,8 @@ def _fields(program: RankProgram) -> Iterator[str]:
     yield "evaluation=EVALUATION"
     if program.positional:
         yield "positional=True"
+    if program.asynchronous:
+        yield "asynchronous=True"
     if program.synchronized:
         yield "synchronized=True"
     if program.narrow is not None:

@@ -26,12 +26,13 @@ def written(
     """The instructions of every rank; `orders` have the head of `spread`, not its embeddings."""
     placement, links = _wired(stages, values)
     names = [value.name for value in _between(values) for _ in _links(value)]
+    untrained = frozenset(stage.index for stage in stages if not stage.trained)
     if spread is None:
-        return Names(names).lists(walked(placement, orders, links))
+        return Names(names).lists(walked(placement, orders, links), untrained)
     embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
     head = (spread.head.value, placement[spread.head.stage]) if spread.head else ("", NOWHERE)
     walk = whole_walk(placement, orders, links, _layers(spread, training=training))
-    return Names(names, embedded, head).lists(walk)
+    return Names(names, embedded, head).lists(walk, untrained)
 
 
 def with_head(

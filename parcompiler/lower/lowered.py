@@ -63,7 +63,8 @@ class Stage:
 
     `inputs` are tensors of the batch, `receives` values of earlier stages, `gives` values that
     later stages need (and the loss, on the stage that has it). `prologue` are the nodes that the
-    stage computes for itself instead of receiving them.
+    stage computes for itself instead of receiving them. A stage that is not `trained` has no
+    backward: nothing in it depends on a trained parameter and leads to the loss.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Stage:
     gives: tuple[str, ...]
     loss: str | None
     tensors: tuple[str, ...]
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ class Division:
             gives=tuple(self.variables[n] for n in given),
             loss=self.variables[self.graph.loss] if has_loss else None,
             tensors=tuple(self._stage_tensors(j, blocks, read)),
+            trained=self.graph.trains(blocks),
         )
 
     def _call(self, block: Block) -> Call:

@@ -153,7 +153,7 @@ def _stage(
         backward=float(cost.backward),
         state=cost.resident,
         activations=cost.saved,
-        in_flight=_in_flight(lowered.instructions[stage.rank], stage.index),
+        in_flight=_in_flight(lowered.instructions[stage.rank], stage.index) if stage.trained else 1,
         sent=_sent(lowered, stage),
         sent_back=_sent_back(lowered, stage),
     )

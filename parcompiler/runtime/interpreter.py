@@ -71,6 +71,7 @@ class Interpreter:
         self._reduction = Reduction(program, self.tensors)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
+        self._trained = {j for j in backwards if j is not None}  # the stages with a backward
         self._last = frozenset(backwards.values())  # of each stage
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
@@ -167,7 +168,7 @@ class Interpreter:
         loss = outputs[-1] if stage.loss else None
         if loss is not None:
             state.losses[i] = loss.detach()
-        if state.training:
+        if state.training and j in self._trained:
             edges = {
                 name: get_gradient_edge(tensor)
                 for name, tensor in results.items()
@@ -176,12 +177,15 @@ class Interpreter:
             state.saved[j, i] = Saved(edges, loss)
         for name, tensor in results.items():
             self._give(state, (name, i), tensor.detach())
+        if state.training and j not in self._trained:
+            for name in stage.receives:
+                self._finish(state, (name, i))
 
     def _called(
         self, state: State, stage: Stage, j: int, i: int, arguments: Mapping[str, torch.Tensor]
     ) -> Any:
         """What a stage returns; a program with updates keeps the weights for the backward."""
-        if state.training and self._versions is not None:
+        if state.training and self._versions is not None and j in self._trained:
             return self._versions.forward(stage, j, i, arguments)
         return stage(**arguments)
 
@@ -307,10 +311,9 @@ class Interpreter:
         return total
 
     def _finish(self, state: State, key: Key) -> None:
-        """After the last backward that used a value: its gradient is complete."""
-        producer_is_here = any(key[0] in stage.gives for stage in self.stages.values())
-        if producer_is_here:
-            return  # the producer's backward takes the gradient from the leaf
+        """After the last use of a value: its gradient is complete."""
+        if any(key[0] in self.stages[j].gives for j in self._trained):
+            return  # its stage is here, whose backward takes the gradient from the leaf
         state.used[key] += 1
         if state.used[key] == len(self._consumers[key[0]]):
             leaf = state.arrived.pop(key)

@@ -83,6 +83,7 @@ class RankProgram:
     data: int = 1
     tensor: int = 1
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    asynchronous: bool = False  # whether a step updates parameters itself, after every backward
     synchronized: bool = False  # whether layers count the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
@@ -113,11 +114,6 @@ class RankProgram:
     def microbatch(self, i: int) -> int:
         """The number of this rank's micro-batch `i` among those of all data coordinates."""
         return self.coordinate.data * self.microbatches + i
-
-    @cached_property
-    def asynchronous(self) -> bool:
-        """Whether a step updates the parameters itself, after every backward."""
-        return any(item.kind is Kind.UPDATE for item in self.instructions)
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:

@@ -104,7 +104,8 @@ def _timed(
     shared = vocabulary or VocabularyCost()
     source = shared.source % len(schedule.placement) if has_head else None
     layers = Layers(shared.method, shared.users, source) if vocabulary else None
-    program = _program(schedule.placement, schedule.orders, links_of(messages), layers)
+    links, untrained = links_of(messages), _untrained(costs)
+    program = _program(schedule.placement, schedule.orders, links, layers, untrained)
     prices = _prices(costs, messages, shared)
     moments = run(program.tasks, program.orders, seconds_of(program, prices))
     spans = tuple(
@@ -154,7 +155,7 @@ def order_peaks(
     """The peaks of `timing` alone, sooner, for orders that end; no layers that all ranks share."""
     walk = Walk(tasks, orders)
     moments = run(tasks.tasks, walk.codes, _seconds(tasks, walk.codes, orders, costs, messages))
-    held = walk.memory()
+    held = walk.memory(_untrained(costs))
 
     def size(sent: Send) -> int:
         return messages[sent.number].nbytes
@@ -192,6 +193,11 @@ def pairs_of(messages: Sequence[Message]) -> list[tuple[float, float]]:
     return [(message.seconds, message.gradient or 0.0) for message in messages]
 
 
+def _untrained(costs: Sequence[StageCost]) -> frozenset[int]:
+    """The stages without a backward."""
+    return frozenset(j for j, cost in enumerate(costs) if not cost.trained)
+
+
 def links_of(messages: Sequence[Message]) -> tuple[Link, ...]:
     """What joins the stages, whatever it takes."""
     return tuple(Link(x.source, x.targets, x.gradient is not None) for x in messages)
@@ -212,7 +218,11 @@ class _Ends(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _program(
-    placement: tuple[int, ...], orders: Orders, links: tuple[Link, ...], layers: Layers | None
+    placement: tuple[int, ...],
+    orders: Orders,
+    links: tuple[Link, ...],
+    layers: Layers | None,
+    untrained: frozenset[int],
 ) -> ProgramTasks:
     """The tasks of the lists that lowering would write, whatever their seconds are."""
     names = [f"v{number}" for number in range(len(links))]
@@ -233,7 +243,7 @@ def _program(
     walk = whole_walk(placement, orders, links, layers)
     _check_end(orders, walk.stuck)
     ends = [_Ends(tuple(r), tuple(g)) for r, g in zip(receives, gives, strict=True)]
-    return tasks_of(Names(names, embedded, head).lists(walk), ends)
+    return tasks_of(Names(names, embedded, head).lists(walk, untrained), ends)
 
 
 def _prices(

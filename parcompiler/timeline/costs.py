@@ -46,6 +46,7 @@ class StageCost:
 
     `resident` are bytes of parameters, gradients and optimizer states; the gradients among them are
     there from the `first` backward of a step on. `update` are added in the optimizer's step.
+    A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 
     forward: float
@@ -60,6 +61,7 @@ class StageCost:
     weight_more: int = 0
     update: int = 0
     first: First = field(default_factory=First)
+    trained: bool = True
 
     @property
     def early(self) -> int:

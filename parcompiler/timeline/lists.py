@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from parcompiler.instruction import EMBEDDING, Instruction, Kind
+from parcompiler.instruction import COMPUTE, EMBEDDING, Instruction, Kind
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline.collectives import Meeting
 from parcompiler.timeline.order import Step, Transfer, Walk
@@ -33,9 +34,21 @@ class Names:
             return Instruction(kind, value=self.embedded[j][0], microbatch=i)
         return Instruction(kind, stage=None if j == NOWHERE else j, microbatch=i)
 
-    def lists(self, walk: Walk) -> list[tuple[Instruction, ...]]:
-        """The instructions of every rank."""
-        return [tuple(map(self.line, own)) for own in walk.steps()]
+    def lists(
+        self, walk: Walk, untrained: AbstractSet[int] = frozenset()
+    ) -> list[tuple[Instruction, ...]]:
+        """The instructions of every rank, without backwards of the `untrained` stages: these would
+        compute, send and receive nothing."""
+        return [
+            tuple(
+                line
+                for line in map(self.line, steps)
+                if line.kind is Kind.FORWARD
+                or line.kind not in COMPUTE
+                or line.stage not in untrained
+            )
+            for steps in walk.steps()
+        ]
 
     def _collective(self, meeting: Meeting) -> Instruction:
         """The instruction of a collective."""

@@ -226,16 +226,19 @@ class Walk:
             self.moments = run(replace(tasks, needs=free), self.codes, seconds)
             waiting = self.moments.stuck(self.codes)
 
-    def memory(self) -> OrderMemory:
+    def memory(self, untrained: AbstractSet[int] = frozenset()) -> OrderMemory:
         """What these orders hold, without layers that all ranks share: buffers of messages from
-        when `steps` posts their receive to the last backward of their readers."""
+        when `steps` posts their receive to the last backward of their readers, or the forward of
+        those that are `untrained`."""
         m, unit = self.pipeline.microbatches, self.moments.ends
         lines = {
             code: (rank, item)
             for rank, (own, codes) in enumerate(zip(self.items, self.codes, strict=True))
             for code, item in zip(codes, own, strict=True)
             if isinstance(item, Action)
+            and (item.kind is Kind.FORWARD or item.stage not in untrained)
         }
+        orders = [[code for code in own if code in lines] for own in self.codes]
         ends = [[unit[code] for code in own] for own in self.codes]
         senders: dict[int, tuple[int, Send]] = {}  # by message, the last task that it waits for
         for code in lines:
@@ -251,14 +254,18 @@ class Walk:
             posted = self.codes[sent.target][k - 1] if k else START
             link = self.pipeline.links[sent.number]
             users = (link.source,) if sent.gradient else link.targets
-            last = [(3 * j + 1) * m + code % m for j in users if self._is_on(j, sent.target)]
+            last = [
+                (3 * j + (j not in untrained)) * m + code % m
+                for j in users
+                if self._is_on(j, sent.target)
+            ]
             buffers.append(Buffer(sent.target, sent, posted, [x for x in last if x in lines]))
         for (code, number, gradient), messages in leaving.items():
             rank = lines[code][0]
             sent = Send(0, rank, rank, number, gradient)
             buffers.append(Buffer(rank, sent, code, messages))
         trained = {(a.stage, a.microbatch) for _, a in lines.values() if a.kind in BACKWARDS}
-        return OrderMemory(self.codes, lines, buffers, trained)
+        return OrderMemory(orders, lines, buffers, trained)
 
     def _is_on(self, stage: int, rank: int) -> bool:
         """Whether a stage is on a rank."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 
-from parcompiler.instruction import Kind
+from parcompiler.instruction import BACKWARDS, Kind
 from parcompiler.verifier import parts
 from parcompiler.verifier.fault import Fault, numbers
 from parcompiler.verifier.steps import Pair, Part, Places, Step
@@ -57,7 +57,7 @@ def _missing(step: Step) -> Iterator[Fault]:
         yield from _absent(stage.rank, Kind.FORWARD, j, every - set(step.computed[Kind.FORWARD, j]))
         if step.training:
             yield from _backwards(step, j, every)
-        if step.asynchronous:
+        if step.asynchronous and j in step.wiring.trained:
             yield from _absent(
                 stage.rank, Kind.UPDATE, j, every - set(step.computed[Kind.UPDATE, j])
             )
@@ -76,6 +76,14 @@ def _backwards(step: Step, j: int, every: set[int]) -> Iterator[Fault]:
         set(step.computed[kind, j])
         for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
+    if j not in step.wiring.trained:
+        for kind in (*sorted(BACKWARDS), Kind.BACKWARD_WEIGHT, Kind.UPDATE):
+            if present := set(step.computed[kind, j]):
+                detail = (
+                    f"rank {rank} has {kind} stage {j} {numbers(present)}, which trains nothing"
+                )
+                yield Fault(FORM, detail)
+        return
     yield from _absent(rank, Kind.BACKWARD, j, every - whole - inputs - weights)
     why = " after its BACKWARD_INPUT: what that keeps is never used nor released"
     yield from _absent(rank, Kind.BACKWARD_WEIGHT, j, inputs - whole - weights, why)

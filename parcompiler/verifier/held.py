@@ -59,7 +59,9 @@ class Ledger:
     arriving: Counter[int]  # bytes of messages
     leaving: Counter[int]
     changes: dict[int, tuple[int, int]]  # bytes of activations with its begin, and with its end
-    flying: dict[int, tuple[int, int]]  # the stage of a micro-batch that begins (1) or ends (-1)
+    flying: list[
+        tuple[int, int, int]
+    ]  # place, stage, whether a micro-batch begins (1) or ends (-1)
     made: dict[int, int] = field(default_factory=dict)  # gradients of parameters, by place
     saving: dict[int, int] = field(default_factory=dict)  # what S saves, in bytes
     done: dict[int, int] = field(default_factory=dict)  # and where that ends
@@ -107,7 +109,7 @@ def faults(step: Step, memory: Memory) -> Iterator[Fault]:
 
 def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
     """What comes and goes on each rank."""
-    ledgers = [Ledger(Counter(), Counter(), {}, {}) for _ in step.lists]
+    ledgers = [Ledger(Counter(), Counter(), {}, []) for _ in step.lists]
     for j, stage in enumerate(step.wiring.stages):
         if step.training and 0 <= stage.rank < len(ledgers):
             ledger = ledgers[stage.rank]
@@ -115,10 +117,11 @@ def _ledgers(step: Step, costs: Sequence[StageCost]) -> list[Ledger]:
             lines = [(at, kind) for kind in COMPUTE for at in step.computed[kind, j].values()]
             for place, kind in sorted(lines):
                 before = made.of.get(j, 0)
-                ledger.changes[place] = made.bytes(j, costs[j], kind)
+                taken, given = made.bytes(j, costs[j], kind)
+                ledger.changes[place] = taken, given if j in step.wiring.trained else -taken
                 ledger.made[place] = made.of.get(j, 0) - before
-            ledger.flying |= dict.fromkeys(step.computed[Kind.FORWARD, j].values(), (j, 1))
-            ledger.flying |= dict.fromkeys(step.done[j].values(), (j, -1))
+            ledger.flying += ((at, j, 1) for at in step.computed[Kind.FORWARD, j].values())
+            ledger.flying += ((at, j, -1) for at in step.done[j].values())
     for crossing in step.wiring.crossings:
         value = step.wiring.lowered.values.get(crossing.name)
         if value is None or crossing.source == crossing.target:
@@ -219,7 +222,7 @@ def _fault(step: Step, rank: int, ledger: Ledger, early: int, fullest: Moment, l
     place, total = fullest.position, early + fullest.total
     made = sum(size for when, size in ledger.made.items() if when < place)
     flying = Counter[int]()
-    for when, (j, change) in ledger.flying.items():
+    for when, j, change in ledger.flying:
         flying[j] += change if when < place or (when == place and change > 0) else 0
     stages = [j for j, stage in enumerate(step.wiring.stages) if stage.rank == rank]
     counts = " + ".join(str(flying[j]) for j in stages)

@@ -134,7 +134,10 @@ class Step:
                 self.faults.append(Fault(FORM, f"rank {rank}: {line}: {problem}"))
 
     def _either(self, part: Kind, j: int) -> Places:
-        """Where stage `j` goes back through each micro-batch: whole, or with a part of it."""
+        """Where stage `j` goes back through each micro-batch: whole, or with a part of it. A stage
+        that has no backward is through with a micro-batch after its forward."""
+        if j not in self.wiring.trained:
+            return self.computed[Kind.FORWARD, j]
         return {**self.computed[part, j], **self.computed[Kind.BACKWARD, j]}
 
     def _compute(self, rank: int, position: int, line: Instruction) -> str | None:

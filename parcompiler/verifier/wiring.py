@@ -162,6 +162,13 @@ class Wiring:
         leading = (user for user in users if user.name in self.graph.differentiable)
         return any(j == home for user in leading for home, _ in self.homes.get(user, ()))
 
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The stages that compute something that depends on a trained parameter and leads to the
+        loss: the others have no backward."""
+        blocks = ([call.block for call in stage.calls] for stage in self.stages)
+        return frozenset(j for j, own in enumerate(blocks) if self.graph.trains(own))
+
     def tensor(self, node: fx.Node) -> Parameter | None:
         """The parameter or buffer that a node stands for."""
         return self.graph.by_node.get(node.name)

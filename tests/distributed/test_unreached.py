@@ -152,10 +152,14 @@ def test_no_gradient_comes_back_from_a_stage_whose_use_does_not_lead_to_the_loss
     assert found.ok, str(found)
 
 
-def test_nothing_is_sent_back_where_nothing_is_trained() -> None:
+def test_a_stage_in_which_nothing_is_trained_has_no_backward() -> None:
     program = pc.compile(
         built("probe"), pc.Mesh(pipeline=2), INPUTS, schedule="1f1b", stages="even"
     )
     assert not any(line.gradient for lines in program.lowered.instructions for line in lines)
     assert not any(value.differentiable for value in program.lowered.values.values())
-    assert any(line.kind is Kind.SEND for line in program.lowered.instructions[0])
+    kinds = {line.kind for line in program.lowered.instructions[0]}
+    assert kinds == {Kind.FORWARD, Kind.SEND, Kind.SHARE_LOSS}
+    added = edited(program.lowered, 0, lambda lines: lines.insert(-1, "BACKWARD stage 0 mb 0"))
+    (fault,) = texts(added)
+    assert fault.endswith("rank 0 has BACKWARD stage 0 mb 0, which trains nothing")

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,6 +16,8 @@ from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import backward, forward
 from parcompiler.schedules.v_shape import v_placement
 from parcompiler.timeline import First, Message, StageCost, Timeline, simulate, timing
+from parcompiler.timeline.candidate import links_of, order_peaks
+from parcompiler.timeline.order import OrderTasks
 from tests.timeline.test_simulate import stage
 
 NAMES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min")
@@ -63,6 +66,15 @@ def random_messages(chance: random.Random, stages: int) -> list[Message]:
     return found
 
 
+def freeze(count: int, costs: list[StageCost], messages: list[Message]) -> None:
+    """Train nothing in the first stages, and send no gradient back to them."""
+    for j in range(count):
+        costs[j] = replace(costs[j], backward=0.0, weight=0.0, first=First(), trained=False)
+    for n, message in enumerate(messages):
+        if message.source < count:
+            messages[n] = replace(message, gradient=None)
+
+
 def simulated(schedule: Schedule, costs: list[StageCost], messages: list[Message]) -> Timeline:
     """The lowered order in the simulator."""
     values = {
@@ -78,6 +90,7 @@ def simulated(schedule: Schedule, costs: list[StageCost], messages: list[Message
             [name for name, value in values.items() if j in value.consumers],
             [name for name, value in values.items() if j == value.producer],
             loss=j == len(schedule.placement) - 1,
+            trained=costs[j].trained,
         )
         for j, rank in enumerate(schedule.placement)
     ]
@@ -101,9 +114,13 @@ def test_the_simulator_says_the_same(seed: int) -> None:
     schedule = build(name, p, m, chance.randint(2, 3) if name == "interleaved" else 1)
     costs = random_costs(chance, len(schedule.placement))
     messages = random_messages(chance, len(schedule.placement))
+    if seed % 4 == 0:
+        freeze(chance.randrange(len(costs)), costs, messages)
     found, wanted = timing(schedule, costs, messages), simulated(schedule, costs, messages)
     assert found.step_time == pytest.approx(wanted.step_time, rel=1e-12)
     assert found.peak_memory == wanted.peak_memory
+    tasks = OrderTasks(schedule.placement, links_of(messages), m)
+    assert order_peaks(tasks, schedule.orders, costs, messages) == wanted.peak_memory
     for rank, spans in enumerate(found.spans):
         events = [e for e in wanted.events if e.rank == rank and e.instruction.kind in COMPUTE]
         assert list(spans) == [(e.begin, e.end) for e in sorted(events, key=lambda e: e.begin)]

@@ -36,11 +36,16 @@ def chain(ranks: Sequence[int]) -> tuple[tuple[Stage, ...], dict[str, Value]]:
 
 
 def stage(
-    j: int, rank: int, receives: Sequence[str], gives: Sequence[str], loss: bool = False
+    j: int,
+    rank: int,
+    receives: Sequence[str],
+    gives: Sequence[str],
+    loss: bool = False,
+    trained: bool = True,
 ) -> Stage:
     """A stage of which only the wiring matters."""
     name = "loss" if loss else None
-    return Stage(j, rank, (), (), (), tuple(receives), tuple(gives), name, ())
+    return Stage(j, rank, (), (), (), tuple(receives), tuple(gives), name, (), trained)
 
 
 def value(name: str, producer: int, *consumers: int) -> Value:
