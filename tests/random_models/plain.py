@@ -21,7 +21,8 @@ How equal is equal:
     integers    bit for bit
 
 What rounding makes of it is measured: the plain loop runs in float64 again, and every result of
-every operator, forward and backward, is changed by a random relative error of one epsilon. The
+every operator, forward and backward, is changed by a random relative error of one epsilon (in
+float16 by up to its least number besides, with the scale of the loss that the ranks have). The
 largest distance that this makes, `SAFETY` times, is allowed. (Of float64 itself it would show
 nothing, so that takes the epsilon of float32, and 2^-29 of what it makes.)
 
@@ -39,7 +40,8 @@ import os
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ CHOOSING = frozenset(  # operators that round nothing: an element must stay equa
     "masked_fill scatter max_pool2d_with_indices bernoulli_".split()
 )
 EVALUATION = -1  # in the place of the number of a step
+LEAST = 2.0**-24  # number above zero of float16
 SCALE = 16.0  # of the loss in float16: small enough that no step is skipped
 Tensors = dict[str, Tensor]
 Drawn = dict[tuple[Any, ...], list[Tensor]]  # by step, data rank, micro-batch, operator
@@ -136,7 +139,8 @@ def plain(
     optimizer = _optimizer(case, [p for p in named.values() if p.requires_grad])
     buffers = [_buffers(model, loss) for _ in range(ranks)]  # each data rank has its own
     losses, gradients = [], {}
-    perturbed = _Perturbed(epsilon, seed)
+    half = bool(epsilon) and case.OPTIONS.get("precision") == "fp16"
+    scale, perturbed = SCALE if half else 1.0, _Perturbed(epsilon, seed)
     with perturbed:
         for step, batch in enumerate(cast(b, torch.float64) for b in batches(case)):
             sums = []
@@ -146,16 +150,18 @@ def plain(
                 for i in range(count):
                     if late is not None:
                         late.begin(i)
-                    with _Replayed(drawn, (step, d, i)):
+                    with _Replayed(drawn, (step, d, i)), perturbed.underflowing(half):
                         value = called(case, model, loss, piece(case, batch, d * count + i))
-                        (value if stale else value / (count * ranks)).backward()
+                        (value * scale / (1 if stale else count * ranks)).backward()
                     sums.append(value.detach())
                     if late is not None:
+                        _divide(named.values(), scale)
                         late.end()
                 buffers[d] = _buffers(model, loss)
             losses.append(torch.stack(sums).mean())
             if stale:
                 continue
+            _divide(named.values(), scale)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if case.TRAINING["max_norm"] is not None:
@@ -171,6 +177,13 @@ def plain(
         "losses": torch.stack(losses), "gradients": gradients, "state": state,
         "evaluation": evaluation,
     }  # fmt: skip
+
+
+def _divide(parameters: Iterable[nn.Parameter], scale: float) -> None:
+    """Take the scale of the loss out of the gradients."""
+    for parameter in parameters:
+        if parameter.grad is not None and scale != 1.0:
+            parameter.grad.div_(scale)
 
 
 class _Late:
@@ -357,12 +370,20 @@ def _whole(pieces: Tensor | list[Tensor], shape: torch.Size) -> Tensor:
 
 
 class _Perturbed(TorchDispatchMode):
-    """Changes what operators read and what they compute by random relative errors of `epsilon`."""
+    """Changes what operators read and what they compute by random relative errors of `epsilon`,
+    and within `underflowing` by up to the least number of float16 besides, but for zeros."""
 
     def __init__(self, epsilon: float, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._epsilon = epsilon
+        self._epsilon, self._least = epsilon, 0.0
         self._generator = torch.Generator().manual_seed(seed)
+
+    @contextmanager
+    def underflowing(self, on: bool) -> Iterator[None]:
+        """Around what is computed in float16, where `on`."""
+        self._least = LEAST if on else 0.0
+        yield
+        self._least = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator."""
@@ -383,8 +404,8 @@ class _Perturbed(TorchDispatchMode):
         """A value with errors, where it is a tensor in float64."""
         if not isinstance(leaf, Tensor) or leaf.dtype != torch.float64:
             return leaf
-        noise = torch.rand(leaf.shape, generator=self._generator, dtype=leaf.dtype)
-        return leaf * (1 + self._epsilon * (2 * noise - 1))
+        noise = 2 * torch.rand(leaf.shape, generator=self._generator, dtype=leaf.dtype) - 1
+        return leaf * (1 + self._epsilon * noise) + self._least * noise * (leaf != 0)
 
 
 # ------------------------------------------------------------------------------------ the ranks
@@ -580,7 +601,7 @@ def _limits(
                 distance = _size(other[label] - tensor) * factor
                 limits[label] = max(limits[label], SAFETY[narrow] * distance)
     relative = 1e-9 if double else 4 * epsilon  # its own last operations
-    least = 2.0**-24 / SCALE if narrow == torch.float16 else 0.0  # the smallest gradient
+    least = LEAST / SCALE if narrow == torch.float16 else 0.0  # the smallest gradient
     known = {label: _size(exact[label]) for label in limits}
     return {label: limits[label] + relative * size + least for label, size in known.items()}
 
