@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 from torch import fx
 
 from parcompiler.capture.blocks import Cut, cut, levels
-from parcompiler.capture.effects import effects_of
+from parcompiler.capture.effects import effects_of, is_repeatable
 from parcompiler.capture.prologue import cone
-from parcompiler.capture.repeatable import is_repeatable
 from parcompiler.cost import BlockCost, bytes_per_parameter, more_in_update, seconds, trace_block
 from parcompiler.cost.collective import slowest
 from parcompiler.device import Device

@@ -40,11 +40,10 @@ from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.read import read
-from parcompiler.capture.replay import Replay, replaying
-from parcompiler.capture.replay.alike import Attribute
+from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
 from parcompiler.capture.trace import shared, traced
-from parcompiler.capture.untouched import check_attributes, watched
+from parcompiler.capture.untouched import Attribute, check_attributes, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph
 
@@ -151,15 +150,15 @@ def _export(
         computing_all_rows(), without_hooks(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
-        replay = Replay(own, known.follows)
-        for attempt in _attempts(original, own, kwargs, replay, changed):
+        copies = LayerCopies(own, known.follows)
+        for attempt in _attempts(original, own, kwargs, copies, changed):
             try:
                 with attempt as tried, compiled_late(), set_aside() as beneath:
                     whole = WithLoss(tried.model, tried.loss, in_float32=original.in_float32)
                     whole.around = partial(watched, whole, beneath, changed)
                     return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
-                if replay.used:  # perhaps because of that
+                if copies.used:  # perhaps because of that
                     continue
                 if first is None:
                     first, failed = error, tried
@@ -198,14 +197,14 @@ def _attempts(
     original: WithLoss,
     own: WithLoss,
     kwargs: dict[str, Any],
-    replay: Replay,
+    copies: LayerCopies,
     changed: set[Attribute],
 ) -> Iterator[AbstractContextManager[WithLoss]]:
     """The model as it is, layers that are equal traced once, else each; where it leaves out steps
     when it is compiled, as in eager mode; and with its Python resolved by `fx.symbolic_trace`."""
-    yield replaying(replay, own)
-    if replay.used:
-        replay.used = False
+    yield copies.applied(own)
+    if copies.used:
+        copies.used = False
         yield nullcontext(shared(original))
     yield _eager(original)
     yield _resolved(original, kwargs, changed)

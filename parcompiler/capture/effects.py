@@ -8,7 +8,7 @@ updated in place is another value afterwards.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -114,6 +114,29 @@ def base_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(target, torch._ops.OpOverload) or not _may_share(target):
         return None
     return next(_nodes(list(node.args)), None)
+
+
+def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
+    """Whether nodes may run twice: all that they update in place was made by one of them.
+
+    A block whose activations are recomputed runs twice for each micro-batch. Running statistics,
+    say, would then be updated twice.
+
+    >>> graph = fx.Graph()
+    >>> count, x = graph.placeholder("count"), graph.placeholder("x")
+    >>> added = graph.call_function(torch.ops.aten.add_.Tensor, (count, 1))
+    >>> doubled = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    >>> halved = graph.call_function(torch.ops.aten.div_.Tensor, (doubled, 2))
+    >>> is_repeatable([doubled, halved]), is_repeatable([added])
+    (True, False)
+    """
+    inside = set(nodes)
+    for updated in (operand for node in nodes for operand in mutated_operands(node)):
+        while updated in inside and (base := base_of(updated)) is not None:
+            updated = base
+        if updated not in inside:
+            return False
+    return True
 
 
 def effects_of(graph: Graph) -> Effects:

@@ -17,8 +17,11 @@ before it reads it, or makes once and then keeps (tables of positions) does no h
 
 from __future__ import annotations
 
+import enum
+import os
+import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,10 +31,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.loss import PREFIX, WithLoss
-from parcompiler.capture.replay.alike import Attribute, is_plain
-from parcompiler.capture.replay.watch import reads
 from parcompiler.errors import CaptureError
 
+Attribute = tuple[str, str]  # the path of a module, and a name in its __dict__
+Lines = dict[Attribute, set[tuple[str, int]]]  # of code
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PLAIN = (
+    bool, int, float, complex, str, bytes, range, slice, type(None), torch.dtype, torch.device,
+    torch.Size, torch.layout, torch.memory_format, enum.Enum,
+)  # fmt: skip
 _MOST = 1000  # items of a container that is looked into
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", *_REGISTERED}  # hooks and the like
@@ -155,7 +164,7 @@ def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, 
         second = Attributes(whole)
         changed = first.changed(second)
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        with reads(whole, changed, unwritten=True) as read:
+        with reads(whole, changed) as read:
             whole(*args, **kwargs)
         refused = second.changed(Attributes(whole)) & changed & read
     if refused:
@@ -166,3 +175,73 @@ def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, 
             "buffer (a tensor) and update that in place, or pass it as an input"
         )
         raise CaptureError(message)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value never changes and its `repr` tells it from others."""
+    return isinstance(value, _PLAIN)
+
+
+@contextmanager
+def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attribute]]:
+    """Within it, code runs; afterwards the set has the attributes of `watched` that it read.
+
+    Code that takes the `__dict__` of a module, other than torch's, reads all its attributes. What
+    was written before within it does not count, nor numbers that are read in no other lines than
+    those that write them (a counter that nobody asks).
+    """
+    found: set[Attribute] = set()
+    read: Lines = {}
+    written: Lines = {}
+    paths, names = {path for path, _ in watched}, {name for _, name in watched}
+    places = {id(vars(m)): p for p, m in model.named_modules() if p in paths}
+    kinds = {type(m) for p, m in model.named_modules() if p in paths}
+
+    def place(module: nn.Module) -> str | None:
+        return places.get(id(object.__getattribute__(module, "__dict__")))
+
+    def reading(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def get(self: nn.Module, name: str) -> Any:
+            path = place(self) if name == "__dict__" or name in names else None
+            if path is not None and name != "__dict__":
+                if (path, name) in read or (path, name) not in written:
+                    read.setdefault((path, name), set()).add(_line())
+            elif path is not None and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+                found.update(at for at in watched if at[0] == path)
+            return original(self, name)
+
+        return get
+
+    def writing(original: Callable[..., None]) -> Callable[..., None]:
+        def put(self: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            path = place(self)
+            if path is not None:
+                lines = written.setdefault((path, name), set())
+                if isinstance(value, int | float):
+                    lines.add(_line())
+            original(self, name, value, *args, **kwargs)
+
+        return put
+
+    methods = {"__getattribute__": reading, "__setattr__": writing, "register_buffer": writing}
+    before = {(kind, name): vars(kind).get(name) for kind in kinds for name in methods}
+    for kind, name in before:
+        setattr(kind, name, methods[name](getattr(kind, name)))  # of the class: of all instances
+    try:
+        yield found
+    finally:
+        for (kind, name), method in before.items():
+            if method is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
+        read_at = (at for at, lines in read.items() if not lines <= written.get(at, set()))
+        found.update(at for at in read_at if at in watched)
+
+
+def _line() -> tuple[str, int]:
+    """The line of code that reads or writes an attribute."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from parcompiler.capture import capture
+from parcompiler.capture import capture, replay
 from parcompiler.capture.narrow import capture_in
-from parcompiler.capture.replay import layers as replay_layers
-from parcompiler.capture.replay.alike import differences
-from parcompiler.capture.replay.tracing import Tracing
+from parcompiler.capture.replay import LayerTracer, describe
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 from parcompiler.models import gpt
@@ -103,13 +101,13 @@ class Stack(nn.Module):
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the layers that are copied."""
     found: list[str] = []
-    copy = Tracing.copy
+    copy = LayerTracer.copy
 
-    def noted(self: Tracing, *args: Any) -> Any:
+    def noted(self: LayerTracer, *args: Any) -> Any:
         found.append(next(reversed(self.stack)).rpartition(".")[2])
         return copy(self, *args)
 
-    monkeypatch.setattr(Tracing, "copy", noted)
+    monkeypatch.setattr(LayerTracer, "copy", noted)
     return found
 
 
@@ -120,7 +118,7 @@ def batch() -> dict[str, torch.Tensor]:
 def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Graph]) -> Graph:
     """The graph without any copies."""
     with monkeypatch.context() as patch:
-        patch.setattr(replay_layers, "LEAST", 10**6)
+        patch.setattr(replay, "ENABLED", False)
         return run()
 
 
@@ -231,36 +229,51 @@ def test_models_of_transformers_have_copies(
     name: str, copies: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(replay_layers, "LEAST", 4)  # the layers that these have
+        patch.setattr(replay, "FEWEST", 4)  # the layers that these have
         found = capture(*zoo.build(name))
     assert copies == ["2"]
     assert described(found) == described(capture(*zoo.build(name)))
 
 
-def test_modules_are_alike_in_classes_shapes_ties_and_attributes() -> None:
+def test_modules_are_equal_in_classes_shapes_ties_and_attributes() -> None:
     def pair(tied: bool, *sizes: int) -> nn.Module:
         made = nn.Sequential(*(nn.Linear(size, 2) for size in sizes))
         if tied:
             made[1].weight = made[0].weight
         return made
 
-    assert differences(pair(False, 2, 2), pair(False, 2, 2)) == frozenset()
-    assert differences(pair(False, 2, 2), pair(True, 2, 2)) is None
-    assert differences(pair(False, 2, 2), pair(False, 2, 3)) is None
-    assert differences(pair(False, 2, 2), pair(False, 2)) is None
-    assert differences(nn.ReLU(), nn.Tanh()) is None
-    assert differences(nn.Dropout(0.1), nn.Dropout(0.2)) == frozenset({("", "p")})
-    assert differences(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)) is None
+    def differing(one: nn.Module, other: nn.Module) -> set[tuple[str, str]] | None:
+        (structure, ours), (other_structure, theirs) = describe(one), describe(other)
+        if structure != other_structure:
+            return None
+        return {at for at in ours if ours[at] != theirs[at]}
+
+    assert differing(pair(False, 2, 2), pair(False, 2, 2)) == set()
+    assert differing(pair(False, 2, 2), pair(True, 2, 2)) is None
+    assert differing(pair(False, 2, 2), pair(False, 2, 3)) is None
+    assert differing(pair(False, 2, 2), pair(False, 2)) is None
+    assert differing(nn.ReLU(), nn.Tanh()) is None
+    assert differing(nn.Dropout(0.1), nn.Dropout(0.2)) == {("", "p")}
+    assert differing(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)) is None
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    assert differences(nn.Linear(2, 2), frozen) is None
+    assert differing(nn.Linear(2, 2), frozen) is None
 
     def holding(how: Any) -> nn.Module:
         made = nn.Identity()
         vars(made)["how"] = how
         return made
 
-    assert differences(holding(abs), holding(repr)) is None
-    assert differences(holding(abs), holding(abs)) == frozenset()
+    assert differing(holding(abs), holding(repr)) is None
+    assert differing(holding(abs), holding(abs)) == set()
+    assert differing(holding([1, "a"]), holding([2, "a"])) == {("", "how")}
     rows, columns = partial(torch.sum, dim=0), partial(torch.sum, dim=1)
-    assert differences(holding(rows), holding(columns)) == frozenset({("", "how")})
-    assert differences(holding(rows), holding(partial(torch.mean, dim=0))) is None
+    assert differing(holding(rows), holding(partial(torch.sum, dim=0))) == set()
+    assert differing(holding(rows), holding(columns)) is None
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "hf-gpt2", "hf-t5", "hf-vit"])
+def test_the_switch_changes_no_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "FEWEST", 2)
+    found = capture(*zoo.build(name))
+    alone = one_by_one(monkeypatch, lambda: capture(*zoo.build(name)))
+    assert described(found) == described(alone)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import parcompiler as pc
 from parcompiler.capture import capture
-from parcompiler.capture.repeatable import is_repeatable
+from parcompiler.capture.effects import is_repeatable
 from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
