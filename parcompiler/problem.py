@@ -134,7 +134,7 @@ class Priced:
         """Bytes that each block takes besides those saved while it computes: in the forward or in
         the backward, which for a recomputed block begins with its forward."""
         return tuple(
-            max(cost.bare_peak, cost.again_peak + cost.gradient_bytes, cost.backward_peak)
+            max(cost.unsaved_peak, cost.recompute_peak + cost.gradient_bytes, cost.backward_peak)
             if block.name in self.recomputed
             else max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
             - cost.saved
@@ -145,7 +145,7 @@ class Priced:
     def later(self) -> tuple[int, ...]:
         """Bytes by which what the linear layers of a block leave is more than what it saves."""
         return tuple(
-            max(0, cost.left - size) for cost, size in zip(self.costs, self.saved, strict=True)
+            max(0, cost.deferred - size) for cost, size in zip(self.costs, self.saved, strict=True)
         )
 
 
@@ -376,7 +376,7 @@ class Problem:
         trainable = {item.node for item in self.graph.parameters if item.trainable}
         others = {item.node for item in self.graph.parameters} - trainable
         given = nodes, tuple(arguments), outputs, trainable, others, self.graph.differentiable
-        return trace_block(*given, split=split, gone=overwritten(nodes, arguments, outputs))
+        return trace_block(*given, split=split, overwritten=overwritten(nodes, arguments, outputs))
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:
         """Prologue values that take longer to recompute than to receive; on some device."""

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 
 from parcompiler.cost import BlockCost, seconds
-from parcompiler.cost.exchange import EXCHANGE
-from parcompiler.cost.operation import Operation
+from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.timed import Timed, time_block
 from parcompiler.device import Device
 from parcompiler.errors import InputError

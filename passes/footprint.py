@@ -57,7 +57,7 @@ class Footprint:
         alive, before = [0], 0
         for k, b in enumerate(self.blocks):
             cost = self.priced.costs[b]
-            peak = cost.bare_peak if self._again(k) else cost.forward_peak
+            peak = cost.unsaved_peak if self._again(k) else cost.forward_peak
             alive.append(before + self._passing(k) + peak)
             before += self._saved[k]
         return max(0, max(alive) - self.saved)
@@ -85,7 +85,7 @@ class Footprint:
     def first(self, made: Collection[str]) -> First:
         """What the first backward of a step leaves, which makes the gradients of `made`."""
         costs, own = self._costs, self._own(made)
-        later = [min(size, cost.weight_left) for cost, size in zip(costs, own, strict=True)]
+        later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
         now = [size - least for size, least in zip(own, later, strict=True)]
         left = [sum(pair) for pair in zip(self._left, now, strict=True)]
         whole = [_first(cost, size) for cost, size in zip(costs, own, strict=True)]
@@ -104,7 +104,7 @@ class Footprint:
         before = self.left
         for cost, left, size in reversed([*zip(self._costs, self._left, later, strict=True)]):
             before -= left
-            peak = min(left - cost.left + cost.first_weight_peak, left + size)
+            peak = min(left - cost.deferred + cost.first_weight_peak, left + size)
             alive.append(before + behind + max(peak, left))
             behind += size
         return max(0, max(alive) - self.left)
@@ -126,7 +126,7 @@ class Footprint:
             before -= self._saved[k]
             cost, peak = self._costs[k], peaks[k]
             if self._again(k):
-                peak = max(peak, cost.again_peak + cost.gradient_bytes)
+                peak = max(peak, cost.recompute_peak + cost.gradient_bytes)
             alive.append(before + behind + peak + self._waiting[k])
             behind += left[k]
         return max(0, max(alive) - self.saved)
@@ -139,7 +139,7 @@ class Footprint:
         for k, cost in enumerate(self._costs):
             last = sum(nbytes_of(node) for node in self._results(k))
             sent = sum(nbytes_of(node) for node in self._results(k) if self._is_sent(node))
-            found.append(self._summed(k) - sent + min(last, cost.held_peak - cost.backward_peak))
+            found.append(self._summed(k) - sent + min(last, cost.output_peak - cost.backward_peak))
         return found
 
     @cached_property
@@ -155,9 +155,9 @@ class Footprint:
         """Of each block; what several of them have read counts with the first."""
         found, seen = [], set[fx.Node]()
         for block, cost in zip(self._parts, self._costs, strict=True):
-            new = {block.inputs[i] for i in cost.left_inputs} - seen
+            new = {block.inputs[i] for i in cost.deferred_inputs} - seen
             seen |= new
-            found.append(cost.left + sum(map(nbytes_of, new)))
+            found.append(cost.deferred + sum(map(nbytes_of, new)))
         return found
 
     def _again(self, k: int) -> bool:

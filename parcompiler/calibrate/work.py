@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from parcompiler.cost.execution import differentiate
-from parcompiler.cost.recorder import Recorder
+from parcompiler.cost.execution import Recorder, differentiate
 from parcompiler.cost.stand_in import stand_in
 
 Shape = tuple[int, ...]

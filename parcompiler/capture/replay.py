@@ -46,7 +46,7 @@ FEWEST = 5  # equal layers; copying fewer saves nothing
 _MOST = 8  # traces of equal layers that read different values; with more, every layer is traced
 
 Model = TypeVar("Model", bound=nn.Module)
-Stack = Mapping[str, tuple[str, Any]]  # the modules around a node: the path and class of each
+Stack = dict[str, tuple[str, Any]]  # the modules around a node: the path and class of each
 
 
 class LayersDiffer(Exception):
@@ -123,9 +123,10 @@ class LayerCopies:
     def applied(self, model: Model) -> Iterator[Model]:
         """Within it, layers of `model` that are called may be copied instead."""
         original: Callable[..., Any] = nn.Module._call_impl
+        copies = self
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._call(module, lambda: original(module, *args, **kwargs), args, kwargs)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return copies._call(self, lambda: original(self, *args, **kwargs), args, kwargs)
 
         nn.Module._call_impl = call  # type: ignore[method-assign]
         try:
@@ -330,7 +331,7 @@ class LayerTracer:
     @property
     def path(self) -> str:
         """The path of the layer."""
-        path: str = next(reversed(self.stack.values()))[0]  # type: ignore[call-overload]
+        path: str = next(reversed(self.stack.values()))[0]
         return path
 
     def calls(self) -> dict[str, int]:
@@ -408,14 +409,16 @@ class LayerTracer:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 number = next((i for i, t in enumerate(call.tensors) if t is leaf), -1)
-                yielded = self._node(leaf)
-                source = Source("argument", number) if number >= 0 else names.get(yielded)  # type: ignore[arg-type]
-                if source is None or (source.kind == "node" and self._is_bound(leaf, memory)):
+                yielding = self._node(leaf)
+                origin = None if yielding is None else names.get(yielding)
+                if number >= 0:
+                    origin = Source("argument", number)
+                elif origin is None or origin.kind != "node" or self._is_bound(leaf, memory):
                     return None
-                if source.kind == "node":
+                else:
                     memory.add(_memory(leaf))
                     made.append(leaf)
-                leaves[place] = source
+                leaves[place] = origin
             elif not is_plain(leaf):
                 return None
         signature += [leaves, spec, [form(tensor) for tensor in made]]

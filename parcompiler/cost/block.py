@@ -1,36 +1,50 @@
-"""What a block costs, found by running it: operators, FLOPs, bytes moved, bytes kept.
+"""What a block costs, found by running it: operators, FLOPs, bytes moved, live memory.
 
 The nodes run on tensors that have a shape, strides and a dtype but no data (see `stand_in`), so
 that nothing is computed, whatever the sizes. What autograd chooses by device (which attention
 kernel, how a dropout mask is kept) is as on the CPU.
+
+A backward may run in two parts (zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241):
+
+    first     gradients of inputs; each linear layer defers its input x and dY, as the runtime does
+    second    dYᵀ x for one weight after the other, added to the gradient that is there
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from parcompiler.capture.deferrable import deferrable_weight
-from parcompiler.cost.alive import Alive
-from parcompiler.cost.boundary import Boundary, boundary
-from parcompiler.cost.exchange import EXCHANGE, note
-from parcompiler.cost.execution import differentiate, doubled, execute
-from parcompiler.cost.held import Gone, Held
-from parcompiler.cost.operation import Operation, describe
-from parcompiler.cost.recorder import Recorder
-from parcompiler.cost.saved import Saved
-from parcompiler.cost.seeding import drop_gradients, roots_of, seeding
-from parcompiler.cost.split import FirstPart, first_part
+from parcompiler.capture.deferrable import PLACES, deferrable_weight
+from parcompiler.cost.execution import (
+    Boundary,
+    Recorder,
+    boundary,
+    differentiate,
+    doubled,
+    execute,
+)
+from parcompiler.cost.live_memory import (
+    ForwardVariables,
+    LiveMemory,
+    SavedTensors,
+    backward_seed,
+    free_gradients,
+)
+from parcompiler.cost.operation import EXCHANGE, Operation, describe
 from parcompiler.cost.stand_in import stand_in, storage_of, tensors
 from parcompiler.graph import dtype_of
 
+Overwritten = Mapping[fx.Node, Collection[fx.Node]]
 Storages = set[torch.UntypedStorage]
+
+# Where the input of a linear layer stands among its arguments.
+_INPUT = {linear: min({0, 1, 2} - {*places[:2]}) for linear, places in PLACES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +52,33 @@ class BlockCost:
     """The cost of a block for one micro-batch; sizes in bytes.
 
     `forward` and `backward` are the operators in order, `weight` those of `backward` that can be
-    left for later: products for the weights of linear layers. `saved` is kept from the forward to
-    the backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
-    its inputs that are kept. `output_bytes` is the size of all outputs, `parameter_bytes` that of
-    the trainable parameters. `estimated` names the operators that could not run without data
-    ("backward" for the backward as a whole): their cost is a guess from shapes.
+    deferred: products for the weights of linear layers. `saved` is kept from the forward to the
+    backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
+    its inputs that are kept. `output_bytes` is the size of all outputs, `gradient_bytes` that of
+    those that receive gradients, `parameter_bytes` that of the trainable parameters. `estimated`
+    names the operators that could not run without data ("backward" for the backward as a whole):
+    their cost is a guess from shapes.
 
     A value on the boundary of two blocks occupies memory once: `saved_outputs` is the part of
     `saved` that the outputs occupy; `kept_inputs` and `kept_outputs` are the positions of the
     inputs and outputs that are kept (the same for all blocks of a template), `kept` their names
     in the block that was traced.
 
-    What is alive at most besides parameters, their gradients and the inputs: `forward_peak` while
-    the forward runs, `backward_peak` while the backward does, the gradients of the outputs among
-    it. Of a backward in two parts, `input_peak` is that of the first; `left` are the bytes that
-    its linear layers leave to the second, besides the inputs at the positions `left_inputs`, and
-    it has a gradient of `weight_peak` bytes at a time.
-    `gradient_bytes` is the size of the outputs that receive gradients; `held_peak` is the
-    `backward_peak` where somebody holds these to the end. Of a block that is
-    recomputed, `bare_peak` is that of its forward, which keeps nothing, and `again_peak` that of
-    its second run, which ends when all is there that the backward needs. In the first backward of a
-    step gradients of parameters stay: with them the peaks are `first_peak`, `first_input_peak` and
-    `first_weight_peak`, which is that of the second part, where those of weights of `weight_left`
-    bytes come.
+    Peaks of the live memory, besides parameters, their gradients and the inputs:
+
+        forward_peak       the forward
+        backward_peak      the backward, with the gradients of the outputs
+        first_peak         the first backward of a step, in which gradients of parameters stay
+        output_peak        the backward where a caller keeps the gradients of the outputs to its end
+        input_peak         the first part of a backward in two parts
+        first_input_peak   that, in the first backward of a step
+        first_weight_peak  the second part then
+        unsaved_peak       the forward of a block that is recomputed, which saves nothing
+        recompute_peak     its second run, up to the last tensor that the backward needs
+
+    `deferred` are the bytes that linear layers keep from the first part to the second, besides the
+    inputs at the positions `deferred_inputs`; `weight_peak` is the largest gradient that the second
+    part makes, `deferred_weights` the sum of all.
     """
 
     forward: tuple[Operation, ...]
@@ -78,17 +96,17 @@ class BlockCost:
     forward_peak: int = 0
     backward_peak: int = 0
     input_peak: int = 0
-    left: int = 0
-    left_inputs: tuple[int, ...] = ()
+    deferred: int = 0
+    deferred_inputs: tuple[int, ...] = ()
     weight_peak: int = 0
     gradient_bytes: int = 0
     first_peak: int = 0
     first_input_peak: int = 0
     first_weight_peak: int = 0
-    weight_left: int = 0
-    bare_peak: int = 0
-    again_peak: int = 0
-    held_peak: int = 0
+    deferred_weights: int = 0
+    unsaved_peak: int = 0
+    recompute_peak: int = 0
+    output_peak: int = 0
 
 
 def trace_block(
@@ -100,115 +118,109 @@ def trace_block(
     differentiable: Collection[str],
     *,
     split: bool = False,
-    gone: Gone | None = None,
+    overwritten: Overwritten | None = None,
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
     `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside.
     `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
-    `differentiable` the names of the nodes that carry gradients. With `split` it is asked as well
-    what a backward in two parts holds. `gone` says with which node the values of others are let go,
-    if nothing keeps them (see `naming.lifetimes`); the rest live to the end. Raises InputError when
-    the block reads a node that is none of these.
+    `differentiable` the names of the nodes that carry gradients. With `split` the block runs once
+    more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
+    node the values of others are let go, if nothing saves them (see `naming.lifetimes`); the rest
+    live to the end. Raises InputError when the block reads a node that is none of these.
     """
-    given = nodes, inputs, parameters, buffers, differentiable
+    reads = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
-        outside = boundary(*given)
-        recorder = Recorder(Alive(_storages(outside.values)))
-        held = Held(recorder.alive, gone or {})
-        results, saved, estimated = _forward(nodes, outputs, outside, recorder, held)
-        results = {n: v if n.name in differentiable else _detached(v) for n, v in results.items()}
-        forward, forward_peak, kept = recorder.take(), recorder.alive.most, saved.storages()
-        roots = roots_of(results, differentiable)
-        cost = _known(nodes, inputs, outputs, parameters, differentiable, outside, results, kept)
-        gradients = sum(root.numel() * root.itemsize for root in roots)
-        seed = seeding(roots, recorder.alive.hold)
+        outside = boundary(*reads)
+        memory = LiveMemory(_storages(outside.values))
+        recorder = Recorder(memory)
+        variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
+        values = outside.values
+        with saved, recorder:
+            estimated = execute(nodes, values, recorder, variables)
+        # Only outputs survive, so that what just led to dropped values is not saved; and no
+        # gradient comes to those that carry none.
+        results = {
+            node: values[node] if node.name in differentiable else _detached(values[node])
+            for node in outputs
+        }
+        del values
+        forward, forward_peak, kept = recorder.take(), memory.peak, saved.storages()
+        sizes = _sizes(inputs, outputs, outside, results, kept)
+        roots = _roots(results, differentiable)
+        gradient_bytes = sum(root.numel() * root.itemsize for root in roots)
+        seed = backward_seed(roots, memory)
         del results, kept, roots  # the backward frees what it has used
         if not _backward(seed, outside, recorder):
             estimated.append("backward")
             _guess_backward(nodes, forward, recorder)
-        parts = first_part(*given, outputs) if split else FirstPart()
-    return dataclasses.replace(
-        cost,
+        peaks: dict[str, Any] = {
+            "backward_peak": memory.peak,
+            "first_peak": memory.peak_with_gradients,
+            "output_peak": memory.peak_with_outputs,
+        }
+        in_two_parts = _first_part(*reads, outputs) if split else {}
+    return BlockCost(
         forward=forward,
         backward=recorder.take(),
+        weight=tuple(_products(nodes, parameters, differentiable)),
         estimated=tuple(dict.fromkeys(estimated)),
         forward_peak=forward_peak,
-        backward_peak=recorder.alive.most if seed is not None else 0,
-        gradient_bytes=gradients,
-        input_peak=parts.peak,
-        left=parts.left,
-        left_inputs=parts.inputs,
-        weight_peak=parts.product,
-        first_peak=recorder.alive.fullest if seed is not None else 0,
-        first_input_peak=parts.first,
-        first_weight_peak=parts.second,
-        weight_left=parts.weights,
-        bare_peak=held.most,
-        again_peak=saved.most,
-        held_peak=recorder.alive.held if seed is not None else 0,
+        gradient_bytes=gradient_bytes,
+        unsaved_peak=variables.peak,
+        recompute_peak=saved.peak,
+        **sizes,
+        **(peaks if seed is not None else {}),
+        **in_two_parts,
     )
 
 
-def _known(
-    nodes: Sequence[fx.Node],
+def _sizes(
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    parameters: Collection[str],
-    differentiable: Collection[str],
     outside: Boundary,
     results: Mapping[fx.Node, Any],
     kept: Storages,
-) -> BlockCost:
-    """What is known of a block between its forward and its backward: sizes."""
+) -> dict[str, Any]:
+    """The fields of a `BlockCost` that are known between its forward and its backward."""
     values = outside.received | dict(results)
     touched = [node for node in values if kept & _storages({node: values[node]})]
     received, produced = _storages(outside.received), _storages(results)
     own = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
-    return BlockCost(
-        forward=(),
-        backward=(),
-        saved=_size(own),
-        saved_inputs=_size(kept & received),
-        output_bytes=_nbytes(results),
-        parameter_bytes=_nbytes(outside.parameters),
-        estimated=(),
-        saved_outputs=_size(own & produced),
-        kept=tuple(node.name for node in touched),
-        kept_inputs=tuple(i for i, node in enumerate(inputs) if node in touched),
-        kept_outputs=tuple(i for i, node in enumerate(outputs) if node in touched),
-        weight=tuple(_products(nodes, parameters, differentiable)),
-    )
+    return {
+        "saved": _size(own),
+        "saved_inputs": _size(kept & received),
+        "output_bytes": _nbytes(results),
+        "parameter_bytes": _nbytes(outside.parameters),
+        "saved_outputs": _size(own & produced),
+        "kept": tuple(node.name for node in touched),
+        "kept_inputs": tuple(i for i, node in enumerate(inputs) if node in touched),
+        "kept_outputs": tuple(i for i, node in enumerate(outputs) if node in touched),
+    }
 
 
-def _forward(
-    nodes: Sequence[fx.Node],
-    outputs: Iterable[fx.Node],
+def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[torch.Tensor]:
+    """The results that receive a gradient."""
+    carrying = (value for node, value in results.items() if node.name in differentiable)
+    return [tensor for value in carrying for tensor in tensors(value) if tensor.requires_grad]
+
+
+def _backward(
+    seed: torch.Tensor | None,
     outside: Boundary,
     recorder: Recorder,
-    held: Held,
-) -> tuple[dict[fx.Node, Any], Saved, list[str]]:
-    """Run the nodes: the outputs, what is kept for their backward, what was estimated.
-
-    Only the outputs survive, so that what just led to dropped values is not kept.
-    """
-    values = outside.values
-    with Saved(recorder.alive) as saved, recorder:
-        estimated = execute(nodes, values, recorder, held)
-    results = {node: values[node] for node in outputs}
-    del values
-    return results, saved, estimated
-
-
-def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) -> bool:
-    """Run the backward; False, with nothing noted, when it needs data."""
-    recorder.alive.restart()
+    deferred: Collection[str] = (),
+) -> bool:
+    """Run the backward, without the gradients of the weights that are `deferred`; False, with
+    nothing recorded, when it needs data."""
+    recorder.memory.restart()
     if seed is None:
         return True
-    drop_gradients(outside.parameters.values(), recorder.alive.keep)
+    free_gradients(outside.parameters.values(), recorder.memory)
+    weights = {id(value) for node, value in outside.parameters.items() if node.name in deferred}
     try:
         with recorder:
-            differentiate([seed], outside.leaves)
+            differentiate([seed], [leaf for leaf in outside.leaves if id(leaf) not in weights])
     except Exception:  # whatever it is, as in the forward
         recorder.take()
         return False
@@ -218,34 +230,114 @@ def _backward(seed: torch.Tensor | None, outside: Boundary, recorder: Recorder) 
 def _guess_backward(
     nodes: Sequence[fx.Node], forward: Sequence[Operation], recorder: Recorder
 ) -> None:
-    """Note a backward that could not run: twice each operation, and what ranks exchange in it."""
+    """Record a backward that could not run: twice each operation, and what ranks exchange in it."""
     for operation in reversed(forward):
         if operation.kind != EXCHANGE:
             recorder.add(doubled(operation))
     for node in reversed(nodes):
         if "exchange" in node.meta:
-            note(node.meta["exchange"], dtype_of(node), recorder, backward=True)
+            recorder.add_exchange(node.meta["exchange"], dtype_of(node), backward=True)
 
 
-def _detached(value: Any) -> Any:
-    """A value that no gradient comes to, which keeps nothing for one."""
-    return map_aggregate(value, lambda v: v.detach() if isinstance(v, torch.Tensor) else v)
+def _linear(
+    nodes: Iterable[fx.Node], parameters: Collection[str], differentiable: Collection[str]
+) -> dict[fx.Node, fx.Node]:
+    """The linear layers whose weights can have their gradients later, with these weights."""
+    weights = {node: deferrable_weight(node, parameters) for node in nodes}
+    return {node: w for node, w in weights.items() if w and node.name in differentiable}
 
 
 def _products(
     nodes: Iterable[fx.Node], parameters: Collection[str], differentiable: Collection[str]
 ) -> Iterator[Operation]:
-    """The products dYᵀ x that linear layers can leave for later."""
-    for node in nodes:
-        weight = deferrable_weight(node, parameters)
-        if weight is not None and node.name in differentiable:
-            y, gradient = stand_in(node.meta["val"]), stand_in(weight.meta["val"])
-            rows, columns = y.shape[:-1].numel(), y.shape[-1]
-            inputs = gradient.numel() // max(1, columns)
-            operands = y.new_empty(columns, rows), y.new_empty(rows, inputs)
-            product = describe(torch.ops.aten.mm.default, operands, {}, gradient)
-            assert product is not None, "a product costs something"
-            yield product
+    """The products dYᵀ x that linear layers can defer."""
+    for node, weight in _linear(nodes, parameters, differentiable).items():
+        y, gradient = stand_in(node.meta["val"]), stand_in(weight.meta["val"])
+        rows, columns = y.shape[:-1].numel(), y.shape[-1]
+        inputs = gradient.numel() // max(1, columns)
+        operands = y.new_empty(columns, rows), y.new_empty(rows, inputs)
+        product = describe(torch.ops.aten.mm.default, operands, {}, gradient)
+        assert product is not None, "a product costs something"
+        yield product
+
+
+class _Deferred(NamedTuple):
+    """What a layer keeps for the second part: its weight's name, its input, and dY."""
+
+    weight: str
+    x: torch.UntypedStorage
+    gradient: torch.UntypedStorage
+
+
+def _first_part(
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    parameters: Collection[str],
+    buffers: Collection[str],
+    differentiable: Collection[str],
+    outputs: Sequence[fx.Node],
+) -> dict[str, Any]:
+    """The fields of a `BlockCost` about a backward in two parts; none where no layer can defer.
+
+    What cannot run without data counts nothing here: the whole backward is estimated then.
+    """
+    linear = _linear(nodes, parameters, differentiable)
+    if not linear:
+        return {}
+    outside = boundary(nodes, inputs, parameters, buffers, differentiable)
+    memory = LiveMemory(_storages(outside.values))
+    recorder = Recorder(memory)
+    deferred: list[_Deferred] = []
+    values: dict[fx.Node, Any] = outside.values
+    with recorder:
+        execute(nodes, values, recorder)
+    for node, weight in linear.items():
+        x = node.args[_INPUT[node.target]]
+        assert isinstance(x, fx.Node), "the input of a layer is a value"
+        if values[node].requires_grad:
+            values[node].register_hook(_deferring(weight.name, storage_of(values[x]), deferred))
+    seed = backward_seed(_roots({node: values[node] for node in outputs}, differentiable), memory)
+    del values
+    sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
+    if seed is None or not _backward(seed, outside, recorder, sizes):
+        return {}
+    del seed
+    kept = {id(item.x) for item in deferred}  # not the storages, which must end below
+    received = [_storages({node: outside.received.get(node)}) for node in inputs]
+    places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
+    return {
+        "input_peak": memory.peak,
+        "first_input_peak": memory.peak_with_gradients,
+        "deferred": memory.now,
+        "deferred_inputs": tuple(places),
+        "weight_peak": max(sizes.values()),
+        "deferred_weights": sum(sizes.values()),
+        "first_weight_peak": _second_peak(deferred, memory, sizes),
+    }
+
+
+def _deferring(weight: str, x: torch.UntypedStorage, deferred: list[_Deferred]) -> Any:
+    """A hook that keeps the input of a layer and the gradient of its result."""
+
+    def keep(gradient: torch.Tensor) -> None:
+        deferred.append(_Deferred(weight, x, storage_of(gradient)))
+
+    return keep
+
+
+def _second_peak(deferred: list[_Deferred], memory: LiveMemory, sizes: Mapping[str, int]) -> int:
+    """The peak of the second part if the gradients that it makes stay; frees what was deferred."""
+    peak, made = 0, set[str]()
+    while deferred:
+        made.add(deferred[0].weight)
+        peak = max(peak, memory.now + sum(sizes[name] for name in made))
+        del deferred[0]
+    return peak
+
+
+def _detached(value: Any) -> Any:
+    """A value that no gradient comes to, which keeps nothing for one."""
+    return map_aggregate(value, lambda v: v.detach() if isinstance(v, torch.Tensor) else v)
 
 
 def _storages(values: Mapping[Any, Any]) -> Storages:

@@ -1,69 +1,197 @@
-"""Running the nodes of a block on tensors without data, and the gradients of its outputs."""
+"""Runs the nodes of a block on tensors without data, and records the operators below autograd."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from parcompiler.cost.exchange import exchanged, note
-from parcompiler.cost.held import Held
-from parcompiler.cost.operation import Operation, describe, label
-from parcompiler.cost.recorder import Recorder
-from parcompiler.cost.stand_in import CPU, is_differentiable, stand_in, tensors
+from parcompiler.cost.live_memory import ForwardVariables, LiveMemory
+from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
+from parcompiler.cost.stand_in import CPU, is_differentiable, run, source, stand_in, tensors
+from parcompiler.errors import InputError
 from parcompiler.graph import dtype_of
+from parcompiler.spmd.exchange import Exchange
 
-Environment = dict[fx.Node, Any]
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that costs something, in order, and the live memory."""
+
+    def __init__(self, memory: LiveMemory | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.memory = memory or LiveMemory()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator on meta tensors, and record it."""
+        result = run(func, args, kwargs or {})
+        self.memory.record(result)
+        self.add(describe(func, args, kwargs or {}, result))
+        return result
+
+    def add(self, operation: Operation | None) -> None:
+        """Record one operation; None stands for one that costs nothing."""
+        if operation is not None:
+            self.operations.append(operation)
+
+    def add_exchange(self, said: Exchange, dtype: torch.dtype, *, backward: bool = False) -> None:
+        """Record the collectives of a conversion, of its forward or its backward."""
+        for action, nbytes in said.backward if backward else said.forward:
+            sent = said.sent_by(action, nbytes)
+            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, said.n))
+
+    def take(self) -> tuple[Operation, ...]:
+        """The operations since the last call."""
+        taken, self.operations = tuple(self.operations), []
+        return taken
+
+
+@dataclass
+class Boundary:
+    """Stand-ins for what a block reads from outside, and the leaves of its backward."""
+
+    received: dict[fx.Node, Any] = field(default_factory=dict)
+    parameters: dict[fx.Node, Any] = field(default_factory=dict)
+    buffers: dict[fx.Node, Any] = field(default_factory=dict)
+    leaves: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def values(self) -> dict[fx.Node, Any]:
+        """All stand-ins, by node."""
+        return self.received | self.parameters | self.buffers
+
+
+def boundary(
+    nodes: Sequence[fx.Node],
+    inputs: Collection[fx.Node],
+    parameters: Collection[str],
+    buffers: Collection[str],
+    differentiable: Collection[str],
+) -> Boundary:
+    """Stand-ins for all that `nodes` read from outside, in the order of use.
+
+    Raises InputError for a node that is no input, parameter or buffer.
+    """
+    made = Boundary()
+    for node in outside(nodes):
+        value = node.meta.get("val")
+        if node in inputs and node.name in differentiable:
+            made.received[node], leaves = source(value)
+            made.leaves += leaves
+        elif node in inputs:
+            made.received[node] = stand_in(value)
+        elif node.name in parameters:
+            made.parameters[node] = stand_in(value)
+            if is_differentiable(made.parameters[node]):
+                made.leaves.append(made.parameters[node].requires_grad_())
+        elif node.name in buffers or node.op == "get_attr":
+            made.buffers[node] = stand_in(value)
+        else:
+            message = (
+                f"the block reads {node.name!r}, which is none of its inputs, parameters and "
+                "buffers: list it as one of them"
+            )
+            raise InputError(message)
+    return made
+
+
+def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that `nodes` read and that are none of them, by first use."""
+    inside = set(nodes)
+    read = (argument for node in nodes for argument in node.all_input_nodes)
+    return (node for node in dict.fromkeys(read) if node not in inside)
 
 
 def execute(
     nodes: Iterable[fx.Node],
-    values: Environment,
+    values: dict[fx.Node, Any],
     recorder: Recorder,
-    held: Held | None = None,
+    variables: ForwardVariables | None = None,
 ) -> list[str]:
-    """Run `nodes` in order; their results are added to `values`.
+    """Run `nodes` in order; their results are added to `values`, and `variables` removes some.
 
-    `held` lets values go again. Returns the operators that could not run without data: their cost
-    is estimated from the shapes that were recorded.
+    Returns the operators that could not run without data: their cost is estimated from the shapes
+    that were recorded.
     """
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        return CPU if isinstance(argument, torch.device) else argument
+
     estimated = []
-    for contexts, run in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
+    for contexts, members in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
         with entered(contexts):
-            for node in run:
-                target, (args, kwargs) = _target(node), _arguments(node, values)
-                if held is not None:
-                    held.before()
-                noted, grad_mode = len(recorder.operations), torch.is_grad_enabled()
+            for node in members:
+                assert node.op == "call_function", f"{node.format_node()} is no operator"
+                args, kwargs = map_aggregate((node.args, node.kwargs), given)
+                if variables is not None:
+                    variables.before()
+                count, grad_mode = len(recorder.operations), torch.is_grad_enabled()
                 try:
-                    values[node] = _run(node, target, args, kwargs, recorder)
+                    values[node] = _result(node, args, kwargs, recorder)
                 except Exception:  # whatever it is: the recorded shapes still say what comes out
-                    del recorder.operations[noted:]
+                    del recorder.operations[count:]
                     if "exchange" in node.meta:
-                        note(node.meta["exchange"], dtype_of(node), recorder)
+                        recorder.add_exchange(node.meta["exchange"], dtype_of(node))
                     torch.set_grad_enabled(grad_mode)
                     values[node] = _estimate(node, args, kwargs, recorder)
                     estimated.append(label(node.target))
-                if held is not None:
-                    held.after(node, values)
+                if variables is not None:
+                    variables.after(node, values)
     return estimated
 
 
-def _run(node: fx.Node, target: Any, args: Any, kwargs: Any, recorder: Recorder) -> Any:
+def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     """The result of a node; ranks may exchange something in it."""
+    target: Any = node.target
     said = node.meta.get("exchange")
-    if said is None:
-        return target(*args, **kwargs)
-    if target.likeness is None:
-        return exchanged(node, args, recorder)
-    note(said, dtype_of(node), recorder)
+    if said is not None and target.likeness is None:  # a conversion
+        (value,) = tensors(args)
+        shares = target.shares and value.shape == node.meta["val"].shape
+        like = None if shares else node.meta["val"]
+        return _Exchanged.apply(value, said, recorder, like)  # type: ignore[no-untyped-call]
+    if said is not None:
+        recorder.add_exchange(said, dtype_of(node))
     return target(*args, **kwargs)
+
+
+class _Exchanged(torch.autograd.Function):
+    """A conversion without data: the shapes of both sides, and what is sent.
+
+    The result is a view of the value, or shaped as `like`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, said: Exchange, recorder: Recorder, like: Any
+    ) -> torch.Tensor:
+        ctx.said, ctx.recorder = said, recorder
+        ctx.like = value.shape, value.dtype
+        recorder.add_exchange(said, value.dtype)
+        made: torch.Tensor = value.view_as(value) if like is None else stand_in(like)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        shape, dtype = ctx.like
+        ctx.recorder.add_exchange(ctx.said, dtype, backward=True)
+        made: torch.Tensor = stand_in(torch.empty(shape, dtype=dtype, device="meta"))
+        return made, None, None, None
 
 
 def differentiate(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
@@ -83,22 +211,6 @@ def doubled(operation: Operation) -> Operation:
     )
 
 
-def _arguments(node: fx.Node, values: Environment) -> tuple[Any, Any]:
-    """The node's arguments with values for nodes, on the device of the stand-ins."""
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return values[argument]
-        return CPU if isinstance(argument, torch.device) else argument
-
-    return map_aggregate((node.args, node.kwargs), value)
-
-
-def _target(node: fx.Node) -> Any:
-    assert node.op == "call_function", f"{node.format_node()} is no operator"
-    return node.target
-
-
 @contextmanager
 def entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
     """The contexts that the nodes were captured under; autocast only where it meets the CPU."""
@@ -113,6 +225,25 @@ def entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
                     )
                     stack.enter_context(cast)
         yield
+
+
+def _estimate(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
+    """The recorded result, with gradients to the inputs that have them."""
+    result = stand_in(node.meta.get("val"))
+    try:
+        operation = describe(node.target, args, kwargs, result)
+    except Exception:  # by its elements when the formula of the operator fails too
+        operation = describe(node.target, args, kwargs, result, by_formula=False)
+    recorder.add(operation)
+    inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+    floating = tuple(tensor for tensor in tensors(result) if is_differentiable(tensor))
+    if not inputs or not floating or not torch.is_grad_enabled():
+        return result
+    if operation is None:  # it costs nothing itself, but gradients pass through it
+        operation = Operation(str(node.target), "other", 0.0, 0.0, floating[0].dtype)
+    attached = _Estimated.apply(recorder, operation, floating, *inputs)  # type: ignore[no-untyped-call]
+    by_id = dict(zip(map(id, floating), attached, strict=True))
+    return map_aggregate(result, lambda item: by_id.get(id(item), item))
 
 
 class _Estimated(torch.autograd.Function):
@@ -134,27 +265,3 @@ class _Estimated(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.recorder.add(doubled(ctx.operation))
         return None, None, None, *map(torch.empty_like, ctx.saved_tensors)
-
-
-def _estimate(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
-    """The recorded result, with gradients to the inputs that have them."""
-    result = stand_in(node.meta.get("val"))
-    operation = _guess(node, args, kwargs, result)
-    recorder.add(operation)
-    inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
-    floating = tuple(tensor for tensor in tensors(result) if is_differentiable(tensor))
-    if not inputs or not floating or not torch.is_grad_enabled():
-        return result
-    if operation is None:  # it costs nothing itself, but gradients pass through it
-        operation = Operation(str(node.target), "other", 0.0, 0.0, floating[0].dtype)
-    attached = _Estimated.apply(recorder, operation, floating, *inputs)  # type: ignore[no-untyped-call]
-    by_id = dict(zip(map(id, floating), attached, strict=True))
-    return map_aggregate(result, lambda item: by_id.get(id(item), item))
-
-
-def _guess(node: fx.Node, args: Any, kwargs: Any, result: Any) -> Operation | None:
-    """The cost by the operator's formula, or by its elements when the formula fails too."""
-    try:
-        return describe(node.target, args, kwargs, result)
-    except Exception:
-        return describe(node.target, args, kwargs, result, by_formula=False)

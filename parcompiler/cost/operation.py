@@ -11,6 +11,8 @@ import torch
 from parcompiler.cost.flops import formula
 from parcompiler.cost.stand_in import is_differentiable, storage_of, tensors
 
+EXCHANGE = "exchange"  # the kind of what tensor ranks send one another
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parcompiler.cost import collective
-from parcompiler.cost.exchange import EXCHANGE
-from parcompiler.cost.operation import Operation
+from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.device import Device
 
 

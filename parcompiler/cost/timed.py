@@ -20,8 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from parcompiler.cost.boundary import outside
-from parcompiler.cost.execution import entered
+from parcompiler.cost.execution import entered, outside
 from parcompiler.cost.stand_in import is_differentiable, tensors
 from parcompiler.spmd.exchange import is_conversion
 

@@ -18,9 +18,8 @@ from torch import Tensor, fx
 
 from parcompiler.cost import collective
 from parcompiler.cost.collective import Group, neighbours
-from parcompiler.cost.execution import execute
+from parcompiler.cost.execution import Recorder, execute
 from parcompiler.cost.operation import Operation
-from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.roofline import seconds
 from parcompiler.cost.stand_in import stand_in
 from parcompiler.device import Device

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from parcompiler.cost import seconds
-from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import EXCHANGE
 from parcompiler.errors import PlanError
 from parcompiler.instruction import COMPUTE
 from parcompiler.lower import lower

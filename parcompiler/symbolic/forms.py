@@ -13,7 +13,7 @@ import sympy
 
 from parcompiler.cost import BlockCost
 from parcompiler.cost.collective import SENT
-from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import EXCHANGE
 from parcompiler.symbolic.fit import Least, Monomial, Polynomials
 from parcompiler.symbolic.naming import split
 from parcompiler.symbolic.quantities import LISTS, Cap, counted

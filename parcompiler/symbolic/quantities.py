@@ -21,7 +21,7 @@ from parcompiler.symbolic.fit import Number
 
 TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")
 LISTS = ("forward", "backward", "weight")
-OMITTED = ("_peak", "left")  # the ends of names of fields
+OMITTED = ("_peak", "deferred", "deferred_weights")  # the ends of names of fields
 
 
 @dataclass(frozen=True, slots=True)

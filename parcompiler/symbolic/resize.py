@@ -22,9 +22,8 @@ import torch
 from torch import fx
 
 from parcompiler.capture.blocks import Cut
-from parcompiler.cost.execution import execute
+from parcompiler.cost.execution import Recorder, execute
 from parcompiler.cost.operation import label
-from parcompiler.cost.recorder import Recorder
 from parcompiler.cost.stand_in import stand_in
 from parcompiler.graph import Block, Graph
 from parcompiler.symbolic.operators import Choice, alternatives, with_numbers

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from parcompiler.cost import BlockCost, trace_block
-from parcompiler.cost.held import Gone
+from parcompiler.cost.block import Overwritten
 from parcompiler.graph import Graph
 from parcompiler.naming.lifetimes import overwritten
 from parcompiler.problem import Priced, Problem
@@ -243,18 +243,18 @@ class _Search:
                 trainable,
                 others,
                 graph.differentiable,
-                gone=self._gone(name, own),
+                overwritten=self._gone(name, own),
             )
             for name, own in run.blocks.items()
         }
 
-    def _gone(self, name: str, own: Resized) -> Gone:
+    def _gone(self, name: str, own: Resized) -> Overwritten:
         """Which values a block at other sizes lets go: those that its template does."""
         blocks = [block for block in self.priced.cut.blocks if block.template == name]
         nodes, outputs = blocks[0].nodes, blocks[0].outputs
         copies = dict(zip(nodes, own.nodes, strict=True))
 
-        def find() -> Gone:
+        def find() -> Overwritten:
             return overwritten(nodes, self.problem.arguments(blocks), outputs)
 
         found = self.problem.graph.once(("gone", nodes, outputs), find)

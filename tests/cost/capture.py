@@ -29,7 +29,7 @@ class Captured:
         outputs: Sequence[fx.Node] | None = None,
         *,
         split: bool = False,
-        gone: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
+        overwritten: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
     ) -> BlockCost:
         """The cost of the whole graph as one block, or of some of its nodes."""
         return trace_block(
@@ -40,7 +40,7 @@ class Captured:
             buffers=self.buffers,
             differentiable=self.differentiable,
             split=split,
-            gone=gone,
+            overwritten=overwritten,
         )
 
 

@@ -268,10 +268,10 @@ def test_gradients_that_stay_are_in_the_peaks_of_a_first_backward(layers: int) -
     cost = capture(chain, x).cost(split=True)
     assert cost.first_peak - cost.backward_peak == (layers - 1) * (weight - value)
     assert cost.first_input_peak == cost.input_peak
-    assert cost.weight_left == layers * weight
-    assert cost.left == (2 * layers - 1) * value  # the first input is the block's
-    assert cost.left_inputs == (0,)
-    left = [cost.left - 2 * k * value for k in range(layers)]
+    assert cost.deferred_weights == layers * weight
+    assert cost.deferred == (2 * layers - 1) * value  # the first input is the block's
+    assert cost.deferred_inputs == (0,)
+    left = [cost.deferred - 2 * k * value for k in range(layers)]
     assert cost.first_weight_peak == max(size + (k + 1) * weight for k, size in enumerate(left))
 
 
@@ -290,19 +290,19 @@ def test_a_block_that_keeps_nothing_holds_what_its_variables_hold() -> None:
     layer = capture(Doubled(), torch.randn(4, 8, requires_grad=True))
     first, second, *sums = layer.nodes
     ends = {sums[0]: [second], sums[1]: [sums[0]]}
-    cost, freed = layer.cost(), layer.cost(gone=ends)
+    cost, freed = layer.cost(), layer.cost(overwritten=ends)
     assert (cost.saved, cost.saved_inputs) == (freed.saved, freed.saved_inputs) == (x, x)
-    assert (cost.bare_peak, freed.bare_peak) == (5 * x, 3 * x)
+    assert (cost.unsaved_peak, freed.unsaved_peak) == (5 * x, 3 * x)
     assert (cost.forward_peak, freed.forward_peak) == (5 * x, 3 * x)
-    freed = layer.cost(gone=ends | {second: [first]})
-    assert (freed.bare_peak, freed.forward_peak) == (2 * x, 3 * x)  # which the backward needs
+    freed = layer.cost(overwritten=ends | {second: [first]})
+    assert (freed.unsaved_peak, freed.forward_peak) == (2 * x, 3 * x)  # which the backward needs
 
 
 def test_a_second_run_ends_with_the_last_that_the_backward_needs() -> None:
     x = 4 * 8 * 4
     cost = capture(Doubled(), torch.randn(4, 8, requires_grad=True)).cost()
-    assert cost.again_peak == x  # before the second sine
-    assert cost.backward_peak > cost.again_peak + cost.gradient_bytes
+    assert cost.recompute_peak == x  # before the second sine
+    assert cost.backward_peak > cost.recompute_peak + cost.gradient_bytes
 
 
 def test_a_second_run_is_as_full_as_it_ever_was_before_its_end() -> None:
@@ -312,12 +312,12 @@ def test_a_second_run_is_as_full_as_it_ever_was_before_its_end() -> None:
 
     layer = capture(Narrowing(), torch.randn(4, 8, requires_grad=True))
     wide, narrow, *_ = layer.nodes
-    cost = layer.cost(gone={narrow: [wide]})
-    assert cost.again_peak == cost.bare_peak == cost.forward_peak == 4 * (64 + 1) * 4
+    cost = layer.cost(overwritten={narrow: [wide]})
+    assert cost.recompute_peak == cost.unsaved_peak == cost.forward_peak == 4 * (64 + 1) * 4
 
 
 def test_the_gradients_of_outputs_may_be_held_to_the_end_of_the_backward() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     short, long = capture(nn.ReLU(), x).cost(), capture(Doubled(), x).cost()
-    assert short.held_peak == short.backward_peak  # fullest while its gradient is needed
-    assert long.held_peak == long.backward_peak + x.nbytes
+    assert short.output_peak == short.backward_peak  # fullest while its gradient is needed
+    assert long.output_peak == long.backward_peak + x.nbytes

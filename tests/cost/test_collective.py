@@ -19,8 +19,7 @@ from parcompiler.cost.collective import (
     seconds,
     slowest,
 )
-from parcompiler.cost.exchange import EXCHANGE
-from parcompiler.cost.operation import Operation
+from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import operation_seconds
 from parcompiler.device import Device, Link, device
 from parcompiler.efficiency import Curve

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parcompiler.cost import OPTIMIZERS, Operation, bytes_per_parameter, seconds
-from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device, Efficiency, Link
 from parcompiler.efficiency import Curve
 from parcompiler.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parcompiler.cost.saved import Saved
+from parcompiler.cost.live_memory import SavedTensors
 from parcompiler.runtime.deferred import Deferral, addmm, finish, linear
 
 
@@ -119,7 +119,8 @@ def test_a_weight_with_several_products_adds_them_up_first() -> None:
 def test_only_inputs_and_gradients_of_products_outlive_the_first_half() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, 8).requires_grad_()
     deferral = Deferral()
-    with Saved() as saved, deferral.forward():
+    saved = SavedTensors()
+    with saved, deferral.forward():
         result = F.gelu(linear(F.gelu(linear(x, weight)), weight)).sum()
     assert len(saved.storages()) > 3
     with deferral.collect() as products:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from parcompiler.capture import capture
 from parcompiler.capture.simplify import simplify
-from parcompiler.cost.exchange import EXCHANGE
+from parcompiler.cost.operation import EXCHANGE
 from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options

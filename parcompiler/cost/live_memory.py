@@ -1,0 +1,193 @@
+"""The live memory of a block, counted while it runs on tensors without data.
+
+    live        the storages that operators made and that still exist; views share one
+    variables   those of them that the variables of the emitted forward hold by themselves
+    saved       those that autograd keeps from the forward to the backward
+
+The backward begins and ends as in a pipeline stage, so that it frees what it has used: the
+gradients of the outputs are made when it begins, and only it holds them; the gradient of a
+parameter is added to the one that is there already, and is freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from parcompiler.cost.stand_in import stand_in, storage_of, tensors
+
+
+class LiveMemory:
+    """Bytes of the storages that were recorded and still exist, and the most there were.
+
+    A storage counts once, whatever its views; those from `outside` do not count. Two peaks add what
+    would live longer elsewhere: `peak_with_gradients` the gradients of parameters that are complete
+    (the first of a step stay), `peak_with_outputs` the gradients of the outputs where a caller
+    keeps them to the end.
+
+    >>> memory = LiveMemory()
+    >>> x = stand_in(torch.empty(8, device="meta"))
+    >>> memory.record((x, x.view(2, 4)))
+    >>> memory.now, memory.peak
+    (32, 32)
+    >>> del x
+    >>> memory.now, memory.peak
+    (0, 32)
+    """
+
+    def __init__(self, outside: Iterable[torch.UntypedStorage] = ()) -> None:
+        self.now = self.peak = 0
+        self.operator_peak = 0  # since somebody set it to `now`
+        self.gradients = self.peak_with_gradients = 0
+        self.outputs = self.peak_with_outputs = 0
+        self._outside = {id(storage): storage for storage in outside}
+        self._counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def record(self, result: Any) -> None:
+        """Count the storages of a result that are new, until they end."""
+        for storage in map(storage_of, tensors(result)):
+            key = id(storage)
+            if key not in self._counted and key not in self._outside:
+                self._counted[key] = weakref.ref(storage, self._ending(key, storage.nbytes()))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                self.operator_peak = max(self.operator_peak, self.now)
+                with_gradients, with_outputs = self.now + self.gradients, self.now + self.outputs
+                self.peak_with_gradients = max(self.peak_with_gradients, with_gradients)
+                self.peak_with_outputs = max(self.peak_with_outputs, with_outputs)
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is one of those that are counted."""
+        return id(storage) in self._counted
+
+    def restart(self) -> None:
+        """Begin new peaks."""
+        self.peak = self.peak_with_gradients = self.peak_with_outputs = self.now
+        self.gradients = self.outputs = 0
+
+    def keep_output(self, gradient: torch.Tensor) -> None:
+        """Count the gradient of an output in `outputs` once it is freed here."""
+        storage = storage_of(gradient)
+        nbytes = storage.nbytes()
+
+        def ended() -> None:
+            self.outputs += nbytes
+
+        weakref.finalize(storage, ended).atexit = False
+
+    def _ending(self, key: int, nbytes: int) -> Callable[[object], None]:
+        """Called when a storage ends."""
+
+        def ended(_: object) -> None:
+            del self._counted[key]
+            self.now -= nbytes
+
+        return ended
+
+
+class ForwardVariables:
+    """Bytes that the variables of a forward hold, as if nothing were saved for its backward.
+
+    That is the forward of a block that is recomputed. `overwritten` says for a node which values
+    its line overwrites (see `naming.lifetimes`). What an operator made of several saves within
+    itself counts until it ends.
+    """
+
+    def __init__(
+        self, memory: LiveMemory, overwritten: Mapping[fx.Node, Collection[fx.Node]]
+    ) -> None:
+        self.peak = self._now = 0
+        self._memory, self._overwritten = memory, overwritten
+        self._variables: Counter[int] = Counter()  # by storage
+
+    def before(self) -> None:
+        """A node is about to run."""
+        self._begin = self._memory.operator_peak = self._memory.now
+
+    def after(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        """A node has run, and its result is among the values; overwritten ones are removed."""
+        self.peak = max(self.peak, self._now + self._memory.operator_peak - self._begin)
+        overwritten = [values.pop(other, None) for other in self._overwritten.get(node, ())]
+        for value, sign in [(values[node], 1), *((value, -1) for value in overwritten)]:
+            for storage in {id(s): s for s in map(storage_of, tensors(value))}.values():
+                if self._memory.counts(storage):
+                    before = self._variables[id(storage)]
+                    self._variables[id(storage)] += sign
+                    if 0 in (before, before + sign):
+                        self._now += sign * storage.nbytes()
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Within it, notes what autograd saves for the backward.
+
+    Operators whose results are thrown away save nothing that lasts: ask for the `storages` when
+    only the block's outputs are still alive. `peak` is that of the memory when the last was saved.
+    """
+
+    def __init__(self, memory: LiveMemory | None = None) -> None:
+        super().__init__(self._pack, lambda saved: saved.tensor)
+        self.peak = 0
+        self._memory = memory
+        self._saved: list[weakref.ref[_SavedTensor]] = []
+
+    def storages(self) -> set[torch.UntypedStorage]:
+        """Every storage that is still saved, once."""
+        alive = (reference() for reference in self._saved)
+        return {storage_of(saved.tensor) for saved in alive if saved is not None}
+
+    def _pack(self, tensor: torch.Tensor) -> _SavedTensor:
+        if self._memory is not None:
+            self.peak = self._memory.peak
+        saved = _SavedTensor(tensor.detach())  # an output would keep its own node, and so itself
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+
+class _SavedTensor:
+    """One tensor that a node of the autograd graph saves; it dies with the node."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def backward_seed(roots: Sequence[torch.Tensor], memory: LiveMemory) -> torch.Tensor | None:
+    """A number whose backward makes the gradients of the roots; None where there are no roots."""
+    return _Seed.apply(memory, *roots) if roots else None  # type: ignore[no-untyped-call]
+
+
+class _Seed(torch.autograd.Function):
+    """Computes nothing from the roots; its backward makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: LiveMemory, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.memory, ctx.likes = memory, [stand_in(root) for root in roots]
+        seed: torch.Tensor = stand_in(torch.empty((), device="meta"))
+        return seed
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = tuple(map(torch.empty_like, ctx.likes))
+        for gradient in gradients:
+            ctx.memory.keep_output(gradient)
+        return None, *gradients
+
+
+def free_gradients(parameters: Iterable[torch.Tensor], memory: LiveMemory) -> None:
+    """Let the gradients of parameters be freed as soon as they are complete."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            placeholder: torch.Tensor = stand_in(parameter.detach())
+
+            def free(gradient: torch.Tensor, other: torch.Tensor = placeholder) -> torch.Tensor:
+                memory.gradients += gradient.numel() * gradient.itemsize
+                return other
+
+            parameter.register_hook(free)
