@@ -19,6 +19,7 @@ from parcompiler.capture.effects import effects_of, is_repeatable
 from parcompiler.capture.prologue import cone
 from parcompiler.cost import BlockCost, bytes_per_parameter, more_in_update, seconds, trace_block
 from parcompiler.cost.collective import slowest
+from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
@@ -26,7 +27,6 @@ from parcompiler.naming.arguments import argument_names
 from parcompiler.naming.lifetimes import overwritten
 from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
-from parcompiler.times import Bench, measured, modelled, modelled_on
 
 Found = TypeVar("Found")
 

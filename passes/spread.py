@@ -7,12 +7,12 @@ from typing import Any
 from torch import fx
 
 from parcompiler.cost.collective import among
+from parcompiler.cost.times import measured_vocabulary
 from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import trunk
 from parcompiler.timeline import VocabularyCost
-from parcompiler.times import measured_vocabulary
 
 
 def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:

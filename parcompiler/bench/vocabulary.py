@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from parcompiler import pieces
-from parcompiler.cost.timed import Clock, medians
+from parcompiler.cost.times import Clock, medians
 from parcompiler.graph import Graph, Head, Lookup, Parameter
 from parcompiler.plan import VocabularyTime
 from parcompiler.runtime import head as passes

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from parcompiler.cost.times import modelled
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan, TemplateTime
@@ -36,7 +37,6 @@ from parcompiler.symbolic.resizable import ResizableGraph, resizable
 from parcompiler.symbolic.search import ClosedForms, closed_forms
 from parcompiler.symbolic.sizes import Size, Sizes
 from parcompiler.symbolic.stages import Names, Parts
-from parcompiler.times import modelled
 
 
 @dataclass(frozen=True, repr=False)

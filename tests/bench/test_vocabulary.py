@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parcompiler.bench import vocabulary
 from parcompiler.bench.vocabulary import HeadPasses, LookupPasses, time_passes
 from parcompiler.capture import capture
-from parcompiler.cost import timed
+from parcompiler.cost import times
 from parcompiler.graph import Graph, Head, Lookup
 from parcompiler.options import METHODS
 from tests.vocabulary.endings import SPREAD, V, case
@@ -87,7 +87,7 @@ def test_only_methods_that_ask_for_the_largest_take_time_to_normalize(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("FEWEST", "MOST", "WARM"):
-        monkeypatch.setattr(timed, name, 1)
+        monkeypatch.setattr(times, name, 1)
     found = time_passes(spread("plain", 2), 2, method, CPU)
     assert found.method == method
     assert min(found.s, found.t, found.embed, found.embed_backward) > 0

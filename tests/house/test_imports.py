@@ -20,7 +20,7 @@ PICTURE = """\
 6  pool member bench cli meshes __main__ __init__
 5  lower verifier codegen report changes prices ranks symbolic
 4  passes
-3  problem options progress calibrate times garbage
+3  problem options progress calibrate garbage
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces documents

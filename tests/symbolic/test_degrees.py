@@ -10,7 +10,7 @@ import sympy
 import torch
 
 import parcompiler as pc
-from parcompiler import times
+from parcompiler.cost import times
 from parcompiler.models import gpt
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler import times
 from parcompiler.bench import local
 from parcompiler.bench.local import LocalBench
-from parcompiler.cost import timed
+from parcompiler.cost import times
 from parcompiler.cost.operation import Operation
-from parcompiler.cost.timed import BlockTime, Timed
+from parcompiler.cost.times import TimedBlock
 from parcompiler.graph import Graph
 from parcompiler.instruction import Kind
 from parcompiler.plan import TemplateTime, VocabularyTime
@@ -26,9 +25,9 @@ PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured does not matter here, and no process is started."""
-    monkeypatch.setattr(timed, "FEWEST", 1)
-    monkeypatch.setattr(timed, "MOST", 1)
-    monkeypatch.setattr(timed, "WARM", 1)
+    monkeypatch.setattr(times, "FEWEST", 1)
+    monkeypatch.setattr(times, "MOST", 1)
+    monkeypatch.setattr(times, "WARM", 1)
     monkeypatch.setattr(LocalBench, "exchanged", lambda self, exchanges, between: None)
 
 
@@ -66,7 +65,7 @@ def test_what_tensor_ranks_exchange_is_asked_of_the_bench(monkeypatch: pytest.Mo
         asked.append(({one.name for one in exchanges}, len(exchanges), between))
         return 100.0
 
-    seconds = BlockTime(forward=2.0, backward=3.0)
+    seconds = (2.0, 3.0)
     monkeypatch.setattr(times, "time_block", lambda block: seconds)
     monkeypatch.setattr(LocalBench, "exchanged", exchanged)
     model, inputs = zoo.build("gpt")
@@ -151,7 +150,7 @@ def test_a_plan_brings_its_times_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_step_is_predicted_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = BlockTime(forward=2.0, backward=3.0)
+    seconds = (2.0, 3.0)
     monkeypatch.setattr(times, "time_block", lambda block: seconds)
     program = compiled("gpt", pc.Mesh())
     blocks = len(program.problem.under(program.plan).cut.blocks)
@@ -165,11 +164,11 @@ def test_gradients_add_up_as_they_do_in_a_step() -> None:
     node.meta["val"] = torch.empty(2, 3, device="meta")
     product = weight.call_function(torch.ops.aten.mul.Tensor, (node, node))
     product.meta["val"] = torch.empty(2, 3, device="meta")
-    block = Timed((product,), (product,), {"w"}, (), {product.name}, {}, torch.device("cpu"))
+    block = TimedBlock((product,), (product,), {"w"}, (), {product.name}, {}, torch.device("cpu"))
     block.backward(block.forward())
-    first = block.held[node].grad.clone()
+    first = block.state[node].grad.clone()
     block.backward(block.forward())
-    assert torch.equal(block.held[node].grad, 2 * first)
+    assert torch.equal(block.state[node].grad, 2 * first)
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
@@ -188,7 +187,7 @@ def test_another_word_is_refused() -> None:
 
 
 def test_a_block_that_cannot_run_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(block: Timed) -> BlockTime:
+    def fails(block: TimedBlock) -> tuple[float, float]:
         message = "no such kernel"
         raise RuntimeError(message)
 
@@ -218,7 +217,7 @@ Edit = Callable[[TemplateTime], TemplateTime | None]
 def test_times_edited_into_nonsense_are_refused(
     edit: Edit, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = BlockTime(forward=2.0, backward=3.0)  # real ones may ask for finer blocks
+    seconds = (2.0, 3.0)  # real ones may ask for finer blocks
     monkeypatch.setattr(times, "time_block", lambda block: seconds)
     plan = compiled("gpt", pc.Mesh(pipeline=2)).plan
     assert plan.costs is not None

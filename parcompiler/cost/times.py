@@ -1,0 +1,319 @@
+"""What a template takes for one micro-batch: by the figures of the device, or by running it.
+
+A measured block runs on tensors with data, as a stage runs it. Only distinct templates are timed,
+each for a fraction of a second, and only one is in memory at a time. What ranks exchange is left
+out of such a run, as there are no other ranks, and added by the bench or the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from parcompiler.cost.block import BlockCost
+from parcompiler.cost.execution import entered, outside
+from parcompiler.cost.operation import EXCHANGE, Operation
+from parcompiler.cost.roofline import seconds
+from parcompiler.cost.stand_in import is_differentiable, tensors
+from parcompiler.device import Device
+from parcompiler.errors import InputError
+from parcompiler.graph import Block, Graph
+from parcompiler.mesh import Mesh
+from parcompiler.plan import TemplateTime, VocabularyTime
+from parcompiler.spmd.exchange import is_conversion
+
+Clock = Callable[[], float]  # seconds
+
+SECONDS = 0.5  # of measuring a block, if its forward and backward are short
+FEWEST, MOST = 3, 30  # samples
+WARM = 2  # runs before: they allocate memory and choose kernels
+
+
+class Bench(Protocol):
+    """What runs on this machine for `costs="measured"`; `bench.local` has it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks run."""
+        ...
+
+    def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
+        """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
+
+        None where so many ranks cannot be busy at once here.
+        """
+        ...
+
+    def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
+        """What the passes take on one of `ranks` ranks that share the graph's vocabulary."""
+        ...
+
+
+def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:
+    """The times of the template `name` by the roofline of `device`."""
+    return TemplateTime(
+        template=name,
+        forward=seconds(cost.forward, device),
+        backward=seconds(cost.backward, device),
+        weight=seconds(cost.weight, device),
+    )
+
+
+def modelled_on(mesh: Mesh, costs: Mapping[str, BlockCost]) -> list[dict[str, TemplateTime]]:
+    """The times of templates, by name, on the device of the mesh; of several on each rank's."""
+    known = {
+        device: {name: modelled(name, cost, device) for name, cost in costs.items()}
+        for device in set(mesh.devices)
+    }
+    return [known[device] for device in ([mesh.hardware] if mesh.is_uniform else mesh.devices)]
+
+
+def measured(
+    model: TemplateTime,
+    cost: BlockCost,
+    block: Block,
+    graph: Graph,
+    device: Device,
+    bench: Bench,
+) -> TemplateTime:
+    """The times of the template of `block`, measured on `bench`.
+
+    `model` has its modelled times: the part of the backward that can be deferred is as large as
+    there, and what ranks exchange is taken from `device` where the bench has no room for them.
+    Raises InputError where the block cannot run here.
+    """
+    # Integers of the batch are below these; where ranks hold pieces, below those of the smallest.
+    pieces = max((item.whole.numel // max(1, item.numel) for item in graph.parameters), default=1)
+    bounds = {item.node: max(1, item.high // pieces) for item in graph.inputs if item.high}
+    trainable = {item.node for item in graph.parameters if item.trainable}
+    timed = TimedBlock(
+        nodes=block.nodes,
+        outputs=block.outputs,
+        parameters=trainable,
+        buffers={item.node for item in graph.parameters} - trainable,
+        differentiable=graph.differentiable,
+        high=bounds,
+        device=bench.device,
+    )
+    with _explained(repr(block.name)):
+        forward, backward = time_block(timed)
+        exchanges = [
+            _exchange_seconds(*side, device, bench)
+            for side in ((cost.forward, forward), (cost.backward, backward))
+        ]
+    return TemplateTime(
+        template=model.template,
+        forward=forward + exchanges[0],
+        backward=backward + exchanges[1],
+        weight=backward * model.weight / model.backward if model.backward else 0.0,
+    )
+
+
+def measured_vocabulary(graph: Graph, ranks: int, method: str, bench: Bench) -> VocabularyTime:
+    """The times of the passes of the graph's vocabulary. Raises InputError as `measured` does."""
+    with _explained("the vocabulary"):
+        return bench.vocabulary(graph, ranks, method)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Within it, errors of operators and of processes that cannot be started name what ran."""
+    try:
+        yield
+    except Exception as error:
+        message = (
+            f"the times of {name} cannot be measured here ({type(error).__name__}: {error}): "
+            "take costs='model'"
+        )
+        raise InputError(message) from error
+
+
+def _exchange_seconds(
+    operations: Iterable[Operation], computed: float, device: Device, bench: Bench
+) -> float:
+    """Seconds of what tensor ranks exchange among `computed` s of work: measured, or modelled."""
+    exchanges = [operation for operation in operations if operation.kind == EXCHANGE]
+    if not exchanges:
+        return 0.0
+    taken = bench.exchanged(exchanges, computed / len(exchanges))
+    return seconds(exchanges, device) if taken is None else taken
+
+
+@dataclass(frozen=True)
+class TimedBlock:
+    """A block that can be run: what its nodes read, with data.
+
+    `high` has, for nodes that are integers of the batch, the number they are below; other integers
+    are zeros. `buffers` are also the parameters that are not trained.
+    """
+
+    nodes: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+    parameters: Collection[str]
+    buffers: Collection[str]
+    differentiable: Collection[str]
+    high: Mapping[str, int]
+    device: torch.device
+    received: dict[fx.Node, Any] = field(default_factory=dict)
+    state: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make what is read from outside."""
+        generator = torch.Generator().manual_seed(0)
+        for node in outside(self.nodes):
+            high = self.high.get(node.name, 1)
+            value: Any = map_aggregate(
+                node.meta.get("val"),
+                lambda like, high=high: self._filled(like, high, generator),  # type: ignore[misc]
+            )
+            if node.name in self.parameters and is_differentiable(value):
+                value.requires_grad_()
+            is_state = node.name in self.parameters or node.name in self.buffers
+            (self.state if is_state or node.op == "get_attr" else self.received)[node] = value
+
+    def forward(self) -> dict[fx.Node, Any]:
+        """Run the nodes; those of the outputs that carry gradients."""
+        values = dict(self.state)
+        for node, value in self.received.items():
+            carries = node.name in self.differentiable
+            values[node] = map_aggregate(value, _received) if carries else value
+        with torch.enable_grad():
+            _run(self.nodes, values, self.device)
+        return {node: values[node] for node in self.outputs if node.name in self.differentiable}
+
+    def backward(self, outputs: Mapping[fx.Node, Any]) -> None:
+        """Run the backward of what `forward` gave; gradients add up in the parameters."""
+        roots = [t for value in outputs.values() for t in tensors(value) if t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+    def _filled(self, like: Any, high: int, generator: torch.Generator) -> Any:
+        """A tensor with the shape, strides and dtype of `like`; integers are below `high`."""
+        if not isinstance(like, torch.Tensor):
+            return like
+        shape, strides = list(map(int, like.shape)), list(map(int, like.stride()))
+        made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
+        if is_differentiable(like):
+            with torch.no_grad():
+                made.copy_(torch.randn(shape, generator=generator).mul_(0.1))
+        elif like.dtype == torch.bool:
+            made.fill_(True)
+        else:
+            made.copy_(torch.randint(high, shape, generator=generator))
+        return made
+
+
+def time_block(block: TimedBlock, seconds: float = SECONDS) -> tuple[float, float]:
+    """Run a block's forward and backward in turn for about `seconds` s; the medians in s, the
+    backward with the sums into gradients.
+
+    Raises whatever an operator raises that cannot run with such data.
+    """
+
+    def sample(clock: Clock) -> tuple[float, float]:
+        start = clock()
+        outputs = block.forward()
+        middle = clock()
+        block.backward(outputs)
+        return middle - start, clock() - middle
+
+    forward, backward = medians(sample, block.device, seconds)
+    return forward, backward
+
+
+def medians(
+    sample: Callable[[Clock], Sequence[float]], device: torch.device, seconds: float = SECONDS
+) -> tuple[float, ...]:
+    """The medians of what `sample` measures by the clock it is given, again for about so long.
+
+    There is no garbage collection meanwhile, and on a CPU the one thread that torchrun gives a
+    rank. The clock is the CPU time of that thread, which others on the machine do not add to, or
+    the time when a GPU is done.
+    """
+
+    def cuda_clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    clock = cuda_clock if device.type == "cuda" else time.thread_time
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    gc.disable()
+    if device.type != "cuda":
+        torch.set_num_threads(1)
+    try:
+        for _ in range(WARM):
+            sample(clock)
+        samples: list[Sequence[float]] = []
+        end = time.perf_counter() + seconds
+        while len(samples) < FEWEST or (len(samples) < MOST and time.perf_counter() < end):
+            samples.append(sample(clock))
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
+    return tuple(map(statistics.median, zip(*samples, strict=True)))
+
+
+def _run(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], device: torch.device) -> None:
+    """Run the nodes in order, each context entered once for those that stand in it."""
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        return device if isinstance(argument, torch.device) else argument
+
+    for contexts, run in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
+        with entered(contexts):
+            for node in run:
+                args, kwargs = map_aggregate((node.args, node.kwargs), given)
+                if is_conversion(node):
+                    (value,) = tensors(args)
+                    values[node] = _Converted.apply(value, node.meta["val"])  # type: ignore[no-untyped-call]
+                else:
+                    assert callable(node.target), f"{node.format_node()} is no operator"
+                    values[node] = node.target(*args, **kwargs)
+
+
+def _received(value: Any) -> Any:
+    """A leaf of the gradient that may be updated in place."""
+    if not is_differentiable(value):
+        return value
+    return _Received.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]
+
+
+class _Received(torch.autograd.Function):
+    """A value of another block: autograd lets it be changed in place, unlike a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+class _Converted(torch.autograd.Function):
+    """The other placement of a value, without what is exchanged for it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        ctx.like = value
+        if value.shape == like.shape:
+            return value.view_as(value)
+        return value.new_ones([int(size) for size in like.shape])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,), like = gradients, ctx.like
+        return gradient if gradient.shape == like.shape else torch.ones_like(like), None
