@@ -12,12 +12,12 @@ from torch import nn
 
 from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
-from parcompiler.capture.guise import ONE_THREAD
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.lift import lift
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.patches import ONE_THREAD
 from parcompiler.checks import check_given, check_hooks, check_kinds, checked
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.garbage import rarely_collected

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from parcompiler.batches import given_batch, random_batch
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift
-from parcompiler.capture.simplify import simplify
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.draws import draws
 from parcompiler.errors import InputError

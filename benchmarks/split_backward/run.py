@@ -18,7 +18,7 @@ from torch import nn
 
 from parcompiler.capture import capture
 from parcompiler.capture.blocks import cut
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.codegen.modules import stage_classes
 from parcompiler.codegen.rank import rank_program
 from parcompiler.graph import Graph

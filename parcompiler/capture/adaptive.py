@@ -13,8 +13,7 @@ masked, which is the same loss and gradient. A target that is no class raises, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -22,20 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parcompiler.capture.patches import patched
 
-@contextmanager
-def computing_all_rows() -> Iterator[None]:
+
+def computing_all_rows() -> AbstractContextManager[None]:
     """Within it, adaptive softmaxes have fixed shapes."""
-    kind, before = nn.AdaptiveLogSoftmaxWithLoss, nn.AdaptiveLogSoftmaxWithLoss.forward
-
-    def forward(self: Any, input_: torch.Tensor, target_: torch.Tensor) -> Any:
-        return on_all_rows(self, input_, target_)
-
-    kind.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.forward = before  # type: ignore[method-assign]
+    return patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows)
 
 
 def on_all_rows(

@@ -24,13 +24,15 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+
+from parcompiler.capture.patches import patched
 
 SIMPLE = (bool, int, float, complex, str, torch.dtype)
 
@@ -110,8 +112,7 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
     return {needed[0]: value}
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AbstractContextManager[None]:
     """Within it, parameters of new modules go to the meta device: they take no memory, and nothing
     is drawn for them."""
     register = nn.Module.register_parameter
@@ -121,11 +122,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patched(nn.Module, register_parameter=registered)
 
 
 def _value(twins: Sequence[nn.Module], module: nn.Module, name: str) -> torch.Tensor | None:

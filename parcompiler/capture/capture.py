@@ -15,30 +15,30 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
 from parcompiler.capture.adaptive import computing_all_rows
-from parcompiler.capture.beneath import set_aside
 from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
 from parcompiler.capture.functions import call_functions, kept_whole
-from parcompiler.capture.guise import ONE_THREAD, as_if_eager, compiled_late, quiet, unmoved
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
+from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspended, unmoved
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
@@ -78,11 +78,13 @@ def capture(
         graph = exported.graph_module.graph
         clean.inline_regions(graph, exported.graph_module)
         call_functions(graph)
-    _check_operators(graph)
+    clean.drop_objects(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
     keep_memory(graph)
-    make_cuttable(graph, _input_nodes(exported))
+    specs = exported.graph_signature.input_specs
+    batch = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
+    make_cuttable(graph, batch)
     mark(graph, original)
     captured = read(original, exported, graph, inputs, positional=not kwargs)
     check_tables(captured)
@@ -151,12 +153,16 @@ def _export(
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         copies = LayerCopies(own, known.follows)
-        for attempt in _attempts(original, own, kwargs, copies, changed):
+        for patch, make in _attempts(original, own, kwargs, copies, changed):
             try:
-                with attempt as tried, compiled_late(), set_aside() as beneath:
+                with patch:
+                    tried = make()
                     whole = WithLoss(tried.model, tried.loss, in_float32=original.in_float32)
-                    whole.around = partial(watched, whole, beneath, changed)
-                    return torch.export.export(whole, args, kwargs, strict=False)
+                    # What torch writes as Python on its way to a graph is compiled when it is
+                    # called: hardly any of it is, and that takes a third of the time of an export.
+                    with _use_lazy_graph_module(True), suspended() as resumed:
+                        whole.around = partial(watched, whole, resumed, changed)
+                        return torch.export.export(whole, args, kwargs, strict=False)
             except Exception as error:  # whatever a user's model raises
                 if copies.used:  # perhaps because of that
                     continue
@@ -199,47 +205,22 @@ def _attempts(
     kwargs: dict[str, Any],
     copies: LayerCopies,
     changed: set[Attribute],
-) -> Iterator[AbstractContextManager[WithLoss]]:
-    """The model as it is, layers that are equal traced once, else each; where it leaves out steps
-    when it is compiled, as in eager mode; and with its Python resolved by `fx.symbolic_trace`."""
-    yield copies.applied(own)
+) -> Iterator[tuple[AbstractContextManager[None], Callable[[], WithLoss]]]:
+    """The ways to export a model, each a patch of torch and the module to export under it.
+
+    As it is, with copies of equal layers, and if that fails without copies; as in eager mode, where
+    it leaves out steps when it is compiled; with its Python resolved by `fx.symbolic_trace`.
+    """
+
+    def resolved() -> WithLoss:
+        model = shared(original)
+        with watched(model, nullcontext, changed):
+            model.model = traced(model.model, kwargs)
+        return model
+
+    yield copies.applied(), lambda: own
     if copies.used:
         copies.used = False
-        yield nullcontext(shared(original))
-    yield _eager(original)
-    yield _resolved(original, kwargs, changed)
-
-
-@contextmanager
-def _eager(original: WithLoss) -> Iterator[WithLoss]:
-    """A copy of the model that is told that nothing is being compiled."""
-    with as_if_eager():
-        yield shared(original)
-
-
-@contextmanager
-def _resolved(
-    original: WithLoss, kwargs: dict[str, Any], changed: set[Attribute]
-) -> Iterator[WithLoss]:
-    """A copy of the model, traced."""
-    own = shared(original)
-    with watched(own, nullcontext, changed):
-        resolved = traced(own.model, kwargs)
-    own.model = resolved
-    yield own
-
-
-def _check_operators(graph: fx.Graph) -> None:
-    """Refuse nodes that no stage could run: only operators and `getitem` may be left."""
-    for node in graph.nodes:
-        if node.op == "get_attr" and node.users:
-            message = f"a sub-graph or object is part of the graph: {clean.where(node)}"
-            raise CaptureError(message)
-        if node.op == "get_attr":
-            graph.erase_node(node)
-
-
-def _input_nodes(exported: torch.export.ExportedProgram) -> set[str]:
-    """The placeholders of tensors of the batch."""
-    specs = exported.graph_signature.input_specs
-    return {s.arg.name for s in specs if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")}
+        yield nullcontext(), lambda: shared(original)
+    yield as_if_eager(), lambda: shared(original)
+    yield nullcontext(), resolved

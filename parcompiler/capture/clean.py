@@ -6,6 +6,7 @@ and remember the context in `node.meta["contexts"]`. Assertions and dead nodes g
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.errors import CaptureError
+from parcompiler.graph import Graph
 
 Context = tuple[Any, ...]
 
@@ -25,7 +27,11 @@ def inline_regions(
     graph: fx.Graph, owner: torch.nn.Module, contexts: tuple[Context, ...] = ()
 ) -> None:
     """Replace each `wrap_with_*` region by its nodes. Raises CaptureError for other regions."""
-    _renew_users(graph)
+    for node in graph.nodes:  # export leaves users wrong beside the regions that it makes
+        node.users.clear()
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            operand.users[node] = None
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
             node.target, torch._ops.HigherOrderOperator
@@ -41,15 +47,6 @@ def inline_regions(
         context, body, operands = region
         inner = contexts + (() if context is None else (context,))
         _inline(graph, node, owner.get_submodule(str(body.target)), operands, inner)
-
-
-def _renew_users(graph: fx.Graph) -> None:
-    """Note anew who uses each node: export leaves that wrong beside the regions that it makes."""
-    for node in graph.nodes:
-        node.users.clear()
-    for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            operand.users[node] = None
 
 
 def _region(name: str, node: fx.Node) -> tuple[Context | None, fx.Node, tuple[Any, ...]] | None:
@@ -100,6 +97,17 @@ def keep_names(copies: Mapping[fx.Node, fx.Node]) -> None:
     """Give copies the names of their nodes: `graph_copy` renames inputs called `torch` or `inf`."""
     for node, copy in copies.items():
         copy.name = node.name
+
+
+def drop_objects(graph: fx.Graph) -> None:
+    """Erase sub-graphs and objects that nothing uses. Raises CaptureError for those in use: no
+    stage could run them."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.users:
+            message = f"a sub-graph or object is part of the graph: {where(node)}"
+            raise CaptureError(message)
+        if node.op == "get_attr":
+            graph.erase_node(node)
 
 
 def drop_assertions(graph: fx.Graph) -> None:
@@ -171,3 +179,22 @@ def where(node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     source = " ".join(line.strip() for line in lines[-2:])
     return f"module {path or '(the model itself)'!r}" + (f", {source}" if source else "")
+
+
+def simplify(graph: Graph) -> Graph:
+    """`graph` without casts to the dtype that a value has already.
+
+    It is made once, so that what is found out about it holds for every mesh.
+    """
+
+    def simplified() -> Graph:
+        nodes: dict[fx.Node, fx.Node] = {}
+        copied = fx.Graph()
+        copied.output(copied.graph_copy(graph.fx_graph, nodes))
+        keep_names(nodes)
+        drop_no_operations(copied)
+        output = next(node for node in reversed(copied.nodes) if node.op == "output")
+        (loss,) = output.all_input_nodes
+        return dataclasses.replace(graph, fx_graph=copied, loss=loss)
+
+    return graph.once("simplified", simplified)

@@ -11,8 +11,7 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 _CONSTANT = int | float | bool | str | complex | torch.dtype | torch.device | None
@@ -107,14 +107,9 @@ _library.impl("function", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("parcompiler::function", _run, lib=_library)
 
 
-@contextmanager
-def kept_whole() -> Iterator[None]:
+def kept_whole() -> AbstractContextManager[None]:
     """Within it, applications of Functions that are not torch's own are traced as one node."""
-    torch.autograd.Function.apply = classmethod(_traced)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = _original  # type: ignore[method-assign]
+    return patched(torch.autograd.Function, apply=classmethod(_traced))
 
 
 def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -15,8 +15,8 @@ All others are refused by name. Hooks on forwards are part of the graph: what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules import module as of_all
 
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Hook
 
@@ -137,13 +138,10 @@ def place(hook: Any, *, short: bool = False) -> str:
     return f"{name}, {file}:{code.co_firstlineno}"
 
 
-@contextmanager
-def without_hooks() -> Iterator[None]:
+def without_hooks() -> AbstractContextManager[None]:
     """Within it, a forward that registers a hook on a tensor raises CaptureError."""
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    before = {name: getattr(torch.Tensor, name) for name in names}
 
-    def refused(name: str) -> Any:
+    def refusing(name: str) -> Any:
         def register(self: torch.Tensor, hook: Any) -> None:
             message = (
                 f"the forward registers a hook on a tensor, which would not run on the ranks "
@@ -154,10 +152,5 @@ def without_hooks() -> Iterator[None]:
 
         return register
 
-    for name in names:
-        setattr(torch.Tensor, name, refused(name))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(torch.Tensor, name, method)
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    return patched(torch.Tensor, **{name: refusing(name) for name in names})

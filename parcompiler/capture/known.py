@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parcompiler.capture.assertions import assumed
-from parcompiler.capture.beneath import OfTheModel
+from parcompiler.capture.patches import ModelMode
 from parcompiler.errors import CaptureError
 
 LARGEST = 1 << 20  # elements of a tensor whose values are followed
@@ -44,7 +44,7 @@ _LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".s
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
-class Known(OfTheModel):
+class Known(ModelMode):
     """Follows the values of tensors that are computed from constants, beside the traced ones."""
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.clean import keep_names
+from parcompiler.capture.patches import patched
 from parcompiler.graph import Graph
 
 
@@ -200,12 +201,10 @@ def lifting(dtype: torch.dtype, own: torch.dtype = torch.float32) -> Iterator[No
         return finfo(own if kind in (None, dtype) else kind)
 
     torch.set_default_dtype(dtype)
-    torch.finfo = limits  # type: ignore[assignment, misc]
     try:
-        with _Lifting(dtype, own):
+        with patched(torch, finfo=limits), _Lifting(dtype, own):
             yield
     finally:
-        torch.finfo = finfo  # type: ignore[misc]
         torch.set_default_dtype(before)
 
 

@@ -34,11 +34,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from parcompiler.capture.beneath import OfTheModel
 from parcompiler.capture.capture import capture
 from parcompiler.capture.hooks import hooks_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.patches import ModelMode
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 
@@ -135,7 +135,7 @@ def mixed(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-class _Mixed(OfTheModel):
+class _Mixed(ModelMode):
     """Casts the operands of some functions."""
 
     def __init__(self, dtype: torch.dtype) -> None:

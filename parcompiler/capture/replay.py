@@ -25,11 +25,11 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -39,13 +39,13 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import is_repeatable
+from parcompiler.capture.patches import patched
 from parcompiler.capture.untouched import Attribute, is_plain, reads
 
 ENABLED = True
 FEWEST = 5  # equal layers; copying fewer saves nothing
 _MOST = 8  # traces of equal layers that read different values; with more, every layer is traced
 
-Model = TypeVar("Model", bound=nn.Module)
 Stack = dict[str, tuple[str, Any]]  # the modules around a node: the path and class of each
 
 
@@ -119,20 +119,15 @@ class LayerCopies:
             for layer in group.layers:  # the tracer's stand-ins for a module have its __dict__
                 self._groups.setdefault(id(vars(layer)), (layer, group))
 
-    @contextmanager
-    def applied(self, model: Model) -> Iterator[Model]:
-        """Within it, layers of `model` that are called may be copied instead."""
+    def applied(self) -> AbstractContextManager[None]:
+        """Within it, layers that are called may be copied instead of being traced."""
         original: Callable[..., Any] = nn.Module._call_impl
         copies = self
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return copies._call(self, lambda: original(self, *args, **kwargs), args, kwargs)
 
-        nn.Module._call_impl = call  # type: ignore[method-assign]
-        try:
-            yield model
-        finally:
-            nn.Module._call_impl = original  # type: ignore[method-assign]
+        return patched(nn.Module, _call_impl=call)
 
     def _call(self, module: nn.Module, trace: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """The result of a module, whose nodes are copied or traced."""

@@ -13,29 +13,21 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from parcompiler.capture.patches import patched
+
 Forward = Callable[[nn.SyncBatchNorm, torch.Tensor], torch.Tensor]
 
 
-@contextmanager
-def computing_as(forward: Forward) -> Iterator[None]:
+def computing_as(forward: Forward) -> AbstractContextManager[None]:
     """Within it, `forward` is what SyncBatchNorms compute, and subclasses where they call it."""
-
-    def called(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        return forward(self, input)
-
-    before = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = called  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = before  # type: ignore[method-assign]
+    return patched(nn.SyncBatchNorm, forward=lambda norm, input: forward(norm, input))
 
 
 def alone(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:

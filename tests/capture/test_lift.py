@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift, lifted, lifting
-from parcompiler.capture.simplify import simplify
 from parcompiler.capture.untouched import untouched
 from tests.distributed.models import WIDTH, rows
 

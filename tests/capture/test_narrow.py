@@ -9,9 +9,9 @@ from torch import fx, nn
 
 import parcompiler as pc
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.narrow import capture_in, mixed, narrow_batch, narrowed
-from parcompiler.capture.simplify import simplify
 from parcompiler.capture.untouched import untouched
 from parcompiler.graph import Graph
 from tests.distributed.models import CLASSES, WIDTH, classes, rows

@@ -7,7 +7,7 @@ import torch
 import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.capture.blocks import cut, levels
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.models import gpt
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.cost import BlockCost
 from parcompiler.device import device
 from parcompiler.graph import Graph

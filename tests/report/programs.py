@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.device import Device, Link
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower

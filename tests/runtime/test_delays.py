@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.graph import Graph
 from parcompiler.models import gpt, t5
 from parcompiler.runtime.batch import microbatches

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import parcompiler as pc
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.effects import is_repeatable
-from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered
 from parcompiler.options import Options

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.codegen.rank import rank_program
 from parcompiler.graph import Graph
 from parcompiler.instruction import Instruction, Kind, parse

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.graph import Graph
 from parcompiler.instruction import Kind

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.inputs import Batch
-from parcompiler.capture.simplify import simplify
 from parcompiler.mesh import Mesh
 from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 from parcompiler.options import Options

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.read import fingerprint
-from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.simplify import simplify
+from parcompiler.capture.clean import simplify
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from parcompiler.capture import capture
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift
-from parcompiler.capture.simplify import simplify
 from parcompiler.graph import Graph
 from parcompiler.vocabulary import find, operators, spread
 from tests import architectures, zoo

@@ -1,0 +1,131 @@
+"""Tracing patches: changes to torch for the time of a `with` block, and its stack of modes.
+
+An export asks tensors for shapes and flags a hundred times for each parameter, and every question
+goes through all function modes. Those that are meant for the model are taken off the stack for
+that, and put back under the export's own when the forward begins.
+
+>>> class Counting(ModelMode):
+...     seen = 0
+...     def __torch_function__(self, func, types, args=(), kwargs=None):
+...         Counting.seen += 1
+...         return func(*args, **(kwargs or {}))
+>>> with Counting(), suspended() as resumed:
+...     _ = torch.ones(2)
+...     with resumed():
+...         _ = torch.ones(2)
+>>> Counting.seen
+1
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.export._trace as _trace
+from torch import nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _len_torch_function_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+_LOGGERS = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.recording",
+    "torch.fx.experimental.symbolic_shapes",
+)
+
+ONE_THREAD = threading.RLock()  # patches hold for the whole process: one compile at a time
+
+
+@contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within it, a class or module has other attributes."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch does not print the graph of what it refuses: the CaptureError says it."""
+    with ExitStack() as stack:
+        for name in _LOGGERS:
+            stack.enter_context(patched(logging.getLogger(name), disabled=True))
+        stack.enter_context(patched(_trace, print=lambda *_, **__: None))
+        yield
+
+
+def as_if_eager() -> AbstractContextManager[None]:
+    """The model is told that nothing is being compiled: some then leave out steps."""
+    return patched(torch.compiler, is_compiling=lambda: False, is_exporting=lambda: False)
+
+
+def unmoved() -> AbstractContextManager[None]:
+    """`module.to(dtype)` in a forward does nothing where the module has that dtype already."""
+    original: Callable[..., nn.Module] = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        pairs = [(tensor, fn(tensor)) for tensor in tensors]
+        if all(old.dtype == new.dtype and old.device == new.device for old, new in pairs):
+            return self
+        return original(self, fn, recurse)
+
+    return patched(nn.Module, _apply=apply)
+
+
+class ModelMode(TorchFunctionMode):
+    """A mode that is meant for what the model's forward calls, not for torch around it."""
+
+
+@contextmanager
+def suspended() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Within it, the model's modes on top of the stack are off; what it yields puts them back
+    where they were, for the time of a `with` block."""
+    suspended_modes = list(_popped(lambda mode: isinstance(mode, ModelMode)))
+    depth = _len_torch_function_stack()
+
+    @contextmanager
+    def resumed() -> Iterator[None]:
+        above = list(_popped(lambda _: _len_torch_function_stack() >= depth))
+        for mode in reversed([*above, *suspended_modes]):
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in (*above, *suspended_modes):
+                _pop_mode()
+            for mode in reversed(above):
+                _push_mode(mode)
+
+    try:
+        yield resumed
+    finally:
+        for mode in reversed(suspended_modes):
+            _push_mode(mode)
+
+
+def _popped(wanted: Callable[[TorchFunctionMode], bool]) -> Iterator[TorchFunctionMode]:
+    """Take the modes that are wanted off the top of the stack, the top one first."""
+    while _len_torch_function_stack():
+        mode = _pop_mode()
+        if not wanted(mode):
+            _push_mode(mode)
+            return
+        yield mode
