@@ -9,7 +9,7 @@ are gathered or scattered the tree of NCCL 2.23 ("PAT"). Over several nodes ther
 within each node first, then between ranks of the same place, each with an adapter of its own.
 
 >>> from parcompiler.device import device
->>> eight, two = Group(8), Group(8, nodes=2)
+>>> eight, two = RankGroup(8), RankGroup(8, nodes=2)
 >>> h100 = device("h100")
 >>> seconds("all-reduce", 2**30, eight, h100) < seconds("all-reduce", 2**30, two, h100)
 True
@@ -18,8 +18,9 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from parcompiler.device import Device, Link
 from parcompiler.mesh import Mesh
@@ -31,7 +32,7 @@ ROOTED = ("broadcast", "reduce")  # one rank has or gets the whole: it is sent o
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that talk to each other: `size` of them on `nodes` nodes."""
 
     size: int
@@ -43,57 +44,59 @@ class Group:
         return math.ceil(self.size / self.nodes)
 
 
-def group(ranks: Iterable[int], device: Device) -> Group:
+def group(ranks: Iterable[int], device: Device) -> RankGroup:
     """The group of some ranks of a mesh of such devices.
 
     >>> from parcompiler.device import device
     >>> group(range(0, 32, 4), device("h100"))
-    Group(size=8, nodes=4)
+    RankGroup(size=8, nodes=4)
     """
-    found = list(ranks)
-    return Group(len(found), len({rank // device.devices_per_node for rank in found}))
+    members = list(ranks)
+    return RankGroup(len(members), len({rank // device.devices_per_node for rank in members}))
 
 
-def neighbours(size: int, device: Device) -> Group:
+def neighbours(size: int, device: Device) -> RankGroup:
     """Ranks whose numbers follow one another from the first of a node: those of a tensor axis."""
     return group(range(size), device)
 
 
-def among(mesh: Mesh, ranks: Iterable[int]) -> Group:
+def among(mesh: Mesh, ranks: Iterable[int]) -> RankGroup:
     """The group of some ranks of a mesh. A node has devices of one kind.
 
     >>> among(Mesh(pipeline=3, device=("h100", "h100", "l40s")), range(3))
-    Group(size=3, nodes=2)
+    RankGroup(size=3, nodes=2)
     """
-    found = list(ranks)
+    members = list(ranks)
     if mesh.is_uniform:
-        return group(found, mesh.hardware)
-    devices, copies = mesh.devices, mesh.grid.copies
-    first = [_first(devices, r) for r in range(mesh.pipeline)]  # with it a node begins
-    places = ((rank, rank // copies) for rank in found)
+        return group(members, mesh.hardware)
+    devices, copies, starts = mesh.devices, mesh.grid.copies, _starts(mesh)
+    places = ((rank, rank // copies) for rank in members)
     nodes = {
-        (first[r], (rank - first[r] * copies) // devices[r].devices_per_node) for rank, r in places
+        (starts[r], (rank - starts[r] * copies) // devices[r].devices_per_node)
+        for rank, r in places
     }
-    return Group(len(found), len(nodes))
+    return RankGroup(len(members), len(nodes))
 
 
-def _first(devices: Sequence[Device], coordinate: int) -> int:
-    """The first pipeline coordinate of the run of equal devices that one is in."""
-    first = coordinate
-    while first and devices[first - 1] == devices[coordinate]:
-        first -= 1
-    return first
+def _starts(mesh: Mesh) -> list[int]:
+    """For each pipeline coordinate the first of the run of equal devices that it is in: with it a
+    node begins."""
+    if mesh.is_uniform:
+        return [0] * mesh.pipeline
+    starts = [0]
+    for r, (before, device) in enumerate(pairwise(mesh.devices), 1):
+        starts.append(starts[-1] if device == before else r)
+    return starts
 
 
 def joined(mesh: Mesh, action: str, nbytes: float, ranks: Iterable[int]) -> float:
     """The time in s of a collective among ranks of a mesh; of several devices the slowest's."""
-    found = list(ranks)
-    together = among(mesh, found)
+    members = list(ranks)
+    together = among(mesh, members)
     if mesh.is_uniform:
         return seconds(action, nbytes, together, mesh.hardware)
-    devices, copies = mesh.devices, mesh.grid.copies
-    own = {devices[r] for r in {rank // copies for rank in found}}
-    return max(seconds(action, nbytes, together, device) for device in own)
+    devices = {mesh.devices[r] for r in {rank // mesh.grid.copies for rank in members}}
+    return max(seconds(action, nbytes, together, device) for device in devices)
 
 
 def between(mesh: Mesh, source: int, target: int) -> Link:
@@ -105,60 +108,51 @@ def between(mesh: Mesh, source: int, target: int) -> Link:
     >>> between(mesh, 6, 7).bandwidth, between(mesh, 7, 8).bandwidth
     (450000000000.0, 50000000000.0)
     """
-    if not mesh.is_uniform:
-        return _between(mesh, source, target)
-    device = mesh.hardware
-    return device.network if _crosses(source, target, mesh.grid.copies, device) else device.link
-
-
-def _between(mesh: Mesh, source: int, target: int) -> Link:
-    """The same where ranks have different devices."""
-    devices, copies = mesh.devices, mesh.grid.copies
-    one, other, first = devices[source], devices[target], _first(devices, source)
-    alone = first != _first(devices, target)
-    if alone or _crosses(source - first, target - first, copies, one):
-        return _worst((one.network, other.network))
-    return one.link
-
-
-def _crosses(source: int, target: int, copies: int, device: Device) -> bool:
-    """Whether some replicas of two coordinates of equal devices are on different nodes."""
-    size = device.devices_per_node
-    return any(
-        (source * copies + k) // size != (target * copies + k) // size
+    starts, copies = _starts(mesh), mesh.grid.copies
+    one, other = (
+        (mesh.hardware,) * 2 if mesh.is_uniform else (mesh.devices[source], mesh.devices[target])
+    )
+    if starts[source] != starts[target]:
+        return _slowest_of((one.network, other.network))
+    first, size = starts[source], one.devices_per_node
+    crosses = any(
+        ((source - first) * copies + k) // size != ((target - first) * copies + k) // size
         for k in range(min(copies, size))
     )
+    return one.network if crosses else one.link
 
 
-def _worst(links: Iterable[Link]) -> Link:
+def _slowest_of(links: Iterable[Link]) -> Link:
     """A link as slow as the slowest of some in both."""
-    found = list(links)
-    if len(set(found)) == 1:
-        return found[0]
-    return Link(min(link.bandwidth for link in found), max(link.latency for link in found))
+    distinct = set(links)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return Link(min(link.bandwidth for link in distinct), max(link.latency for link in distinct))
 
 
 def slowest(mesh: Mesh) -> Link:
     """The slowest link between neighbours of the pipeline."""
+    pairs = mesh.pipeline - 1
     if not mesh.is_uniform:
-        return _worst(between(mesh, r, r + 1) for r in range(mesh.pipeline - 1))
-    device, pairs = mesh.hardware, min(mesh.pipeline - 1, mesh.hardware.devices_per_node)
-    crosses = any(between(mesh, r, r + 1) is device.network for r in range(pairs))
-    return device.network if crosses else device.link
+        return _slowest_of(between(mesh, r, r + 1) for r in range(pairs))
+    device = mesh.hardware  # nodes repeat
+    links = {between(mesh, r, r + 1) for r in range(min(pairs, device.devices_per_node))}
+    return device.network if device.network in links else device.link
 
 
 def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> float:
     """The time in s of a message between pipeline coordinates; of several the longest."""
-    if not mesh.is_uniform:
-        return max((_carried(mesh, pair, nbytes) for pair in pairs), default=0.0)
-    links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
-    return max(carried(link, nbytes, mesh.hardware) for link in links)
-
-
-def _carried(mesh: Mesh, pair: tuple[int, int], nbytes: float) -> float:
-    """The same between two coordinates where ranks have different devices."""
-    link, device = between(mesh, *pair), mesh.devices[pair[0]]
-    return carried(link, nbytes, device) if link is device.link else link.seconds(nbytes)
+    if mesh.is_uniform:
+        links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
+        return max(carried(link, nbytes, mesh.hardware) for link in links)
+    ways = [(between(mesh, *pair), mesh.devices[pair[0]]) for pair in pairs]
+    return max(
+        (
+            carried(link, nbytes, device) if link is device.link else link.seconds(nbytes)
+            for link, device in ways
+        ),
+        default=0.0,
+    )
 
 
 def carried(link: Link, nbytes: float, device: Device) -> float:
@@ -176,7 +170,7 @@ def whole(action: str, sent: float, n: int) -> float:
     return sent / SENT[action](1.0, n)
 
 
-def seconds(action: str, nbytes: float, ranks: Group, device: Device) -> float:
+def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> float:
     """The time in s of a collective about `nbytes` (of the whole value) among some ranks.
 
     `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast" or "reduce"
@@ -193,13 +187,13 @@ def seconds(action: str, nbytes: float, ranks: Group, device: Device) -> float:
     outside = Link(device.network.bandwidth * reached, device.network.latency)
     if action == "all-to-all":
         return _direct(nbytes, ranks, inside, outside)
-    found = [
+    ways = [
         _ring(action, sent, ranks, inside, outside),
         _tree(action, nbytes if action in TWICE else sent, ranks, inside, outside),
     ]
     if ranks.nodes > 1 and ranks.local > 1 and action not in ROOTED:
-        found.append(_levels(action, nbytes, ranks, inside, outside))
-    return min(found)
+        ways.append(_levels(action, nbytes, ranks, inside, outside))
+    return min(ways)
 
 
 def _sent(action: str, nbytes: float, n: int) -> float:
@@ -207,14 +201,14 @@ def _sent(action: str, nbytes: float, n: int) -> float:
     return nbytes if action in ROOTED else SENT[action](nbytes, n)
 
 
-def _bandwidth(ranks: Group, inside: Link, outside: Link) -> float:
+def _bandwidth(ranks: RankGroup, inside: Link, outside: Link) -> float:
     """What goes round: between nodes a ring for the adapter of each rank of the node."""
     if ranks.nodes == 1:
         return inside.bandwidth
     return min(inside.bandwidth, ranks.local * outside.bandwidth)
 
 
-def _ring(action: str, sent: float, ranks: Group, inside: Link, outside: Link) -> float:
+def _ring(action: str, sent: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
     """n - 1 steps, or twice as many; as many of them between nodes as nodes are left."""
     ways = 2 if action in TWICE else 1
     crossing = ranks.nodes - 1
@@ -222,14 +216,14 @@ def _ring(action: str, sent: float, ranks: Group, inside: Link, outside: Link) -
     return ways * latency + sent / _bandwidth(ranks, inside, outside)
 
 
-def _tree(action: str, nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+def _tree(action: str, nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
     """Up, down or both, in pieces that follow one another, over a tree of the nodes' trees."""
     ways = 2 if action in TWICE else 1
     latency = _halvings(ranks.local) * inside.latency + _halvings(ranks.nodes) * outside.latency
     return ways * (latency + nbytes / _bandwidth(ranks, inside, outside))
 
 
-def _levels(action: str, nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+def _levels(action: str, nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
     """Within each node, and between nodes the pieces that the ranks of a node have."""
     ways, m = 2 if action in TWICE else 1, ranks.local
     within = (m - 1) * inside.latency + nbytes * (m - 1) / m / inside.bandwidth
@@ -237,7 +231,7 @@ def _levels(action: str, nbytes: float, ranks: Group, inside: Link, outside: Lin
     return ways * (within + (ranks.nodes - 1) * outside.latency) + rest
 
 
-def _direct(nbytes: float, ranks: Group, inside: Link, outside: Link) -> float:
+def _direct(nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
     """Every rank sends each other its piece, all at once."""
     piece = nbytes / ranks.size**2
     near, far = (ranks.local - 1) * piece, (ranks.size - ranks.local) * piece

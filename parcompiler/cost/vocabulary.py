@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from parcompiler.cost import collective
-from parcompiler.cost.collective import Group, neighbours
+from parcompiler.cost.collective import RankGroup, neighbours
 from parcompiler.cost.execution import Recorder, execute
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import seconds
@@ -40,7 +40,7 @@ def vocabulary_parts(
     *,
     update_bytes: Callable[[Parameter], int] | None = None,
     everywhere: bool = False,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> dict[str, float]:
     """Seconds and bytes of one micro-batch on each of `ranks` ranks, by the fields of
     `VocabularyCost`.
@@ -216,7 +216,7 @@ def _widened(graph: Graph, head: Head, ranks: int) -> int:
 
 
 def _collectives(
-    graph: Graph, ranks: Group, method: str, device: Device, everywhere: bool
+    graph: Graph, ranks: RankGroup, method: str, device: Device, everywhere: bool
 ) -> dict[str, float]:
     """Seconds of the collectives of a micro-batch among all ranks."""
     assert graph.vocabulary is not None

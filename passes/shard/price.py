@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from parcompiler.cost import Operation, collective, seconds, trace_block
-from parcompiler.cost.collective import Group, neighbours
+from parcompiler.cost.collective import RankGroup, neighbours
 from parcompiler.device import Device
 from parcompiler.graph import Graph
 from parcompiler.spmd import Placement, Strategy
@@ -73,7 +73,7 @@ class Prices:
         return trained, frozenset(item.node for item in self.graph.parameters) - trained
 
     @cached_property
-    def _line(self) -> Group:
+    def _line(self) -> RankGroup:
         """The ranks of a tensor axis."""
         return neighbours(self.n, self.device)
 

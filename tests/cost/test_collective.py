@@ -9,7 +9,7 @@ import torch
 import parcompiler as pc
 from parcompiler.cost import collective
 from parcompiler.cost.collective import (
-    Group,
+    RankGroup,
     among,
     between,
     group,
@@ -49,7 +49,7 @@ def measured(action: str, fraction: float) -> Device:
     ],
 )
 def test_many_bytes_take_the_bandwidth_of_a_ring(action: str, share: float) -> None:
-    assert seconds(action, LARGE, Group(8), DEVICE) == pytest.approx(share * LARGE / FAST)
+    assert seconds(action, LARGE, RankGroup(8), DEVICE) == pytest.approx(share * LARGE / FAST)
 
 
 @pytest.mark.parametrize(
@@ -57,47 +57,47 @@ def test_many_bytes_take_the_bandwidth_of_a_ring(action: str, share: float) -> N
     [("all-reduce", 6), ("all-gather", 3), ("broadcast", 3), ("all-to-all", 1)],
 )
 def test_few_bytes_take_the_latencies_of_a_tree(action: str, steps: int) -> None:
-    assert seconds(action, 0, Group(8), DEVICE) == pytest.approx(steps * A)
+    assert seconds(action, 0, RankGroup(8), DEVICE) == pytest.approx(steps * A)
 
 
 def test_the_cheaper_of_ring_and_tree_is_taken() -> None:
     n, nbytes = 8, 50_000.0
     ring = 2 * (n - 1) * A + 2 * (n - 1) / n * nbytes / FAST
     tree = 2 * math.log2(n) * A + 2 * nbytes / FAST
-    assert seconds("all-reduce", nbytes, Group(n), DEVICE) == pytest.approx(min(ring, tree))
-    assert seconds("all-reduce", 0, Group(n), DEVICE) < 2 * (n - 1) * A
+    assert seconds("all-reduce", nbytes, RankGroup(n), DEVICE) == pytest.approx(min(ring, tree))
+    assert seconds("all-reduce", 0, RankGroup(n), DEVICE) < 2 * (n - 1) * A
 
 
 def test_one_rank_has_nothing_to_say() -> None:
-    assert seconds("all-reduce", LARGE, Group(1), DEVICE) == 0
+    assert seconds("all-reduce", LARGE, RankGroup(1), DEVICE) == 0
 
 
 def test_between_nodes_pieces_go_over_the_adapters_of_all_ranks() -> None:
     n, nodes = 16, 2
     ring = 2 * (n - 1) / n * LARGE / min(FAST, 8 * SLOW)
     levels = 2 * 7 / 8 * LARGE / FAST + 2 * (1 / 2) * (LARGE / 8) / SLOW
-    found = seconds("all-reduce", LARGE, Group(n, nodes), DEVICE)
+    found = seconds("all-reduce", LARGE, RankGroup(n, nodes), DEVICE)
     assert found == pytest.approx(min(ring, levels), rel=1e-4)
-    assert found > seconds("all-reduce", LARGE, Group(n), DEVICE)
+    assert found > seconds("all-reduce", LARGE, RankGroup(n), DEVICE)
 
 
 def test_ranks_alone_on_their_nodes_have_one_adapter_each() -> None:
-    found = seconds("all-reduce", LARGE, Group(4, nodes=4), DEVICE)
+    found = seconds("all-reduce", LARGE, RankGroup(4, nodes=4), DEVICE)
     assert found == pytest.approx(6 / 4 * LARGE / SLOW, rel=1e-6)
-    assert seconds("broadcast", 0, Group(4, nodes=4), DEVICE) == pytest.approx(2 * B)
+    assert seconds("broadcast", 0, RankGroup(4, nodes=4), DEVICE) == pytest.approx(2 * B)
 
 
 def test_pieces_for_other_nodes_hold_up_those_for_neighbours() -> None:
-    found = seconds("all-to-all", LARGE, Group(16, nodes=2), DEVICE)
+    found = seconds("all-to-all", LARGE, RankGroup(16, nodes=2), DEVICE)
     assert found == pytest.approx(8 * LARGE / 16**2 / SLOW + B)
 
 
 def test_the_axis_says_which_nodes_a_group_is_on() -> None:
     mesh = pc.Mesh(pipeline=4, data=4, tensor=2, device="h100")
-    assert neighbours(2, DEVICE) == Group(2)
-    assert neighbours(16, DEVICE) == Group(16, nodes=2)
-    assert group(mesh.grid.replicas((0,)), DEVICE) == Group(4)
-    assert group(mesh.grid.plane(0), DEVICE) == Group(8, nodes=4)
+    assert neighbours(2, DEVICE) == RankGroup(2)
+    assert neighbours(16, DEVICE) == RankGroup(16, nodes=2)
+    assert group(mesh.grid.replicas((0,)), DEVICE) == RankGroup(4)
+    assert group(mesh.grid.plane(0), DEVICE) == RankGroup(8, nodes=4)
     assert group(range(0, 64, 8), DEVICE).local == 1
 
 
@@ -129,9 +129,9 @@ def test_a_value_for_several_ranks_takes_as_long_as_to_the_farthest() -> None:
 
 
 def test_a_measured_curve_says_what_a_collective_reaches() -> None:
-    found = seconds("all-reduce", 800.0, Group(4), measured("all-reduce", 0.25))
+    found = seconds("all-reduce", 800.0, RankGroup(4), measured("all-reduce", 0.25))
     assert found == DEVICE.link.seconds(1200.0 / 0.25)
-    slow = seconds("all-reduce", LARGE, Group(4, nodes=4), measured("all-reduce", 0.25))
+    slow = seconds("all-reduce", LARGE, RankGroup(4, nodes=4), measured("all-reduce", 0.25))
     assert slow == pytest.approx(4 * 6 / 4 * LARGE / SLOW, rel=1e-6)
 
 
@@ -144,10 +144,10 @@ def test_messages_within_a_node_reach_what_their_curve_says() -> None:
 def test_an_operation_of_ranks_is_a_collective_of_neighbours() -> None:
     sent = 2 * 3 / 4 * 1000.0
     told = Operation("all-reduce", EXCHANGE, 0.0, sent, torch.float32, ranks=4)
-    wanted = seconds("all-reduce", 1000.0, Group(4), DEVICE)
+    wanted = seconds("all-reduce", 1000.0, RankGroup(4), DEVICE)
     assert operation_seconds(told, DEVICE) == pytest.approx(wanted)
     wide = dataclasses.replace(told, nbytes=2 * 15 / 16 * 1000.0, ranks=16)
-    wanted = seconds("all-reduce", 1000.0, Group(16, nodes=2), DEVICE)
+    wanted = seconds("all-reduce", 1000.0, RankGroup(16, nodes=2), DEVICE)
     assert operation_seconds(wide, DEVICE) == pytest.approx(wanted)
 
 
@@ -185,7 +185,7 @@ def test_a_node_of_unequal_devices_begins_where_they_do() -> None:
 
 def test_ranks_of_unequal_devices_wait_for_the_slowest() -> None:
     slow = dataclasses.replace(DEVICE, name="slow", network=Link(SLOW / 4, B))
-    mesh, pair = mixed(DEVICE, slow), Group(2, nodes=2)
+    mesh, pair = mixed(DEVICE, slow), RankGroup(2, nodes=2)
     taken = joined(mesh, "all-reduce", LARGE, (0, 1))
     assert taken == seconds("all-reduce", LARGE, pair, slow)
     assert taken > seconds("all-reduce", LARGE, pair, DEVICE)
