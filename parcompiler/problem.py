@@ -23,8 +23,7 @@ from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
-from parcompiler.naming.arguments import argument_names
-from parcompiler.naming.lifetimes import overwritten
+from parcompiler.naming.variables import argument_names, overwritten
 from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from types import FrameType
-from typing import NamedTuple
 
 from torch import nn
 
@@ -33,57 +31,41 @@ _ADVICE = (
 _ADVICE_BROKEN = "this is no limit of capturing: mend the model or the inputs until the call runs"
 
 
-class Place(NamedTuple):
-    """A module of the model and the line that ran in it."""
-
-    module: str
-    line: str
-
-
 def placed(error: CaptureError, model: nn.Module) -> CaptureError:
-    """The same error with the innermost module and line of the model, when they are known."""
+    """A CaptureError that also names the innermost module and line of the model, if known."""
     place = _place(error, model)
-    return error if place is None else CaptureError(f"{error}\n  {_at(place)}")
+    return CaptureError(f"{error}\n  {place}") if place else error
 
 
 def explain(error: Exception, model: nn.Module, *, runs: bool = True) -> CaptureError:
     """A CaptureError that names the innermost module and line of the model in the traceback;
     `runs` says whether the model itself does, on the same inputs."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    place = _place(error, model)
-    name = type(model).__name__
+    place, name = _place(error, model), type(model).__name__
     message = f"cannot capture {name}: {text}" if runs else f"{name} fails on these inputs: {text}"
-    if place is not None:
-        message += f"\n  {_at(place)}"
+    if place:
+        message += f"\n  {place}"
     advice = _ADVICE_DATA if is_data_dependent(error) else _ADVICE
     return CaptureError(f"{message}\n  {advice if runs else _ADVICE_BROKEN}")
 
 
 def is_data_dependent(error: Exception) -> bool:
     """Whether tracing failed because values of tensors decide something."""
-    kind = f"{type(error).__name__} {error}".lower()
-    return any(word in kind for word in _DATA_DEPENDENT)
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in _DATA_DEPENDENT)
 
 
-def _at(place: Place) -> str:
-    """A place in words."""
-    return f"in module {place.module or '(the model itself)'!r}, {place.line}"
-
-
-def _place(error: Exception, model: nn.Module) -> Place | None:
-    """The innermost frame that runs a method of one of the model's modules."""
+def _place(error: Exception, model: nn.Module) -> str:
+    """The module and line of the innermost frame that runs a method of one of the model's modules,
+    rather than torch calling it; nothing where there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    found: Place | None = None
+    place = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # usually called self
         owner = frame.f_locals.get(first[0]) if first else None
-        if id(owner) in names and not _is_plumbing(frame):
-            file = frame.f_code.co_filename
+        if id(owner) in names and "/torch/nn/modules/module.py" not in file.replace("\\", "/"):
             source = linecache.getline(file, number).strip()
-            found = Place(names[id(owner)], f'{file}:{number}: "{source}"')
-    return found
-
-
-def _is_plumbing(frame: FrameType) -> bool:
-    """Whether a frame is torch calling a module rather than the module's own code."""
-    return "/torch/nn/modules/module.py" in frame.f_code.co_filename.replace("\\", "/")
+            module = names[id(owner)] or "(the model itself)"
+            place = f'in module {module!r}, {file}:{number}: "{source}"'
+    return place

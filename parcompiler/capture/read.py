@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,24 +32,33 @@ def read(
     positional: bool,
 ) -> Graph:
     """The value of a cleaned graph. Raises CaptureError where the model holds what is no tensor."""
-    found = _Signature(whole, exported, graph)
-    found.read(sample)
+    placeholders = _Placeholders(whole, exported, graph)
+    remaining = iter(flat(sample))
+    for spec in exported.graph_signature.input_specs:
+        node = placeholders.nodes.get(getattr(spec.arg, "name", ""))
+        if spec.kind is InputKind.USER_INPUT:
+            placeholders.add_input(node, *next(remaining))
+        elif node is None or spec.target is None:
+            message = f"the model holds an object that is no tensor ({spec.target})"
+            raise CaptureError(message)
+        else:
+            placeholders.add_parameter(node, spec, spec.target)
     loss = _loss(graph)
-    trainable = {item.node for item in found.parameters.values() if item.trainable}
+    trainable = {item.node for item in placeholders.parameters.values() if item.trainable}
     carrying = differentiable(graph, trainable, loss)
     _check_trained(trainable, carrying, loss)
     parameters = [
         dataclasses.replace(item, trainable=item.node in trainable & carrying)
-        for item in found.parameters.values()
+        for item in placeholders.parameters.values()
     ]
+    unsaved = [name for item in parameters for name in item.unsaved]
     return Graph(
         name=type(whole.model).__name__,
         fx_graph=graph,
         parameters=tuple(parameters),
-        inputs=tuple(found.inputs),
+        inputs=tuple(placeholders.inputs),
         loss=loss,
-        tensors=found.tensors
-        | computed(whole.model, [n for item in parameters for n in item.unsaved]),
+        tensors=placeholders.tensors | computed(whole.model, unsaved),
         differentiable=carrying,
         sample=sample,
         fingerprint=fingerprint(graph, {item.node: item.name for item in parameters}),
@@ -60,61 +68,51 @@ def read(
     )
 
 
-@dataclass
-class _Signature:
+class _Placeholders:
     """What the placeholders of an exported program stand for."""
 
-    whole: WithLoss
-    exported: torch.export.ExportedProgram
-    graph: fx.Graph
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    inputs: list[Input] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Look up nodes and names."""
-        self._names = self.whole.names()
-        self._saved = _saved_names(self.whole.model)
+    def __init__(
+        self, whole: WithLoss, exported: torch.export.ExportedProgram, graph: fx.Graph
+    ) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self.inputs: list[Input] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        self._exported, self._graph, self._model = exported, graph, whole.model
+        self._names = whole.names()
         self._aliases: dict[str, list[str]] = {}
         for alias, name in sorted(self._names.items()):
             if alias != name:
                 self._aliases.setdefault(name, []).append(alias)
-        self._mutated = set(Effects(self.graph).writers)
-        self._nodes = {node.name: node for node in self.graph.nodes if node.op == "placeholder"}
+        self._mutated = set(Effects(graph).writers)
+        self._saved: set[str] = set()  # names in the model's state dict
+        for path, module in whole.model.named_modules(remove_duplicate=False):
+            leaves = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
+            self._saved |= {f"{path}.{leaf}" if path else leaf for leaf in leaves}
 
-    def read(self, sample: Batch) -> None:
-        """Go through the placeholders, and with those of the batch through `sample`."""
-        remaining = iter(flat(sample))
-        for spec in self.exported.graph_signature.input_specs:
-            node = self._nodes.get(getattr(spec.arg, "name", ""))
-            if spec.kind is InputKind.USER_INPUT:
-                self._input(node, *next(remaining))
-            elif node is None or spec.target is None:
-                message = f"the model holds an object that is no tensor ({spec.target})"
-                raise CaptureError(message)
-            else:
-                self._parameter(node, spec, spec.target)
-
-    def _input(self, node: fx.Node | None, key: str, example: Any) -> None:
+    def add_input(self, node: fx.Node | None, key: str, example: Any) -> None:
         """A value of the batch."""
         if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
             bound = high(node) or high_of_example(example)
-            label = _label(self.whole.model, key)
+            label = _label(self._model, key)
             self.inputs.append(Input(key, node.name, shape_of(node), dtype_of(node), bound, label))
         elif node is not None:
-            self.graph.erase_node(node)  # a constant: already burnt in
+            self._graph.erase_node(node)  # a constant: already burnt in
 
-    def _parameter(self, node: fx.Node, spec: InputSpec, target: str) -> None:
+    def add_parameter(self, node: fx.Node, spec: InputSpec, target: str) -> None:
         """A parameter, buffer or lifted constant."""
         source = target.removeprefix(PREFIX)
         name = self._names.get(source, source)
         known = self.parameters.get(name)
         if known is not None:  # a tied tensor that arrives twice
-            node.replace_all_uses_with(self._nodes[known.node])
-            self.graph.erase_node(node)
+            node.replace_all_uses_with(self.nodes[known.node])
+            self._graph.erase_node(node)
             return
-        tensor = self.tensors[name] = _tensor(self.exported, target)
-        aliases = tuple(self._aliases.get(name, ()))
+        state = self._exported.state_dict
+        tensor = state[target] if target in state else self._exported.constants[target]
+        assert isinstance(tensor, torch.Tensor)
+        self.tensors[name] = tensor
+        aliases = self._aliases.get(name, ())
         self.parameters[name] = Parameter(
             name=name,
             node=node.name,
@@ -123,7 +121,7 @@ class _Signature:
             trainable=spec.kind is InputKind.PARAMETER and tensor.requires_grad,
             buffer=spec.kind is not InputKind.PARAMETER,
             mutated=node in self._mutated,
-            aliases=aliases,
+            aliases=tuple(aliases),
             unsaved=tuple(each for each in (name, *aliases) if each not in self._saved),
         )
 
@@ -164,25 +162,6 @@ def _label(model: nn.Module, key: str) -> str:
         if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
     ]
     return names[int(key)] if int(key) < len(names) else f"input_{key}"
-
-
-def _tensor(exported: torch.export.ExportedProgram, target: str) -> torch.Tensor:
-    """The tensor of a parameter, buffer or lifted constant."""
-    if target in exported.state_dict:
-        tensor: torch.Tensor = exported.state_dict[target]
-        return tensor
-    constant = exported.constants[target]
-    assert isinstance(constant, torch.Tensor)
-    return constant
-
-
-def _saved_names(model: nn.Module) -> set[str]:
-    """The names of parameters and buffers in the model's state dict."""
-    found: set[str] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        leaves = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
-        found |= {f"{path}.{leaf}" if path else leaf for leaf in leaves}
-    return found
 
 
 def fingerprint(graph: fx.Graph, names: dict[str, str]) -> str:

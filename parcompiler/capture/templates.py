@@ -52,9 +52,9 @@ def group(graph: Graph, runs: list[Run]) -> tuple[Block, ...]:
         tensors = _tensors(graph, nodes, scope)
         key = _structure(graph, nodes, inputs, outputs, tensors, scope)
         if key not in templates:
-            templates[key] = _unique(_class_name(path, nodes, _label(graph, tensors)), taken)
+            templates[key] = unique(_class_name(path, nodes, _label(graph, tensors)), taken)
         label = path or _label(graph, tensors)
-        name = _unique(label + (f"@{call}" if call else ""), names, separator="#")
+        name = unique(label + (f"@{call}" if call else ""), names, separator="#")
         blocks.append(Block(name, templates[key], tuple(nodes), inputs, outputs, tensors, scope))
     return tuple(blocks)
 
@@ -83,7 +83,7 @@ def _tensors(graph: Graph, nodes: Iterable[fx.Node], scope: str) -> tuple[Bindin
             known = graph.by_node.get(operand.name)
             if known is not None and known.name not in found:
                 wish = identifier(relative_name(known.name, scope))
-                found[known.name] = Binding(_unique(wish, taken), known.name)
+                found[known.name] = Binding(unique(wish, taken), known.name)
     return tuple(found.values())
 
 
@@ -166,7 +166,7 @@ def identifier(name: str) -> str:
     return f"_{text}" if text[0].isdigit() or keyword.iskeyword(text) else text
 
 
-def _unique(name: str, taken: set[str], separator: str = "_") -> str:
+def unique(name: str, taken: set[str], separator: str = "_") -> str:
     """`name`, with a number behind it when it is taken; adds it to `taken`."""
     candidate, count = name, 1
     while candidate in taken:

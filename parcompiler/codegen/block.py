@@ -15,8 +15,8 @@ from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.codegen.tensors import constructor, names_table
 from parcompiler.graph import Block, Graph
-from parcompiler.naming.arguments import argument_names
 from parcompiler.naming.source import Frame, frames
+from parcompiler.naming.variables import argument_names
 from parcompiler.report.names import ranges
 
 

@@ -126,7 +126,7 @@ def trace_block(
     `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
     `differentiable` the names of the nodes that carry gradients. With `split` the block runs once
     more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
-    node the values of others are let go, if nothing saves them (see `naming.lifetimes`); the rest
+    node the values of others are let go, if nothing saves them (see `naming.variables`); the rest
     live to the end. Raises InputError when the block reads a node that is none of these.
     """
     reads = nodes, inputs, parameters, buffers, differentiable

@@ -95,7 +95,7 @@ class ForwardVariables:
     """Bytes that the variables of a forward hold, as if nothing were saved for its backward.
 
     That is the forward of a block that is recomputed. `overwritten` says for a node which values
-    its line overwrites (see `naming.lifetimes`). What an operator made of several saves within
+    its line overwrites (see `naming.variables`). What an operator made of several saves within
     itself counts until it ends.
     """
 

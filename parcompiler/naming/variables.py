@@ -1,22 +1,92 @@
-"""The local variables of an emitted forward: which names its lines assign, one node after another.
+"""The local variables of an emitted forward: its arguments, and the names that its lines assign.
 
 A name is free again once the value that has it is not needed any more. Until then, or to the end
-of the forward, the variable keeps the value alive, which is why costs ask for these names too.
+of the forward, the variable keeps the value alive, which is why costs ask for these names too:
+
+    y = F.rms_norm(x, ...)
+    q = runtime.linear(y, ...)      reads y the last time
+    y = F.scaled_dot_product(...)   the first y is gone once this has run
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from parcompiler.capture.effects import is_statement, mutated_operands
-from parcompiler.capture.templates import EMITTED
+from parcompiler.capture.templates import EMITTED, unique
+from parcompiler.graph import Graph
+from parcompiler.naming.source import spoken_name
 from parcompiler.naming.wishes import wishes
 from parcompiler.spmd.exchange import is_conversion
+
+
+def argument_names(
+    graph: Graph, instances: Sequence[Sequence[fx.Node]], variables: Mapping[fx.Node, str]
+) -> dict[fx.Node, str]:
+    """Names of the arguments of a layer's forward: what the source mostly calls their values.
+
+    `instances` are the inputs of each layer that runs the forward; those of the first are named.
+    `variables` has the names of values outside. That of a layer's result names the layer: no name
+    for an argument.
+    """
+
+    def wish(node: fx.Node) -> str:
+        outside = variables.get(node, node.name)
+        if node.op == "placeholder":
+            return outside
+        return spoken_name(node) or ("x" if node.name in graph.differentiable else outside)
+
+    names: dict[fx.Node, str] = {}
+    taken: set[str] = set(EMITTED)
+    for nodes in zip(*instances, strict=True):
+        wished = Counter(map(wish, nodes)).most_common(1)[0][0]
+        names[nodes[0]] = unique(wished, taken)
+    return names
+
+
+def overwritten(
+    nodes: Sequence[fx.Node], arguments: Mapping[fx.Node, str], outputs: Sequence[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    """By node of a block, those whose variables its line takes: nothing has their values then.
+
+    `arguments` are the names of its inputs, `outputs` is what it returns. Every node is taken to
+    have a line.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> nodes = [x]
+    >>> for _ in range(3):
+    ...     nodes.append(graph.call_function(torch.ops.aten.relu.default, (nodes[-1],)))
+    >>> overwritten(nodes[1:], {x: "x"}, nodes[-1:])
+    {relu_default_1: [relu_default], relu_default_2: [relu_default_1]}
+    """
+    read = {operand for node in nodes for operand in node.all_input_nodes}.difference(nodes)
+    operands = {node: f"self.{node.name}" for node in read}
+    operands |= arguments
+    variables = Variables(nodes, dict.fromkeys(outputs), operands)
+    values: dict[str, list[fx.Node]] = defaultdict(list)  # of each variable
+    ended: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    placed = set[fx.Node]()
+    for node in variables.written:
+        names = variables.assign(node)
+        if names is None:
+            whole = node.all_input_nodes[0]
+            if node is max(whole.users, key=variables.position.__getitem__):
+                ended[node].append(whole)
+            continue
+        for name in names:
+            ended[node] += values.pop(name, ())
+        for item in {node: None, **node.users}:  # a tuple has no name, but its parts
+            if item in variables.names and item not in placed:
+                values[variables.names[item]].append(item)
+                placed.add(item)
+    return {node: items for node, items in ended.items() if items}
 
 
 class Variables:

@@ -22,7 +22,7 @@ from torch import fx
 from parcompiler.cost import BlockCost, trace_block
 from parcompiler.cost.block import Overwritten
 from parcompiler.graph import Graph
-from parcompiler.naming.lifetimes import overwritten
+from parcompiler.naming.variables import overwritten
 from parcompiler.problem import Priced, Problem
 from parcompiler.symbolic import questions
 from parcompiler.symbolic.fit import Least, Number, Polynomials, Space, constants, fit

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from parcompiler.models import t5
-from parcompiler.naming.lifetimes import overwritten
+from parcompiler.naming.variables import overwritten
 from tests.cost.capture import capture
 
 
