@@ -45,16 +45,18 @@ def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 def staleness(lowered: Lowered) -> tuple[int, ...]:
     """For each stage the most updates between the forward of a micro-batch and its own update."""
-    if not lowered.asynchronous:
-        return (0,) * len(lowered.stages)
-    return tuple(stale.staleness(lowered.instructions[s.rank], s.index) for s in lowered.stages)
+    instructions, some = lowered.instructions, lowered.asynchronous
+    return tuple(
+        stale.staleness(instructions[s.rank], s.index) if some else 0 for s in lowered.stages
+    )
 
 
 def versions(lowered: Lowered) -> tuple[int, ...]:
     """For each stage the most versions of its weights that are held at once."""
-    if not lowered.asynchronous:
-        return (1,) * len(lowered.stages)
-    return tuple(stale.versions(lowered.instructions[s.rank], s.index) for s in lowered.stages)
+    instructions, some = lowered.instructions, lowered.asynchronous
+    return tuple(
+        stale.versions(instructions[s.rank], s.index) if some else 1 for s in lowered.stages
+    )
 
 
 def stashed_bytes(lowered: Lowered, stage: int) -> int:

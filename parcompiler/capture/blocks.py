@@ -22,7 +22,7 @@ from torch import fx
 from parcompiler.capture.clean import where
 from parcompiler.capture.effects import Effects, effects_of
 from parcompiler.capture.prologue import prologue_of
-from parcompiler.capture.templates import Run, group
+from parcompiler.capture.templates import Segment, group
 from parcompiler.graph import Block, Graph
 
 
@@ -34,11 +34,16 @@ class Cut:
     prologue: tuple[fx.Node, ...]
 
 
-class Step(NamedTuple):
-    """One module on the way from the model to the node: its path and which call of it this is."""
+class ModuleCall(NamedTuple):
+    """A call of a module around a node: its path, and the number of the call from the second on."""
 
     path: str
     call: str
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the module is a member of a list."""
+        return self.path.rpartition(".")[2].isdigit()
 
 
 def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
@@ -52,25 +57,24 @@ def cut(graph: Graph, level: int, sent: Collection[fx.Node] = ()) -> Cut:
 
 
 def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
-    """The blocks of `graph`, cut."""
+    """Uncached body of `cut`."""
     effects = effects_of(graph)
     nodes = _divisible(graph)
     unsendable = _unsendable(graph, nodes)
-    runs = _keep_together(_apart(graph, nodes, level), effects, unsendable)
-    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    segments = _keep_together(_segments(graph, nodes, level), effects, unsendable)
+    home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
     prologue = prologue_of(graph, nodes, home, effects, set(sent))
-    parts = [[node for node in run.nodes if node not in prologue] for run in runs]
-    kept = [run._replace(nodes=part) for run, part in zip(runs, parts, strict=True) if part]
-    blocks = group(graph, _keep_together(kept, effects, unsendable))
-    return Cut(blocks, tuple(node for node in nodes if node in prologue))
+    kept = [s._replace(nodes=[node for node in s.nodes if node not in prologue]) for s in segments]
+    kept = _keep_together([segment for segment in kept if segment.nodes], effects, unsendable)
+    return Cut(group(graph, kept), tuple(node for node in nodes if node in prologue))
 
 
-def _apart(graph: Graph, nodes: list[fx.Node], level: int) -> list[Run]:
-    """The runs at a level, before those that no cut may part are joined."""
-    runs = _merge_bare(list(_runs(nodes, _key_function(nodes, level))), graph)
+def _segments(graph: Graph, nodes: list[fx.Node], level: int) -> list[Segment]:
+    """The segments at a level, before those that no cut may part are joined."""
+    segments = _merge_bare(_runs(nodes, _key_function(nodes, level)), graph)
     if level > depth(nodes):
-        runs = [piece for run in runs for piece in _pieces(run, graph)]
-    return runs
+        segments = [piece for segment in segments for piece in _pieces(segment, graph)]
+    return segments
 
 
 def _unsendable(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
@@ -81,8 +85,8 @@ def _unsendable(graph: Graph, nodes: list[fx.Node]) -> list[fx.Node]:
 def why_so_few(graph: Graph) -> str:
     """What keeps the blocks of `graph` from being more, with the line that is to blame."""
     nodes = _divisible(graph)
-    runs = _apart(graph, nodes, levels(graph)[-1])
-    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
+    segments = _segments(graph, nodes, levels(graph)[-1])
+    home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
     reasons = {
         "is updated in place (return a new tensor there)": _updates(home, effects_of(graph)),
         "is no tensor of known size": _crossings(home, _unsendable(graph, nodes)),
@@ -92,10 +96,11 @@ def why_so_few(graph: Graph) -> str:
     ]
     if spans:
         length, first, why, node = max(spans, key=lambda span: span[0])
-        ends = " to ".join(runs[k].path or "the model itself" for k in (first, first + length))
-        joined = f"{length + 1} of {len(runs)} pieces of the model stay together ({ends})"
+        ends = " to ".join(segments[k].path or "the model itself" for k in (first, first + length))
+        joined = f"{length + 1} of {len(segments)} pieces of the model stay together ({ends})"
         return f"{joined}: what they share {why}; {where(node)}"
-    count = f"{len(runs)} pieces with parameters" if len(runs) > 1 else "one piece with parameters"
+    several = len(segments) > 1
+    count = f"{len(segments)} pieces with parameters" if several else "one piece with parameters"
     return f"the forward of the model consists of {count}: put layers into an nn.ModuleList"
 
 
@@ -115,139 +120,126 @@ def _divisible(graph: Graph) -> list[fx.Node]:
 def depth(nodes: Iterable[fx.Node]) -> int:
     """The deepest nesting of numbered modules; of named ones when no module is numbered."""
     stacks = [steps(node) for node in nodes]
-    numbered = max((len(_numbered(stack)) for stack in stacks), default=0)
-    return numbered or max((len(stack) for stack in stacks), default=0)
+    numbered = max((sum(step.is_numbered for step in stack) for stack in stacks), default=0)
+    return numbered or max(map(len, stacks), default=0)
 
 
-def steps(node: fx.Node) -> list[Step]:
-    """The modules around a node, outermost first, without the model itself."""
+def steps(node: fx.Node) -> list[ModuleCall]:
+    """The calls of modules around a node, outermost first, without the model itself."""
     return list(_steps(tuple(node.meta.get("nn_module_stack", {}).items())))
 
 
 @lru_cache(maxsize=2**14)  # the nodes of a module have the same
-def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[Step, ...]:
-    """The modules of a stack, without the model itself."""
-    found = (_step(key, path) for key, (path, _kind) in stack)
-    return tuple(step for step in found if step.path)
+def _steps(stack: tuple[tuple[str, tuple[str, object]], ...]) -> tuple[ModuleCall, ...]:
+    """The calls of modules in a stack, with the paths that the user's model has."""
+    calls = (
+        ModuleCall(
+            "" if path == "model" else path.removeprefix("model."),
+            key.rpartition("@")[2] if "@" in key else "",
+        )
+        for key, (path, _kind) in stack
+    )
+    return tuple(call for call in calls if call.path)
 
 
-@lru_cache(maxsize=2**14)
-def _step(key: str, path: str) -> Step:
-    """A module path of the export as the user's model has it, and which call it is."""
-    path = "" if path == "model" else path.removeprefix("model.")
-    return Step(path, key.rpartition("@")[2] if "@" in key else "")
+def _key_function(nodes: Iterable[fx.Node], level: int) -> Callable[[fx.Node], ModuleCall]:
+    """Which segment a node belongs to at a level: that of a module's call, or of the glue between
+    modules."""
+    numbered = any(step.is_numbered for node in nodes for step in steps(node))
 
-
-def _numbered(stack: list[Step]) -> list[Step]:
-    """The steps into numbered modules (members of lists)."""
-    return [step for step in stack if _is_numbered(step.path)]
-
-
-@lru_cache(maxsize=2**14)
-def _is_numbered(path: str) -> bool:
-    """Whether a module is a member of a list."""
-    return path.rpartition(".")[2].isdigit()
-
-
-def _key_function(nodes: list[fx.Node], level: int) -> Callable[[fx.Node], Step]:
-    """Which run a node belongs to at a level: a module's step, or the glue between modules."""
-    numbered = any(_numbered(steps(node)) for node in nodes)
-
-    def key(node: fx.Node) -> Step:
-        stack = steps(node)
-        candidates = _numbered(stack) if numbered else stack
-        return candidates[min(level, len(candidates)) - 1] if candidates else Step("", "")
+    def key(node: fx.Node) -> ModuleCall:
+        candidates = [step for step in steps(node) if step.is_numbered or not numbered]
+        return candidates[min(level, len(candidates)) - 1] if candidates else ModuleCall("", "")
 
     return key
 
 
-def layer_of(nodes: Iterable[fx.Node]) -> Callable[[fx.Node], Step]:
+def layer_of(nodes: Iterable[fx.Node]) -> Callable[[fx.Node], ModuleCall]:
     """Which block of the coarsest level a node belongs to."""
     return _key_function([node for node in nodes if node.op == "call_function"], 1)
 
 
-def _runs(nodes: list[fx.Node], key: Callable[[fx.Node], Step]) -> Iterator[Run]:
+def _runs(nodes: list[fx.Node], key: Callable[[fx.Node], ModuleCall]) -> list[Segment]:
     """Maximal runs of consecutive nodes with the same key."""
-    for (path, call), members in itertools.groupby(nodes, key):
-        yield Run(path, call, list(members), path)
+    groups = itertools.groupby(nodes, key)
+    return [Segment(path, call, list(members), path) for (path, call), members in groups]
 
 
-def _weight(run: Run, graph: Graph) -> int:
-    """How many parameter elements the nodes of a run read."""
-    read = {operand.name for node in run.nodes for operand in node.all_input_nodes}
+def _weight(segment: Segment, graph: Graph) -> int:
+    """How many parameter elements the nodes of a segment read."""
+    read = {operand.name for node in segment.nodes for operand in node.all_input_nodes}
     return sum(graph.by_node[name].numel for name in read if name in graph.by_node)
 
 
-def _merge_bare(runs: list[Run], graph: Graph) -> list[Run]:
-    """Join runs without parameters to the run before (activations, residual sums, the loss)."""
-    merged: list[Run] = []
-    for run in runs:
-        if merged and _weight(run, graph) == 0:
-            merged[-1].nodes.extend(run.nodes)
+def _merge_bare(segments: list[Segment], graph: Graph) -> list[Segment]:
+    """Join segments without parameters to the one before (activations, residual sums, the loss)."""
+    merged: list[Segment] = []
+    for segment in segments:
+        if merged and _weight(segment, graph) == 0:
+            merged[-1].nodes.extend(segment.nodes)
         else:
-            merged.append(run)
+            merged.append(segment)
     if len(merged) > 1 and _weight(merged[0], graph) == 0:
         first = merged.pop(0)
         merged[0] = merged[0]._replace(nodes=first.nodes + merged[0].nodes)
     return merged
 
 
-def _pieces(run: Run, graph: Graph) -> list[Run]:
+def _pieces(segment: Segment, graph: Graph) -> list[Segment]:
     """A layer cut between its heavy children: [norm, attention, sum] and [norm, MLP, sum]."""
-    prefix = f"{run.path}." if run.path else ""
+    prefix = f"{segment.path}." if segment.path else ""
 
-    def child(node: fx.Node) -> Step:
-        inner = [step for step in steps(node) if step.path.startswith(prefix)]
-        inner = [step for step in inner if step.path != run.path]
-        return inner[0] if inner else Step(run.path, "")
+    def child(node: fx.Node) -> ModuleCall:
+        inner = (s for s in steps(node) if s.path.startswith(prefix) and s.path != segment.path)
+        return next(inner, ModuleCall(segment.path, ""))
 
-    runs = _merge_bare(list(_runs(run.nodes, child)), graph)
-    total = sum(_weight(piece, graph) for piece in runs)
-    pieces: list[Run] = []
+    children = _merge_bare(_runs(segment.nodes, child), graph)
+    total = sum(_weight(piece, graph) for piece in children)
+    pieces: list[Segment] = []
     light: list[fx.Node] = []
-    for piece in runs:
+    for piece in children:
         light += piece.nodes
         if _weight(piece, graph) * 20 >= total:
-            path = piece.path if run.path else ""
-            pieces.append(Run(path, piece.call or run.call, light, run.path))
+            path = piece.path if segment.path else ""
+            pieces.append(Segment(path, piece.call or segment.call, light, segment.path))
             light = []
     if len(pieces) < 2:
-        return [run]
+        return [segment]
     pieces[-1].nodes.extend(light)
     return pieces
 
 
-def _keep_together(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) -> list[Run]:
-    """Join the runs that no cut may part: what updates memory in place, what makes and reads a
-    value that cannot be sent, and what nothing reads with what stands before it."""
-    while True:
-        joined = _joined(runs, effects, unsendable)
-        if len(joined) == len(runs):
-            return joined
-        runs = joined
+def _keep_together(
+    segments: list[Segment], effects: Effects, unsendable: Collection[fx.Node]
+) -> list[Segment]:
+    """Join the segments that no cut may part: what updates memory in place, what makes and reads a
+    value that cannot be sent, and what nothing reads with what stands before it.
 
-
-def _joined(runs: list[Run], effects: Effects, unsendable: Collection[fx.Node]) -> list[Run]:
-    """One round: joining runs may leave others to join."""
-    home = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    last = list(range(len(runs)))
-    shared = itertools.chain(_updates(home, effects), _crossings(home, unsendable))
-    together = ((first, end) for first, end, _ in shared)
-    for first, end in itertools.chain(together, _without_results(runs)):
+    Joining segments may leave others to join, so that it is repeated until none is joined.
+    """
+    home = {node: index for index, segment in enumerate(segments) for node in segment.nodes}
+    last = list(range(len(segments)))
+    for first, end, _ in itertools.chain(_updates(home, effects), _crossings(home, unsendable)):
         last[first] = max(last[first], end)
-    joined: list[Run] = []
+    for index, segment in enumerate(segments):  # a block has a result
+        inside = set(segment.nodes)
+        if all(user in inside for node in segment.nodes for user in node.users):
+            first, end = max(index - 1, 0), min(max(index, 1), len(segments) - 1)
+            last[first] = max(last[first], end)
+    joined: list[Segment] = []
     end = -1
-    for index, run in enumerate(runs):
+    for index, segment in enumerate(segments):
         if index <= end:
-            joined[-1].nodes.extend(run.nodes)
+            joined[-1].nodes.extend(segment.nodes)
         else:
-            joined.append(run._replace(nodes=list(run.nodes)))
+            joined.append(segment._replace(nodes=list(segment.nodes)))
         end = max(end, last[index])
-    return joined
+    same = len(joined) == len(segments)
+    return joined if same else _keep_together(joined, effects, unsendable)
 
 
 def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, int, fx.Node]]:
-    """The first and last run that touch memory which is updated in more than one of them, and the
+    """The first and last segment that touch memory which is updated in several of them, and the
     last update. After that it is a value like others, and views of it are readers."""
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in home if effects.writers else ():
@@ -265,7 +257,7 @@ def _updates(home: dict[fx.Node, int], effects: Effects) -> Iterator[tuple[int, 
 def _crossings(
     home: dict[fx.Node, int], unsendable: Collection[fx.Node]
 ) -> Iterator[tuple[int, int, fx.Node]]:
-    """The run that makes, and the last that reads, a number or a tensor of unknown size."""
+    """The segment that makes, and the last that reads, a number or a tensor of unknown size."""
     for node in unsendable:
         index = home.get(node)
         if index is not None:
@@ -279,11 +271,3 @@ def is_sendable(node: fx.Node) -> bool:
     if isinstance(value, list | tuple):
         return True  # its items are sent
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
-
-
-def _without_results(runs: list[Run]) -> Iterator[tuple[int, int]]:
-    """Each run that no other reads, with the one before it: a block has a result."""
-    for index, run in enumerate(runs):
-        inside = set(run.nodes)
-        if all(user in inside for node in run.nodes for user in node.users):
-            yield max(index - 1, 0), min(max(index, 1), len(runs) - 1)

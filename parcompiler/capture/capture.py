@@ -35,7 +35,6 @@ from parcompiler.capture.functions import call_functions, kept_whole
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
-from parcompiler.capture.layout import keep_memory
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspended, unmoved
@@ -81,7 +80,6 @@ def capture(
     clean.drop_objects(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
-    keep_memory(graph)
     specs = exported.graph_signature.input_specs
     batch = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
     make_cuttable(graph, batch)

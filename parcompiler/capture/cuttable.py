@@ -1,21 +1,36 @@
 """Rewrites after which a graph may be cut between any two nodes.
 
-What crosses a cut is a tensor, never a list, and the batch is the same for every stage.
+What crosses a cut is a tensor, never a list, and the batch is the same for every stage. A value
+that was sent, gathered or computed in another way may lie in memory in another order than the
+captured one: operators that read memory rather than values are given the captured order.
+
+>>> graph = fx.Graph()
+>>> x = graph.placeholder("x")
+>>> x.meta["val"] = torch.empty(4, 6, device="meta").T
+>>> chunks = graph.call_function(torch.ops.aten.as_strided.default, (x, [4, 3, 2], [6, 2, 1]))
+>>> chunks.meta["val"] = torch.empty(4, 3, 2, device="meta")
+>>> make_cuttable(graph, ["x"])
+>>> [node.target.__name__ for node in graph.nodes if node.op == "call_function"]
+['permute.default', 'contiguous.default', 'permute.default', 'as_strided.default']
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from parcompiler.capture.effects import Effects, base_of
 
+aten = torch.ops.aten
+
 
 def make_cuttable(graph: fx.Graph, inputs: Collection[str]) -> None:
     """Rewrite `graph` in place; `inputs` are the placeholders of tensors of the batch."""
+    _keep_memory(graph)
     _keep_items_together(graph)
     _free_inputs(graph, inputs)
     _copy_counters(graph)
@@ -39,7 +54,7 @@ def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
     for root in [root for root in Effects(graph).writers if root.name in inputs]:
         first = next(node for node in graph.nodes if root in node.all_input_nodes)
         with graph.inserting_before(first):
-            own = graph.call_function(torch.ops.aten.clone.default, (root,))
+            own = graph.call_function(aten.clone.default, (root,))
         own.meta = {**first.meta, "val": root.meta["val"].clone()}
         for user in [user for user in root.users if user is not own]:
             user.replace_input_with(root, own)
@@ -59,6 +74,51 @@ def _copy_counters(graph: fx.Graph) -> None:
         for operand in node.all_input_nodes:
             if effects.root(operand) in updated:
                 with graph.inserting_before(node):
-                    own = graph.call_function(torch.ops.aten.clone.default, (operand,))
+                    own = graph.call_function(aten.clone.default, (operand,))
                 own.meta = {**node.meta, "val": operand.meta["val"].clone()}
                 node.replace_input_with(operand, own)
+
+
+def _keep_memory(graph: fx.Graph) -> None:
+    """Put what `as_strided` reads into the order in memory that it has in the graph, where it
+    counts from the first element; which costs nothing where it is so already."""
+    for node in list(graph.nodes):
+        if node.target is aten.as_strided.default and isinstance(node.args[0], fx.Node):
+            value = node.args[0].meta["val"]
+            order = order_of(value)
+            offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+            if order is not None and offset in (None, value.storage_offset()):
+                node.args = (_ordered(graph, node, node.args[0], order), *node.args[1:3])
+                node.kwargs = {}
+
+
+def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions by falling stride; None where the elements do not fill their memory.
+
+    >>> order_of(torch.empty(2, 3, 4).transpose(0, 1)), order_of(torch.empty(4)[::2])
+    ((1, 0, 2), None)
+    """
+    strides = list(value.stride())
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    expected = 1
+    for dim in reversed(order):
+        if value.shape[dim] != 1 and strides[dim] != expected:
+            return None
+        expected *= value.shape[dim]
+    return tuple(order)
+
+
+def _ordered(graph: fx.Graph, before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:
+    """A value in an order in memory: of the dimensions by falling stride."""
+    back = [order.index(dim) for dim in range(len(order))]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_before(before):
+            made = graph.call_function(target, args)
+        made.meta = {**before.meta, "val": target(args[0].meta["val"], *args[1:])}
+        return made
+
+    straight = list(order) == sorted(order)
+    value = value if straight else call(aten.permute.default, value, list(order))
+    value = call(aten.contiguous.default, value)
+    return value if straight else call(aten.permute.default, value, back)

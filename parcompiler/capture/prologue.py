@@ -8,7 +8,7 @@ before the last of them, are in the prologue or none is. So do the results of a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -25,7 +25,8 @@ def prologue_of(
 ) -> set[fx.Node]:
     """The nodes of the prologue.
 
-    `nodes` are all that blocks are made of, `home` is the run of each, `sent` are better not in it.
+    `nodes` are all that blocks are made of, `home` is the segment of each, `sent` are cheaper to
+    send.
     """
     free = graph.once("free", lambda: _free(graph, nodes, effects))
     wanted = [
@@ -39,15 +40,12 @@ def prologue_of(
     while True:
         for node in wanted:
             found |= cone(node, effects)
-        more = {*effects.early_readers(found), *_items(found)}
+        # A list of tensors is never read or sent: its items are.
+        items = (user for n in found for user in n.users if user.target is operator.getitem)
+        more = {*effects.early_readers(found), *items}
         wanted = [node for node in nodes if node in more - found]
         if not wanted:
             return found
-
-
-def _items(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """The results of those nodes that have several: a list of tensors is never read or sent."""
-    return (user for node in nodes for user in node.users if user.target is operator.getitem)
 
 
 def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:
@@ -67,18 +65,16 @@ def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:
             chance = is_random(node) or effects.root(node) in blocked
             if not chance and all(map(is_free, effects.dependencies(node))):
                 free.add(node)
-        more = {root for root in effects.writers if not _moves(root, free, effects)}
+        # Memory that is written moves with all who must see it in order.
+        more = {
+            root
+            for root, writers in effects.writers.items()
+            if root.op == "placeholder"
+            or not free.issuperset((*writers, *effects.early_readers({root})))
+        }
         if more <= blocked:
             return free
         blocked |= more
-
-
-def _moves(root: fx.Node, free: set[fx.Node], effects: Effects) -> bool:
-    """Whether memory that is written, with all who must see it in order, may move."""
-    if root.op == "placeholder":
-        return False
-    writers = effects.writers[root]
-    return all(node in free for node in (*writers, *effects.early_readers({root})))
 
 
 def cone(node: fx.Node, effects: Effects) -> set[fx.Node]:

@@ -27,7 +27,7 @@ ATTRIBUTES = frozenset(dir(nn.Module())) | frozenset(
 )
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive nodes under one module; `path` is empty for what stands between the layers.
 
     `scope` is the module that tensors are named from: the layer, also for a piece of one.
@@ -39,16 +39,16 @@ class Run(NamedTuple):
     scope: str
 
 
-def group(graph: Graph, runs: list[Run]) -> tuple[Block, ...]:
-    """A block for each run, with template names by structure."""
+def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
+    """A block for each segment, with template names by structure."""
     blocks = []
     templates: dict[str, str] = {}
-    taken = {*EMITTED, *(f"Stage{j}" for j in range(len(runs)))}
+    taken = {*EMITTED, *(f"Stage{j}" for j in range(len(segments)))}
     names: set[str] = set()
-    for path, call, nodes, scope in runs:
+    for path, call, nodes, scope in segments:
         inside = set(nodes)
         inputs = _inputs(graph, nodes, inside)
-        outputs = tuple(n for n in nodes if _leaves(n, inside))
+        outputs = tuple(n for n in nodes if any(user not in inside for user in n.users))
         tensors = _tensors(graph, nodes, scope)
         key = _structure(graph, nodes, inputs, outputs, tensors, scope)
         if key not in templates:
@@ -57,11 +57,6 @@ def group(graph: Graph, runs: list[Run]) -> tuple[Block, ...]:
         name = unique(label + (f"@{call}" if call else ""), names, separator="#")
         blocks.append(Block(name, templates[key], tuple(nodes), inputs, outputs, tensors, scope))
     return tuple(blocks)
-
-
-def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a node's value is used outside its block."""
-    return any(user not in inside for user in node.users)
 
 
 def _inputs(graph: Graph, nodes: Iterable[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
@@ -149,7 +144,7 @@ def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
 
 
 def _label(graph: Graph, tensors: tuple[Binding, ...]) -> str:
-    """The modules that hold a run's two largest parameters, in order of use: `wte+wpe`."""
+    """The modules that hold a segment's two largest parameters, in order of use: `wte+wpe`."""
     sizes = {binding.name: graph.by_name[binding.name].numel for binding in tensors}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
     modules = [name.split(".")[-2] for name in sizes if name in largest and "." in name]

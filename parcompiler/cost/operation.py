@@ -85,16 +85,29 @@ def describe(
     """
     name = operator_name(target)
     produced = list(tensors(result))
-    if not produced or name in FREE or _is_view(target):
+    is_view = isinstance(target, torch._ops.OpOverload) and (
+        target.is_view or torch.Tag.inplace_view in target.tags
+    )
+    if not produced or name in FREE or is_view:
         return None
     consumed = list(tensors((args, kwargs)))
     compute = formula(name, getattr(target, "overloadpacket", target)) if by_formula else None
+    if compute is None:
+        kind, flops = "other", float(sum(tensor.numel() for tensor in produced))
+    else:
+        kind = "convolution" if "conv" in name else "matmul"
+        kind = "attention" if "attention" in name else kind
+        real_products = 4 if any(tensor.is_complex() for tensor in produced) else 1
+        flops = float(real_products * compute(*args, **kwargs, out_val=result))
+    # That of the first floating input, else of the first output; of complex ones the parts'.
+    floating = (tensor.dtype for tensor in consumed if is_differentiable(tensor))
+    dtype = next(floating, produced[0].dtype)
     return Operation(
         name=label(target),
-        kind=_kind(name, known=compute is not None),
-        flops=_flops(compute, args, kwargs, result, produced),
+        kind=kind,
+        flops=flops,
         nbytes=float(_moved(name, consumed, produced)),
-        dtype=_dtype(consumed, produced),
+        dtype=dtype.to_real() if dtype.is_complex else dtype,
     )
 
 
@@ -115,29 +128,6 @@ def label(target: Any) -> str:
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
-def _is_view(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and (
-        target.is_view or torch.Tag.inplace_view in target.tags
-    )
-
-
-def _kind(name: str, *, known: bool) -> str:
-    if not known:
-        return "other"
-    if "attention" in name:
-        return "attention"
-    return "convolution" if "conv" in name else "matmul"
-
-
-def _flops(
-    compute: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, produced: Any
-) -> float:
-    if compute is None:
-        return float(sum(tensor.numel() for tensor in produced))
-    times = 4 if any(tensor.is_complex() for tensor in produced) else 1  # real products in one
-    return float(times * compute(*args, **kwargs, out_val=result))
-
-
 def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> int:
     """Inputs are read and outputs written; of tables only the rows that are touched."""
     written = sum(map(nbytes, produced))
@@ -153,10 +143,3 @@ def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]
         rows = indices.numel() * table.shape[1] * table.itemsize
         return read - max(0, nbytes(table) - rows) + written
     return read + written
-
-
-def _dtype(consumed: list[torch.Tensor], produced: list[torch.Tensor]) -> torch.dtype:
-    """That of the first floating input, else of the first output; of complex ones the parts'."""
-    floating = (tensor.dtype for tensor in consumed if is_differentiable(tensor))
-    dtype = next(floating, produced[0].dtype)
-    return dtype.to_real() if dtype.is_complex else dtype

@@ -94,10 +94,13 @@ def _piece(item: Parameter, ranks: int) -> Parameter:
 
 def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
     """What S, NORMALIZE and T run."""
-    x, weight = stand_in(head.x.meta["val"]), _own(graph, head.weight, ranks)
+    x, weight = stand_in(head.x.meta["val"]), _piece_of(graph, head.weight, ranks)
     recorder, found = Recorder(), {}
     with recorder, torch.no_grad():
-        y = _product(graph, head, x, weight, ranks)
+        if head.bias is None:  # Y of this rank's rows
+            y = torch.mm(x, weight.t())
+        else:
+            y = torch.addmm(_piece_of(graph, head.bias, ranks), x, weight.t())
         if method in ASKING:
             logits, _ = _logits(head, y, recorder)
             logits.to(_precision(y)).amax(1)
@@ -105,14 +108,17 @@ def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
         _softmax(head, y, recorder)
         if method in ASKING:
             found["normalize"] = recorder.take()
-        elif method == "vocab-2":
-            _input_gradient(y, weight)
-            found["s"] = recorder.take()
         else:
+            if method == "vocab-2":
+                _input_gradient(y, weight)
             found["s"] = recorder.take()
         if method != "vocab-2":
             _input_gradient(y, weight)
-        _weight_gradient(graph, head, x, y, weight)
+        # W.grad += P'ᵀ x, scaled by rows; the bias alike
+        scaled = x * x.new_empty(len(x), 1)
+        torch.addmm(torch.empty_like(weight), y.to(weight.dtype).t(), scaled)
+        if head.bias is not None and graph.by_name[head.bias].trainable:
+            y.sum(0)
         found["t"] = recorder.take()
     return found
 
@@ -133,13 +139,6 @@ def _softmax(head: Head, y: Tensor, recorder: Recorder) -> None:
 def _precision(y: Tensor) -> torch.dtype:
     """In which the softmax of logits is computed."""
     return torch.float64 if y.dtype == torch.float64 else torch.float32
-
-
-def _product(graph: Graph, head: Head, x: Tensor, weight: Tensor, ranks: int) -> Tensor:
-    """Y of own rows."""
-    if head.bias is None:
-        return torch.mm(x, weight.t())
-    return torch.addmm(_own(graph, head.bias, ranks), x, weight.t())
 
 
 def _logits(head: Head, y: Tensor, recorder: Recorder) -> tuple[Tensor, Tensor | None]:
@@ -165,17 +164,9 @@ def _input_gradient(powers: Tensor, weight: Tensor) -> None:
     product.addcmul_(product.new_empty(len(product), 1), torch.empty_like(product))
 
 
-def _weight_gradient(graph: Graph, head: Head, x: Tensor, powers: Tensor, weight: Tensor) -> None:
-    """W.grad += P'ᵀ x, scaled by rows; the bias alike."""
-    scaled = x * x.new_empty(len(x), 1)
-    torch.addmm(torch.empty_like(weight), powers.to(weight.dtype).t(), scaled)
-    if head.bias is not None and graph.by_name[head.bias].trainable:
-        powers.sum(0)
-
-
 def _lookup(graph: Graph, item: Lookup, ranks: int) -> Operations:
     """What EMBED and EMBED_BACKWARD run: rows that are found, and zeros for all others."""
-    weight, like = _own(graph, item.weight, ranks), stand_in(item.node.meta["val"])
+    weight, like = _piece_of(graph, item.weight, ranks), stand_in(item.node.meta["val"])
     recorder, found = Recorder(), {}
     words = like.new_empty(like.shape[:-1], dtype=torch.long)
     with recorder, torch.no_grad():
@@ -187,7 +178,7 @@ def _lookup(graph: Graph, item: Lookup, ranks: int) -> Operations:
     return found
 
 
-def _own(graph: Graph, name: str, ranks: int) -> Tensor:
+def _piece_of(graph: Graph, name: str, ranks: int) -> Tensor:
     """A stand-in for a rank's piece of a tensor."""
     piece = _piece(graph.by_name[name], ranks)
     made: Tensor = stand_in(torch.empty(piece.shape, dtype=piece.dtype, device="meta"))
