@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from parcompiler import documents, efficiency, figures
-from parcompiler.efficiency import Efficiency
+from parcompiler import documents, figures
+from parcompiler.efficiency import Efficiency, curves_of
 from parcompiler.errors import InputError, shown
 
 __all__ = ["Device", "Efficiency", "Link", "device", "names"]
@@ -164,7 +164,9 @@ def _catalogue() -> Traversable:
 
 def _part(cls: type[Any], data: object, name: str) -> Any:
     """The efficiency or a link, from its JSON."""
-    found = efficiency.fractions(figures.fields(cls, data, f"{name}.", optional=("curves",)))
+    found = figures.fields(cls, data, f"{name}.", optional=("curves",))
+    if "curves" in found:
+        found["curves"] = curves_of(found["curves"])
     try:
         return cls(**found)
     except InputError as error:

@@ -95,12 +95,9 @@ class Efficiency:
 
     def of(self, kind: str) -> float:
         """The fraction of the peak arithmetic that operations of `kind` reach."""
-        fractions = {
-            "matmul": self.matmul,
-            "attention": self.attention,
-            "convolution": self.convolution,
-        }
-        return fractions.get(kind, self.other)
+        known = kind in ("matmul", "attention", "convolution")
+        fraction: float = getattr(self, kind) if known else self.other
+        return fraction
 
     def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float:
         """The same for one operation: by the curve of its name, else of its kind, else `of`."""
@@ -143,21 +140,13 @@ class Efficiency:
 
 def curves_of(data: object) -> tuple[Curve, ...]:
     """The curves that JSON has by kind and dtype. Raises InputError for what are none."""
-    found = []
+    curves = []
     for kind, dtypes in figures.mapping("efficiency.curves", data).items():
         for dtype, points in figures.mapping(f"efficiency.curves.{kind}", dtypes).items():
-            found.append(Curve(kind, dtype, _points(f"efficiency.curves.{kind}.{dtype}", points)))
-    return tuple(found)
-
-
-def fractions(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of an `Efficiency` from those of its JSON."""
-    return data if "curves" not in data else {**data, "curves": curves_of(data["curves"])}
-
-
-def _points(name: str, data: object) -> tuple[tuple[float, float], ...]:
-    pairs = data if isinstance(data, list) else None
-    if pairs is None or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        message = f"device figure '{name}' must be a list of pairs of size and fraction"
-        raise InputError(message)
-    return tuple((size, fraction) for size, fraction in pairs)
+            pairs = points if isinstance(points, list) else [None]
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                name = f"efficiency.curves.{kind}.{dtype}"
+                message = f"device figure '{name}' must be a list of pairs of size and fraction"
+                raise InputError(message)
+            curves.append(Curve(kind, dtype, tuple((size, fraction) for size, fraction in pairs)))
+    return tuple(curves)

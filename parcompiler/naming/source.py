@@ -1,4 +1,8 @@
-"""What the user's source says about a node: the statements around it and the names they assign.
+"""What a local variable should be called: names from the user's source come first.
+
+    x = self.dropout(self.attention(x))       source
+    attention = F.linear(y, ...)              the module that the value leaves
+    x = F.dropout(attention, 0.1)             the variable that the line assigns
 
 A captured node remembers the stack of calls that made it, each with its line:
 
@@ -26,6 +30,7 @@ from parcompiler.capture import loss
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.effects import overload_name
 from parcompiler.capture.templates import identifier
+from parcompiler.spmd.exchange import is_conversion
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 _FAR = 16  # operators of one line that are looked through
@@ -34,6 +39,22 @@ _FAR = 16  # operators of one line that are looked through
 FORMS = frozenset(
     "view reshape transpose permute unsqueeze squeeze expand flatten unflatten contiguous to t "
     "_unsafe_view clone".split()
+)
+
+
+# Operators whose names mean something else to Python, or little to a reader.
+_WORDS = dict(
+    pair.split(":")
+    for pair in (
+        "__and__:both __or__:either abs:magnitude add:total all:every any:found "
+        "bitwise_and:both bitwise_not:inverse bitwise_or:either cat:joined chunk:chunks "
+        "cross_entropy_loss:loss div:ratio eq:equal full:filled ge:at_least getitem:item "
+        "gt:above index:picked le:at_most logical_and:both logical_not:inverse "
+        "logical_or:either lt:below masked_fill:masked max:largest min:smallest mul:product "
+        "ne:differs neg:negative pad:padded pow:power round:rounded rsub:difference "
+        "scaled_dot_product_attention:attention select:item slice:part split:parts "
+        "stack:stacked sub:difference sum:total to:cast where:chosen "
+    ).split()
 )
 
 
@@ -81,8 +102,8 @@ def assigned_name(node: fx.Node) -> str | None:
 
     `q, k, v = x.split(n)` names the three pieces, `h = self.norm(x)` what the norm returns.
     """
-    found = _assignment(node)
-    return None if found is None else found.name
+    assignment = _assignment(node)
+    return None if assignment is None else assignment.name
 
 
 def chained_name(node: fx.Node) -> str | None:
@@ -96,9 +117,9 @@ def chained_name(node: fx.Node) -> str | None:
         if following is None or not _is_alike(following, node):
             return None
         node = following
-        found = _assignment(node)
-        if found is not None:
-            return found.name if _shares(node, first, found.depth) else None
+        assignment = _assignment(node)
+        if assignment is not None:
+            return assignment.name if _shares(node, first, assignment.depth) else None
     return None
 
 
@@ -120,7 +141,9 @@ def _assignment(node: fx.Node) -> _Assignment | None:
     """The innermost statement that assigns a node's value to a variable."""
     trace = frames(node)
     for depth in range(len(trace), 0, -1):
-        if any(_shares(user, node, depth) for user in _readers(node)):
+        # What uses the value, in the graph or in that which it was made from.
+        readers = (*node.users, *node.meta.get("readers", ()))
+        if any(_shares(user, node, depth) for user in readers):
             return None  # the value is used within the line
         frame = trace[depth - 1]
         name = None if frame.is_torch else _target(frame.text, node, depth)
@@ -129,12 +152,6 @@ def _assignment(node: fx.Node) -> _Assignment | None:
         if not frame.is_torch and not frame.text.startswith("return"):
             return None
     return None
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What uses a node's value, in the graph or in that which it was made from."""
-    yield from node.users
-    yield from node.meta.get("readers", ())
 
 
 @lru_cache(maxsize=4096)
@@ -201,3 +218,29 @@ def _is_alike(following: fx.Node, node: fx.Node) -> bool:
         return False
     same = after.ndim == before.ndim or overload_name(following) in FORMS
     return same and after.dtype == before.dtype
+
+
+def candidate_names(node: fx.Node, operand: str | None, index: int | None = None) -> Iterator[str]:
+    """Names for a node's value, best first; `operand` is what its first operand is called.
+
+    A part of a tuple is given its `index`, and the operand that the tuple was made from. The last
+    name takes a number when none is free.
+    """
+    assigned = assigned_name(node)
+    if operand is not None and is_conversion(node):
+        yield operand  # the same value, held in another way
+    if assigned is not None:
+        yield assigned
+    if operand is not None and index is not None:
+        yield f"{operand}_{index + 1}"  # q_1, q_2 = q.chunk(2)
+    for name in (module_name(node), chained_name(node)):
+        if name is not None:
+            yield name
+    if operand is not None and overload_name(node) in FORMS:
+        yield operand
+    if assigned is not None:
+        yield assigned
+    else:  # a word for what the operator returns
+        name = overload_name(node) or getattr(node.target, "__name__", "item")
+        word = _WORDS.get(name) or _WORDS.get(name.rstrip("_")) or name.strip("_")
+        yield identifier(word)

@@ -21,8 +21,7 @@ from torch import fx
 from parcompiler.capture.effects import is_statement, mutated_operands
 from parcompiler.capture.templates import EMITTED, unique
 from parcompiler.graph import Graph
-from parcompiler.naming.source import spoken_name
-from parcompiler.naming.wishes import wishes
+from parcompiler.naming.source import candidate_names, spoken_name
 from parcompiler.spmd.exchange import is_conversion
 
 
@@ -112,7 +111,7 @@ class Variables:
         self.position = {node: i for i, node in enumerate(self.written)}
         self._last = {read: i for i, node in enumerate(self.written) for read in self._reads(node)}
         self._last |= dict.fromkeys(outputs, len(self.written))
-        self._given = {node: name for node, name in outputs.items() if name is not None}
+        self._fixed_names = {node: name for node, name in outputs.items() if name is not None}
 
     def name(self, node: fx.Node) -> str:
         """The text that stands for a node's value."""
@@ -124,14 +123,14 @@ class Variables:
         if node.target is operator.getitem and node in self.names:
             return None
         target = _updated(node)
-        if is_statement(node) or (target is not None and node not in self._given):
+        if is_statement(node) or (target is not None and node not in self._fixed_names):
             if target is not None:
                 self.names[node] = self.names[target]
             return ()
         pieces = self._pieces(node)
         if pieces:
             return tuple(self._unpacked(node, pieces))
-        self.names[node] = self._given.get(node) or self._choose(node)
+        self.names[node] = self._fixed_names.get(node) or self._choose(node)
         return (self.names[node],)
 
     def _reads(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -158,7 +157,7 @@ class Variables:
             if piece is None:
                 yield "_"
             else:
-                self.names[piece] = self._given.get(piece) or self._choose(piece, now, index)
+                self.names[piece] = self._fixed_names.get(piece) or self._choose(piece, now, index)
                 yield self.names[piece]
 
     def _choose(self, node: fx.Node, now: int | None = None, index: int | None = None) -> str:
@@ -168,7 +167,7 @@ class Variables:
         text = self.names.get(operand, "") if operand is not None else ""
         if is_conversion(node):
             text = text.removeprefix("self.")  # a tensor of the layer, held in another way
-        candidates = list(wishes(node, text if text.isidentifier() else None, index))
+        candidates = list(candidate_names(node, text if text.isidentifier() else None, index))
         for candidate in candidates:
             if self._is_free(candidate, node, position):
                 return candidate
@@ -182,7 +181,7 @@ class Variables:
         end = self._last.get(node, position)
         if any(
             given == name and self.position.get(owner, -1) < end
-            for owner, given in self._given.items()
+            for owner, given in self._fixed_names.items()
             if owner is not node
         ):
             return False
