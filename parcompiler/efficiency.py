@@ -143,7 +143,7 @@ def curves_of(data: object) -> tuple[Curve, ...]:
     curves = []
     for kind, dtypes in figures.mapping("efficiency.curves", data).items():
         for dtype, points in figures.mapping(f"efficiency.curves.{kind}", dtypes).items():
-            pairs = points if isinstance(points, list) else [None]
+            pairs: list[Any] = points if isinstance(points, list) else [None]
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
                 name = f"efficiency.curves.{kind}.{dtype}"
                 message = f"device figure '{name}' must be a list of pairs of size and fraction"

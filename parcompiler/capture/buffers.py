@@ -41,12 +41,8 @@ def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The values of those of some buffers that have none, by name in the model; those that nothing
     tells are left out."""
     buffers = dict(model.named_buffers())
-    found: dict[str, torch.Tensor] = {}
-
-    @cache
-    def made_again(host: str, default: torch.dtype) -> list[nn.Module]:
-        return list(_made_again(model.get_submodule(host), default))
-
+    values: dict[str, torch.Tensor] = {}
+    made_again = cache(lambda host, default: list(_made_again(model.get_submodule(host), default)))
     for name in names:
         buffer = buffers.get(name)
         if buffer is None or not buffer.is_meta:
@@ -55,20 +51,17 @@ def computed(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
             # Torch's default dtype may have been the model's own, or may become so by a cast.
             defaults = [torch.get_default_dtype()]
             defaults += [buffer.dtype] if buffer.dtype.is_floating_point else []
-            values = [
-                _value(
-                    made_again(host, default),
-                    model.get_submodule(host),
-                    name.removeprefix(f"{host}." if host else ""),
-                )
+            module, path = model.get_submodule(host), name.removeprefix(f"{host}." if host else "")
+            candidates = [
+                _value(made_again(host, default), module, path)
                 for default in dict.fromkeys(defaults)
             ]
-            fitting = [v for v in values if v is not None and v.shape == buffer.shape]
+            fitting = [v for v in candidates if v is not None and v.shape == buffer.shape]
             if fitting:
                 same = (value for value in fitting if value.dtype == buffer.dtype)
-                found[name] = next(same, fitting[0]).to(buffer.dtype)
+                values[name] = next(same, fitting[0]).to(buffer.dtype)
                 break
-    return found
+    return values
 
 
 def _made_again(module: nn.Module, default: torch.dtype) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, is_random
+from parcompiler.capture.effects import Effects, is_random, mutated_operands
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 
@@ -125,7 +125,7 @@ def drop_dead(graph: fx.Graph) -> None:
     pending = [node for node in graph.nodes if node.op == "output"]
     for root, writers in effects.writers.items():
         pending += writers if root.op == "placeholder" else ()
-    pending += [node for node in graph.nodes if is_random(node) and not effects.mutates(node)]
+    pending += [node for node in graph.nodes if is_random(node) and not any(mutated_operands(node))]
     alive: set[fx.Node] = set()
     while pending:
         node = pending.pop()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, base_of
+from parcompiler.capture.effects import Effects, base_of, mutated_operands
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def _copy_counters(graph: fx.Graph) -> None:
     effects = Effects(graph)
     updated = {root for root in effects.writers if root.op == "placeholder"}
     for node in list(graph.nodes):
-        if node.op != "call_function" or base_of(node) is not None or effects.mutates(node):
+        if node.op != "call_function" or base_of(node) is not None or any(mutated_operands(node)):
             continue
         for operand in node.all_input_nodes:
             if effects.root(operand) in updated:

@@ -187,10 +187,6 @@ class Effects:
             if user.op == "call_function" and self._position[user] < ends[root]
         }
 
-    def mutates(self, node: fx.Node) -> bool:
-        """Whether a node updates memory in place."""
-        return any(True for _ in mutated_operands(node))
-
     def earlier_writers(self, operand: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
         """Who has updated the memory of an operand before `node` reads it."""
         for writer in self.writers.get(self.root(operand), ()):

@@ -11,6 +11,7 @@ import functools
 import importlib
 import operator
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class Applied:
 
 
 @dataclass
-class _Call:
+class _Application:
     """One application while it is traced; `None` stands for the tensors among the arguments."""
 
     kind: type[torch.autograd.Function]
@@ -63,14 +64,18 @@ class _Call:
     single: bool = True
     random: bool = False
 
-    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Apply the Function to tensors, noting the form of its result and whether it draws."""
+    def arguments(self, operands: Sequence[Any]) -> list[Any]:
+        """The arguments, with operands in the places of tensors."""
         arguments = list(self.template)
         for place, operand in zip(self.places, operands, strict=True):
             arguments[place] = operand
-        with _Watch() as watch:
-            result = _apply(self.kind, *arguments)
-        self.random = watch.random
+        return arguments
+
+    def run(self, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Apply the Function to tensors, noting the form of its result and whether it draws."""
+        with _SeesDraws() as seen:
+            result = _apply(self.kind, *self.arguments(operands))
+        self.random = seen.random
         self.single = isinstance(result, torch.Tensor)
         results = [result] if self.single else list(result)
         if not all(isinstance(item, torch.Tensor) for item in results):
@@ -79,7 +84,7 @@ class _Call:
         return results
 
 
-class _Watch(TorchDispatchMode):
+class _SeesDraws(TorchDispatchMode):
     """Sees whether random numbers are drawn."""
 
     def __init__(self) -> None:
@@ -93,7 +98,7 @@ class _Watch(TorchDispatchMode):
 
 
 _original = torch.autograd.Function.__dict__["apply"]
-_calls: list[_Call] = []
+_calls: list[_Application] = []
 _library = torch.library.Library("parcompiler", "FRAGMENT")
 _library.define("function(Tensor[] operands, int call) -> Tensor[]")
 
@@ -131,7 +136,7 @@ def _traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
     _check(kind, arguments)
     places = tuple(i for i, item in enumerate(arguments) if isinstance(item, torch.Tensor))
     template = tuple(None if i in places else item for i, item in enumerate(arguments))
-    _calls.append(_Call(kind, template, places))
+    _calls.append(_Application(kind, template, places))
     results = torch.ops.parcompiler.function(operands, len(_calls) - 1)
     return results[0] if _calls[-1].single else tuple(results)
 
@@ -146,9 +151,9 @@ def _check(kind: type[torch.autograd.Function], arguments: tuple[Any, ...]) -> N
                 "parameters: pass it tensors and numbers only"
             )
             raise CaptureError(message)
-    owner = sys.modules.get(kind.__module__)
-    found: Any = None if "<locals>" in name else functools.reduce(getattr, name.split("."), owner)
-    if found is not kind or kind.__module__ == "__main__":
+    owner: Any = sys.modules.get(kind.__module__)
+    imported = None if "<locals>" in name else functools.reduce(getattr, name.split("."), owner)
+    if imported is not kind or kind.__module__ == "__main__":
         message = (
             f"the autograd Function {name} cannot be imported by the ranks: define it at the top "
             "of a module that they can import"
@@ -164,7 +169,8 @@ def _is_plain(item: object) -> bool:
 
 
 def call_functions(graph: fx.Graph) -> None:
-    """Let the nodes that stand for applications call the Functions."""
+    """Let the nodes that stand for applications call the Functions; those of a single result have
+    no `getitem` any more."""
     for node in list(graph.nodes):
         if node.target is torch.ops.parcompiler.function.default:
             _replace(graph, node)
@@ -172,17 +178,14 @@ def call_functions(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace one node, and the `getitem`s of a single result."""
+    """Replace one node that stands for an application."""
     operands, number = node.args
     assert isinstance(number, int)
     assert isinstance(operands, list | tuple)
     call = _calls[number]
-    arguments = list(call.template)
-    for place, operand in zip(call.places, operands, strict=True):
-        arguments[place] = operand
     target = Applied(call.kind.__module__, call.kind.__qualname__, call.random)
     with graph.inserting_before(node):
-        made = graph.call_function(target, tuple(arguments))
+        made = graph.call_function(target, tuple(call.arguments(operands)))
     made.meta = dict(node.meta)
     made.meta["val"] = node.meta["val"][0] if call.single else tuple(node.meta["val"])
     for user in list(node.users):

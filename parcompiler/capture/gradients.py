@@ -7,7 +7,7 @@ other ─► z                   it, and `other` has no gradient, not even one o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -24,32 +24,38 @@ def differentiable(graph: fx.Graph, trainable: Collection[str], loss: fx.Node) -
     """Names of the nodes that carry gradients, placeholders of parameters among them."""
     effects = Effects(graph)
     recorded = requiring(graph, trainable, effects)
-    found = {loss} if loss.name in recorded else set()
+    carrying = {loss} if loss.name in recorded else set()
     for node in reversed(graph.nodes):  # those whose gradient autograd asks for, from the loss on
-        if node in found:
+        if node in carrying:
             for source in _sources(node):
                 ways = source, *effects.earlier_writers(source, node)
-                found.update(way for way in ways if way.name in recorded)
-    return frozenset(node.name for node in found)
+                carrying.update(way for way in ways if way.name in recorded)
+    return frozenset(node.name for node in carrying)
 
 
 def requiring(
     graph: fx.Graph, trainable: Collection[str], effects: Effects | None = None
 ) -> frozenset[str]:
     """Names of the nodes that autograd keeps a history of: floating, from a trainable parameter."""
-    found, effects = set(trainable), effects or Effects(graph)
+    recorded, effects = set(trainable), effects or Effects(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not _is_floating(node):
             continue
-        if any(operand.name in found for operand in _sources(node)):
-            found.add(node.name)
-            if _is_unrecorded(node):
-                continue
+        if any(operand.name in recorded for operand in _sources(node)):
+            recorded.add(node.name)
             # An update in place makes its target carry the gradient too, with what that is a view
             # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
-            for operand in mutated_operands(node):
-                found.update(_in_memory_of(operand, graph, effects))
-    return frozenset(found)
+            updated = () if _is_unrecorded(node) else mutated_operands(node)
+            for root in {effects.root(operand) for operand in updated}:
+                recorded.update(
+                    other.name
+                    for other in graph.nodes
+                    if other.op == "call_function"
+                    and effects.root(other) is root
+                    and _is_floating(other)
+                    and getattr(other.target, "_opname", "") != "detach"
+                )
+    return frozenset(recorded)
 
 
 def _sources(node: fx.Node) -> Iterable[fx.Node]:
@@ -64,15 +70,6 @@ def _is_unrecorded(node: fx.Node) -> bool:
     """Whether a node stands under `no_grad`."""
     modes = [item[0] for item in node.meta.get("contexts", ()) if item[0].endswith("_grad")]
     return bool(modes) and modes[-1] == "no_grad"
-
-
-def _in_memory_of(updated: fx.Node, graph: fx.Graph, effects: Effects) -> Iterator[str]:
-    """The names of the floating nodes, no placeholders, that lie in the memory of one."""
-    root = effects.root(updated)
-    for node in graph.nodes:
-        if node.op == "call_function" and effects.root(node) is root and _is_floating(node):
-            if getattr(node.target, "_opname", "") != "detach":
-                yield node.name
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -44,21 +44,21 @@ def hooks_of(whole: WithLoss) -> dict[str, Hook]:
     Raises CaptureError that names the parameter or module, and the hook with its place, for hooks
     of other kinds.
     """
-    found = {}
+    hooks_by_name = {}
     for path, parameter in whole.named_parameters():
         name = path.removeprefix(PREFIX)
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         _refuse(repr(name), after, "register_post_accumulate_grad_hook")
         hooks = tuple((parameter._backward_hooks or {}).values())
         if hooks and parameter.requires_grad:
-            found[name] = _hook(name, parameter, hooks)
+            hooks_by_name[name] = _hook(name, parameter, hooks)
     for path, module in whole.named_modules():
-        for own in (module._backward_hooks, module._backward_pre_hooks):
+        for registered in (module._backward_hooks, module._backward_pre_hooks):
             owner = f"module {path.removeprefix(PREFIX)!r}"
-            _refuse(owner, own, "register_full_backward_hook")
-    for own in (of_all._global_backward_hooks, of_all._global_backward_pre_hooks):
-        _refuse("every module", own, "register_full_backward_hook")
-    return found
+            _refuse(owner, registered, "register_full_backward_hook")
+    for registered in (of_all._global_backward_hooks, of_all._global_backward_pre_hooks):
+        _refuse("every module", registered, "register_full_backward_hook")
+    return hooks_by_name
 
 
 def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], ...]) -> Hook:
@@ -74,8 +74,10 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
 
     like = torch.empty_like(parameter.detach())
     traced: fx.GraphModule | None = None
+    trace: Any = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        traced, again = (_traced(run, like) for _ in range(2))
+        traced, again = (trace(like) for _ in range(2))
+        assert traced is not None
         reason = _unfit(traced.graph, like)
         if not reason and str(traced.code) != str(again.code):
             reason = "it is another when it runs again"
@@ -90,13 +92,6 @@ def _hook(name: str, parameter: nn.Parameter, hooks: tuple[Callable[..., Any], .
         )
         raise CaptureError(message)
     return Hook(traced.graph, tuple(place(hook, short=True) for hook in hooks))
-
-
-def _traced(run: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> fx.GraphModule:
-    """A function of a gradient as operators."""
-    trace: Any = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
-    traced: fx.GraphModule = trace(like)
-    return traced
 
 
 def _unfit(graph: fx.Graph, like: torch.Tensor) -> str:

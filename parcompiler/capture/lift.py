@@ -9,9 +9,9 @@ lifted to: what a model casts itself can only be told when it is captured, see `
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,20 +32,28 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
     lifted.output(result)
     keep_names(nodes)
     swap = _swap(dtype)
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:  # recorded tensors have no data
+        kind = _in(dtype, tensor.dtype)
+        if tensor.dtype == kind:
+            return tensor
+        return tensor.new_empty_strided(tensor.shape, tensor.stride(), dtype=kind)
+
     for node in list(lifted.nodes):
         node.args = pytree.tree_map(swap, node.args)
         node.kwargs = pytree.tree_map(swap, node.kwargs)
-        node.meta["val"] = pytree.tree_map(_converted(dtype), node.meta.get("val"))
+        value = node.meta.get("val")
+        node.meta["val"] = pytree.tree_map_only(torch.Tensor, converted, value)
         if _follows_default(node):
             _settle(node, dtype)
         contexts = node.meta.get("contexts", ())
         node.meta["contexts"] = tuple(c for c in contexts if c[0] != "autocast")
-    return dataclasses.replace(
+    return replace(
         graph,
         fx_graph=lifted,
         loss=nodes[graph.loss],
-        parameters=tuple(_cast(item, dtype) for item in graph.parameters),
-        inputs=tuple(_cast(item, dtype) for item in graph.inputs),
+        parameters=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.parameters),
+        inputs=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.inputs),
         narrow=None,
     )
 
@@ -62,26 +70,14 @@ def _swap(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda leaf: _in(dtype, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
-def _converted(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that puts recorded tensors, which have no data, in the precision of `dtype`."""
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dtype == _in(dtype, leaf.dtype):
-            return leaf
-        kind = _in(dtype, leaf.dtype)
-        return leaf.new_empty_strided(leaf.shape, leaf.stride(), dtype=kind)
-
-    return convert
-
-
 def _follows_default(node: fx.Node) -> bool:
     """Whether a node makes a floating tensor in torch's default dtype: from nothing or integers."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     leaves = pytree.tree_leaves((node.args, node.kwargs))
-    given = any(isinstance(leaf, torch.dtype) for leaf in leaves)
-    return not given and _floats(node.meta["val"]) and not _floats(operands)
+    has_dtype = any(isinstance(leaf, torch.dtype) for leaf in leaves)
+    return not has_dtype and _floats(node.meta["val"]) and not _floats(operands)
 
 
 def _floats(values: object) -> bool:
@@ -97,7 +93,11 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
     if any(argument.name == "dtype" for argument in node.target._schema.arguments):
         node.kwargs = {**node.kwargs, "dtype": dtype}
         return
-    operands = list(_counted(node))
+    # Arithmetic turns all operands into floats but what chooses (`where`).
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    choosing = [value for argument, value in named if argument.name in ("condition", "mask")]
+    inputs = [operand for operand in node.all_input_nodes if operand not in choosing]
+    operands = [x for x in inputs if isinstance(x.meta.get("val"), torch.Tensor)]
     for operand in operands:
         with node.graph.inserting_before(node):
             cast = node.graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
@@ -111,21 +111,6 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
         node.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
 
 
-def _counted(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that arithmetic turns into floats: all but what chooses (`where`)."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    named = zip(node.target._schema.arguments, node.args, strict=False)
-    choosing = [value for argument, value in named if argument.name in ("condition", "mask")]
-    for item in node.all_input_nodes:
-        if item not in choosing and isinstance(item.meta.get("val"), torch.Tensor):
-            yield item
-
-
-def _cast(item: Any, dtype: torch.dtype) -> Any:
-    """A parameter or input described in the precision of `dtype`."""
-    return dataclasses.replace(item, dtype=_in(dtype, item.dtype))
-
-
 _CASTS = {"float", "half", "bfloat16", "double"}
 _COMPLEX_CASTS = {"cfloat", "chalf", "cdouble"}
 _CONSTANTS = {"tensor", "as_tensor", "scalar_tensor"}
@@ -135,10 +120,10 @@ _GROUPED = {"grouped_mm", "_grouped_mm"}
 class _Lifting(TorchFunctionMode):
     """Replaces floating dtypes in every call of a torch function."""
 
-    def __init__(self, dtype: torch.dtype, own: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.own = own
+        self.model_dtype = model_dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with floating dtypes swapped; `x.float()` becomes a cast to `dtype`."""
@@ -155,9 +140,15 @@ class _Lifting(TorchFunctionMode):
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """A number as the model's own precision has it, for a captured graph holds that."""
         before = torch.get_default_dtype()
-        narrow = self.own.itemsize == 2  # a 16-bit model has 16-bit numbers where it says so
-        torch.set_default_dtype(torch.float32 if narrow else self.own)
-        swap = self._given if narrow else _swap(self.own)
+        narrow = (
+            self.model_dtype.itemsize == 2
+        )  # a 16-bit model has 16-bit numbers where it says so
+        torch.set_default_dtype(torch.float32 if narrow else self.model_dtype)
+
+        def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model say `dtype`
+            return self.model_dtype if leaf is self.dtype else leaf
+
+        swap = meant if narrow else _swap(self.model_dtype)
         try:
             made: torch.Tensor = func(
                 *pytree.tree_map(swap, args),
@@ -166,10 +157,6 @@ class _Lifting(TorchFunctionMode):
         finally:
             torch.set_default_dtype(before)
         return made.to(_in(self.dtype, made.dtype))
-
-    def _given(self, leaf: Any) -> Any:
-        """The dtype that code of the model means: its tensors say `dtype`, and are in `own`."""
-        return self.own if leaf is self.dtype else leaf
 
 
 def _grouped(
@@ -186,23 +173,23 @@ def _grouped(
         raise NotImplementedError(message)
     ends = offs.tolist()
     pairs = zip([0, *ends], ends, weight, strict=False)
-    return torch.cat([rows[start:end] @ own for start, end, own in pairs])
+    return torch.cat([rows[start:end] @ matrix for start, end, matrix in pairs])
 
 
 @contextmanager
-def lifting(dtype: torch.dtype, own: torch.dtype = torch.float32) -> Iterator[None]:
-    """Within it, eager code of a model in `own` computes in `dtype` whatever casts it asks for.
+def lifting(dtype: torch.dtype, model_dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Within it, eager code of a model in `model_dtype` computes in `dtype`, whatever it casts to.
 
-    Limits (`torch.finfo`) and numbers stay those of `own`: a captured graph holds them.
+    Limits (`torch.finfo`) and numbers stay those of `model_dtype`: a captured graph holds them.
     """
     before, finfo = torch.get_default_dtype(), torch.finfo
 
     def limits(kind: torch.dtype | None = None) -> torch.finfo:
-        return finfo(own if kind in (None, dtype) else kind)
+        return finfo(model_dtype if kind in (None, dtype) else kind)
 
     torch.set_default_dtype(dtype)
     try:
-        with patched(torch, finfo=limits), _Lifting(dtype, own):
+        with patched(torch, finfo=limits), _Lifting(dtype, model_dtype):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -89,19 +89,17 @@ def capture_in(
     with mixed(dtype):
         graph = capture(twin.model, narrow_batch(inputs, dtype), twin.loss, in_float32=True)
     named = original.named_parameters(remove_duplicate=False)
-    own = {name.removeprefix(PREFIX): parameter for name, parameter in named}
-    tensors = {name: own.get(name, tensor) for name, tensor in graph.tensors.items()}
+    originals = {name.removeprefix(PREFIX): parameter for name, parameter in named}
+    tensors = {name: originals.get(name, tensor) for name, tensor in graph.tensors.items()}
     return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks)
 
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:
     """`inputs` with floating tensors in `dtype`."""
 
-    def cast(leaf: Any) -> Any:
-        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating else leaf
-
-    return pytree.tree_map(cast, inputs)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs
+    )
 
 
 def narrowed(model: nn.Module, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.dtype]:
@@ -157,12 +155,9 @@ class _Mixed(ModelMode):
     def _cast(self, operands: Any, kinds: set[torch.dtype], dtype: torch.dtype) -> Any:
         """The operands, those of some dtypes in another."""
 
-        def cast(leaf: Any) -> Any:
-            return (
-                leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in kinds else leaf
-            )
-
-        return pytree.tree_map(cast, operands)
+        return pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(dtype) if x.dtype in kinds else x, operands
+        )
 
 
 def _precisions(operands: Any) -> set[torch.dtype]:
