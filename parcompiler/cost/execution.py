@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -128,32 +128,45 @@ def execute(
     that were recorded.
     """
 
-    def given(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return values[argument]
-        return CPU if isinstance(argument, torch.device) else argument
-
     estimated = []
+    with closing(calls(nodes, values, CPU)) as steps:
+        for node, args, kwargs in steps:
+            if variables is not None:
+                variables.before()
+            count, grad_mode = len(recorder.operations), torch.is_grad_enabled()
+            try:
+                values[node] = _result(node, args, kwargs, recorder)
+            except Exception:  # whatever it is: the recorded shapes still say what comes out
+                del recorder.operations[count:]
+                if "exchange" in node.meta:
+                    recorder.add_exchange(node.meta["exchange"], dtype_of(node))
+                torch.set_grad_enabled(grad_mode)
+                values[node] = _estimate(node, args, kwargs, recorder)
+                estimated.append(label(node.target))
+            if variables is not None:
+                variables.after(node, values)
+    return estimated
+
+
+def calls(
+    nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], device: torch.device
+) -> Generator[tuple[fx.Node, Any, Any], None, None]:
+    """The nodes in order with their arguments on a device, each under the contexts that it was
+    captured under; those that follow one another under the same enter them once.
+
+    Close it, so that the contexts end where a node fails.
+    """
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return values[item]
+        return device if isinstance(item, torch.device) else item
+
     for contexts, members in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
-        with entered(contexts):
+        with _entered(contexts):
             for node in members:
                 assert node.op == "call_function", f"{node.format_node()} is no operator"
-                args, kwargs = map_aggregate((node.args, node.kwargs), given)
-                if variables is not None:
-                    variables.before()
-                count, grad_mode = len(recorder.operations), torch.is_grad_enabled()
-                try:
-                    values[node] = _result(node, args, kwargs, recorder)
-                except Exception:  # whatever it is: the recorded shapes still say what comes out
-                    del recorder.operations[count:]
-                    if "exchange" in node.meta:
-                        recorder.add_exchange(node.meta["exchange"], dtype_of(node))
-                    torch.set_grad_enabled(grad_mode)
-                    values[node] = _estimate(node, args, kwargs, recorder)
-                    estimated.append(label(node.target))
-                if variables is not None:
-                    variables.after(node, values)
-    return estimated
+                yield node, *map_aggregate((node.args, node.kwargs), argument)
 
 
 def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
@@ -212,7 +225,7 @@ def doubled(operation: Operation) -> Operation:
 
 
 @contextmanager
-def entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+def _entered(contexts: Iterable[tuple[Any, ...]]) -> Iterator[None]:
     """The contexts that the nodes were captured under; autocast only where it meets the CPU."""
     with ExitStack() as stack:
         for context in contexts:

@@ -11,9 +11,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from parcompiler.cost.block import BlockCost
-from parcompiler.cost.execution import entered, outside
+from parcompiler.cost.execution import calls, outside
 from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import seconds
 from parcompiler.cost.stand_in import is_differentiable, tensors
@@ -187,8 +186,15 @@ class TimedBlock:
         for node, value in self.received.items():
             carries = node.name in self.differentiable
             values[node] = map_aggregate(value, _received) if carries else value
-        with torch.enable_grad():
-            _run(self.nodes, values, self.device)
+        steps = calls(self.nodes, values, self.device)
+        with torch.enable_grad(), closing(steps):  # contexts of nodes end, also at an error
+            for node, args, kwargs in steps:
+                if is_conversion(node):
+                    (value,) = tensors(args)
+                    values[node] = _Converted.apply(value, node.meta["val"])  # type: ignore[no-untyped-call]
+                else:
+                    assert callable(node.target)
+                    values[node] = node.target(*args, **kwargs)
         return {node: values[node] for node in self.outputs if node.name in self.differentiable}
 
     def backward(self, outputs: Mapping[fx.Node, Any]) -> None:
@@ -262,26 +268,6 @@ def medians(
         if collecting:
             gc.enable()
     return tuple(map(statistics.median, zip(*samples, strict=True)))
-
-
-def _run(nodes: Iterable[fx.Node], values: dict[fx.Node, Any], device: torch.device) -> None:
-    """Run the nodes in order, each context entered once for those that stand in it."""
-
-    def given(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return values[argument]
-        return device if isinstance(argument, torch.device) else argument
-
-    for contexts, run in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
-        with entered(contexts):
-            for node in run:
-                args, kwargs = map_aggregate((node.args, node.kwargs), given)
-                if is_conversion(node):
-                    (value,) = tensors(args)
-                    values[node] = _Converted.apply(value, node.meta["val"])  # type: ignore[no-untyped-call]
-                else:
-                    assert callable(node.target), f"{node.format_node()} is no operator"
-                    values[node] = node.target(*args, **kwargs)
 
 
 def _received(value: Any) -> Any:
