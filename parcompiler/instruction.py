@@ -16,6 +16,7 @@ REDUCE wte mb 2 to 0, S mb 2
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -125,16 +126,41 @@ def _fields(words: list[str]) -> Iterator[tuple[str, object]]:
             yield names.get(key, key), int(text)
 
 
+_LOOP = re.compile(r"for i in range\((\d+), (\d+)(?:, ([1-9]\d*))?\):")
+_INDEX = re.compile(r"\bmb i([+-]\d+)?(?= |$)")  # a micro-batch in the body of a loop
+
+
 def parse(text: str) -> tuple[Instruction, ...]:
-    """Read a program: one instruction a line, blank lines ignored.
+    """Read a program: one instruction a line, comments and blank lines ignored, loops unrolled.
 
     >>> [str(i) for i in parse('''
-    ... FORWARD stage 0 mb 0
+    ... for i in range(1, 3):  # the steady state
+    ...     FORWARD stage 0 mb i
+    ...     BACKWARD stage 0 mb i-1
     ... REDUCE_GRADIENTS tied_0 ranks 0,3
-    ... ''')]
-    ['FORWARD stage 0 mb 0', 'REDUCE_GRADIENTS tied_0 ranks 0,3']
+    ... ''')]  # doctest: +NORMALIZE_WHITESPACE
+    ['FORWARD stage 0 mb 1', 'BACKWARD stage 0 mb 0', 'FORWARD stage 0 mb 2',
+     'BACKWARD stage 0 mb 1', 'REDUCE_GRADIENTS tied_0 ranks 0,3']
     """
-    return tuple(Instruction.parse(line) for line in text.splitlines() if line.strip())
+    instructions: list[Instruction] = []
+    indices, body = range(0), list[str]()
+    for raw in (*text.splitlines(), "end"):
+        line = raw.partition("#")[0].rstrip()
+        if not line:
+            continue
+        if line.startswith(" ") and indices:
+            body.append(line.strip())
+            continue
+        for i in indices:
+            for inner in body:
+                written = _INDEX.sub(lambda found, i=i: f"mb {i + int(found[1] or 0)}", inner)  # type: ignore[misc]
+                instructions.append(Instruction.parse(written))
+        indices, body = range(0), []
+        if loop := _LOOP.fullmatch(line):
+            indices = range(int(loop[1]), int(loop[2]), int(loop[3] or 1))
+        elif raw != "end":
+            instructions.append(Instruction.parse(line))
+    return tuple(instructions)
 
 
 def listing(instructions: Iterable[Instruction]) -> str:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from parcompiler import documents
 from parcompiler.errors import InputError, shown
+from parcompiler.grid import Grid
 from parcompiler.instruction import parse
 from parcompiler.mesh import whole
 from parcompiler.plan import Plan
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.runtime import TIMEOUT, Worker, loading
+from parcompiler.runtime.program import on_rank
 
 if TYPE_CHECKING:
     from parcompiler.report import Report
@@ -39,12 +41,12 @@ class LoadedProgram:
 
         They are read, not run: the plan's device need not be here.
         """
-        path = self._path(rank)
+        path, grid = self._path(rank), self._grid
         with loading(path):
             for statement in ast.parse(path.read_bytes()).body:
                 match statement:
                     case ast.Assign([ast.Name("INSTRUCTIONS")], ast.Constant(str(text))):
-                        return Instructions(parse(text))
+                        return Instructions(on_rank(parse(text), grid.coordinate(rank), grid))
         message = f"{path} has no INSTRUCTIONS: export the program again"
         raise InputError(message)
 
@@ -70,16 +72,16 @@ class LoadedProgram:
         A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
         LaunchError that says for which.
         """
-        worker: Worker = self._script(current_rank(self._size)).worker(timeout)
+        worker: Worker = self._script(current_rank(self._grid.size)).worker(timeout)
         return worker
 
     @property
-    def _size(self) -> int:
-        """The number of ranks."""
-        return self.plan.mesh.pipeline * self.plan.mesh.data * self.plan.mesh.tensor
+    def _grid(self) -> Grid:
+        """All ranks."""
+        return Grid(self.plan.mesh.pipeline, self.plan.mesh.data, self.plan.mesh.tensor)
 
     def _script(self, rank: int) -> ModuleType:
-        """`rank_N.py` as a module, with the other modules of this folder."""
+        """The script of a rank as a module, with the other modules of this folder."""
         path = self._path(rank)
         hidden = {name: sys.modules.pop(name) for name in _modules()}
         sys.path.insert(0, str(self.path))
@@ -95,9 +97,10 @@ class LoadedProgram:
             sys.modules.update(hidden)
 
     def _path(self, rank: int) -> Path:
-        """The script of a rank."""
-        index = whole(rank)
-        path = self.path / f"rank_{rank}.py" if index in range(self._size) else None
+        """The script of a rank: that of the first one at its pipeline coordinate."""
+        index, grid = whole(rank), self._grid
+        known = index is not None and index in range(grid.size)
+        path = self.path / f"rank_{index - index % grid.copies}.py" if known else None
         if path is None or not path.is_file():
             message = f"{self.path} has no rank {shown(rank)}"
             raise InputError(message)

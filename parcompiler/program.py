@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -108,20 +108,28 @@ class Program:
         weights: bool = True,
         standalone: bool = False,
         launcher: str = "torchrun",
+        ranks: Iterable[int] | None = None,
     ) -> Path:
         """Write a folder of rank scripts that torchrun starts; returns its path.
+
+        All ranks at a pipeline coordinate run one script, which is called after the first of them.
+        `ranks` are those that get a script under their own number beside it, to read or to start;
+        None: all, where there are at most 64.
 
         `weights` writes the model's parameters beside them; `standalone` copies the runtime, so
         that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
         "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
         places there. Raises InputError when the path is taken by something that is no export, the
-        weights are on the meta device, the launcher is unknown, or it is another than torchrun
-        and the mesh has several devices: such jobs have equal nodes.
+        weights are on the meta device, the launcher is unknown, there is no such rank, or the
+        launcher is another than torchrun and the mesh has several devices: such jobs have equal
+        nodes.
         """
         offered("launcher", launcher, LAUNCHERS)
+        chosen = None if ranks is None else [self._rank(rank) for rank in ranks]
         return self.write(
-            Path(path), self.report(), weights=weights, standalone=standalone, launcher=launcher
-        )
+            Path(path), self.report(), weights=weights, standalone=standalone, launcher=launcher,
+            ranks=chosen,
+        )  # fmt: skip
 
     def write(
         self,
@@ -131,6 +139,7 @@ class Program:
         weights: bool = True,
         standalone: bool = False,
         launcher: str = "torchrun",
+        ranks: Iterable[int] | None = None,
     ) -> Path:
         """`export` with a report that is made already. Raises InputError as that does."""
         if launcher != "torchrun" and not self.problem.mesh.is_uniform:
@@ -139,12 +148,11 @@ class Program:
                 f"devices ({', '.join(self.plan.mesh.devices)}): take launcher='torchrun'"
             )
             raise InputError(message)
-        programs = [self.rank_program(rank) for rank in range(self.lowered.grid.size)]
         each = min(device.devices_per_node for device in self.problem.devices)
         launch = Launch(launcher, int(each))
         return export(
-            path, self.plan, self.lowered, programs, report,
-            weights=weights, standalone=standalone, launch=launch,
+            path, self.plan, self.lowered, self.plan.mesh.devices, report,
+            weights=weights, standalone=standalone, launch=launch, ranks=ranks,
         )  # fmt: skip
 
     def instructions(self, rank: int) -> Instructions:
@@ -153,13 +161,17 @@ class Program:
 
     def rank_program(self, rank: int) -> RankProgram:
         """What the runtime executes on a rank. Raises InputError for no such rank."""
-        size = self.lowered.grid.size
-        found = whole(rank)
-        if found is None or not 0 <= found < size:
+        index = self._rank(rank)
+        position = self.lowered.grid.coordinate(index).pipeline
+        return rank_program(self.lowered, index, self.plan.mesh.devices[position])
+
+    def _rank(self, rank: object) -> int:
+        """A rank of the program. Raises InputError for anything else."""
+        index, size = whole(rank), self.lowered.grid.size
+        if index is None or not 0 <= index < size:
             message = f"there is no rank {shown(rank)} (ranks: 0 to {size - 1})"
             raise InputError(message)
-        position = self.lowered.grid.coordinate(found).pipeline
-        return rank_program(self.lowered, found, self.plan.mesh.devices[position])
+        return index
 
     def worker(self, timeout: timedelta | float = TIMEOUT) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun

@@ -1,4 +1,4 @@
-"""The exported folder: plan, report, one script per rank, one module per stage, weights.
+"""The exported folder: plan, report, scripts of ranks, one module per stage, weights.
 
 Where all ranks hold rows of the vocabulary's tables, there is a module of it as well. SHA256SUMS
 lists all that was written.
@@ -25,7 +25,7 @@ from parcompiler.capture.templates import identifier
 from parcompiler.codegen.hooks import hooks_module
 from parcompiler.codegen.launchers import Launch
 from parcompiler.codegen.quoting import fenced, markdown
-from parcompiler.codegen.rank import rank_script
+from parcompiler.codegen.rank import further_script, rank_program, rank_script
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.codegen.vocabulary import held_whole, vocabulary_module
 from parcompiler.errors import InputError
@@ -34,26 +34,29 @@ from parcompiler.lower.lowered import Lowered, Spread
 from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan
 from parcompiler.report import Report
-from parcompiler.report.names import ranges
-from parcompiler.runtime import RankProgram
+from parcompiler.report.names import numbers, ranges
 from parcompiler.runtime.files import SUMS, listing, sums
 from parcompiler.runtime.weights import storable
 
 TORCHRUN = Launch()
+MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader could want
 
 
 def export(
     path: Path,
     plan: Plan,
     lowered: Lowered,
-    programs: Sequence[RankProgram],
+    devices: Sequence[str],
     report: Report,
     *,
     weights: bool,
     standalone: bool,
     launch: Launch = TORCHRUN,
+    ranks: Iterable[int] | None = None,
 ) -> Path:
     """Write the folder; an older export at the same place is replaced once all is written.
+
+    `devices` are those of the pipeline coordinates, `ranks` as in `texts`.
 
     What no export has written stays. Raises InputError where that is in the way, where something
     else than an export is, and when the folder cannot be written: the older one is whole then.
@@ -67,8 +70,10 @@ def export(
         try:
             new.mkdir()
             _fill(
-                new, plan, lowered, programs, report,
-                weights=weights, standalone=standalone, launch=launch,
+                new, plan, lowered, report, weights=weights, standalone=standalone,
+                readable=texts(
+                    lowered, devices, str(report), standalone=standalone, launch=launch, ranks=ranks
+                ),
             )  # fmt: skip
             _replace(place, new, old)
         finally:
@@ -86,18 +91,16 @@ def _fill(
     path: Path,
     plan: Plan,
     lowered: Lowered,
-    programs: Sequence[RankProgram],
     report: Report,
     *,
     weights: bool,
     standalone: bool,
-    launch: Launch,
+    readable: Mapping[str, str],
 ) -> None:
-    """Write all files of an export."""
+    """Write all files of an export; `readable` are the texts of those that people read."""
     _write(path / "plan.json", plan.to_json())
     _write(path / "report.json", report.to_json())
-    found = texts(lowered, programs, str(report), standalone=standalone, launch=launch)
-    for name, text in found.items():
+    for name, text in readable.items():
         _write(path / name, text)
     for stage in lowered.stages:
         stored = _stored(lowered.graph, stage.tensors, parameters=weights)
@@ -111,16 +114,22 @@ def _fill(
 
 def texts(
     lowered: Lowered,
-    programs: Sequence[RankProgram],
+    devices: Sequence[str],
     report: str,
     *,
     standalone: bool,
     launch: Launch = TORCHRUN,
+    ranks: Iterable[int] | None = None,
 ) -> dict[str, str]:
-    """The files that people read, by name: one per stage and rank, `vocabulary.py` where it is on
-    all ranks, `hooks.py` where the model changes gradients, `main.py`, `README.md`, and what a
-    cluster's launcher reads."""
-    devices = [programs[lowered.grid.rank(r)].device for r in range(lowered.size)]
+    """The files that people read, by name: one for each stage and pipeline coordinate,
+    `vocabulary.py` where it is on all ranks, `hooks.py` where the model changes gradients,
+    `main.py`, `README.md`, and what a cluster's launcher reads.
+
+    `ranks` have a script under their own number; None: all, where there are at most MOST_SCRIPTS.
+    """
+    grid = lowered.grid
+    if ranks is None:
+        ranks = range(grid.size if grid.size <= MOST_SCRIPTS else 0)
     found = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, devices[stage.rank]).text()
         for stage in lowered.stages
@@ -129,9 +138,13 @@ def texts(
         found["vocabulary.py"] = vocabulary_module(lowered, devices[0])
     if lowered.graph.hooks:
         found["hooks.py"] = hooks_module(lowered.graph, devices[0])
-    found |= {f"rank_{item.rank}.py": rank_script(lowered, item) for item in programs}
+    first = range(0, grid.size, grid.copies)
+    for rank in sorted({*first, *ranks}):
+        program = rank_program(lowered, rank, devices[grid.coordinate(rank).pipeline])
+        script = rank_script if rank in first else further_script
+        found[f"rank_{rank}.py"] = script(lowered, program)
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
-    facts |= launch.facts(str(facts["model"]), len(programs), devices[0])
+    facts |= launch.facts(str(facts["model"]), grid.size, devices[0])
     environment = Environment(
         loader=PackageLoader("parcompiler.codegen"), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True, autoescape=False,
@@ -143,9 +156,10 @@ def texts(
 
 def _facts(lowered: Lowered) -> dict[str, object]:
     """What the templates say of a program; names from the model are made harmless here."""
+    copies = lowered.grid.copies
     stages = [
         {
-            "rank": ", ".join(map(str, lowered.grid.replicas([stage.rank]))),
+            "rank": numbers(range(stage.rank * copies, (stage.rank + 1) * copies)),
             "index": stage.index,
             "blocks": ranges([markdown(call.block.name) for call in stage.calls]),
         }
@@ -155,6 +169,7 @@ def _facts(lowered: Lowered) -> dict[str, object]:
     return {
         "model": model,
         "size": lowered.grid.size,
+        "copies": copies,
         "stages": stages,
         "vocabulary": lowered.vocabulary is not None,
         "hooks": bool(lowered.graph.hooks),

@@ -1,26 +1,40 @@
-"""The script of one rank: who it is, its modules, its instruction list."""
+"""The script of a rank: who it is, its modules, its instruction list.
+
+rank_0.py   for ranks 0 to 3: all that is done at pipeline coordinate 0; the process's RANK says
+rank_4.py   for ranks 4 to 7  which of them it is
+rank_5.py   says who rank 5 is, and runs rank_4.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import textwrap
+from collections.abc import Iterator, Mapping
 
 from parcompiler.capture.synchronized import is_synchronized
-from parcompiler.codegen.layout import table, wrap
-from parcompiler.codegen.listing import columns
+from parcompiler.codegen.layout import WIDTH, table, wrap
+from parcompiler.codegen.listing import written
 from parcompiler.codegen.literals import literal, string
-from parcompiler.codegen.quoting import docstring
+from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.graph import Graph
-from parcompiler.grid import Coordinate, Grid
-from parcompiler.instruction import TRANSFERS, Instruction
+from parcompiler.grid import Grid
+from parcompiler.instruction import MESSAGES
 from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard, own_rows
-from parcompiler.runtime.program import Input, RankProgram, Tied, Value, channels_of, digest_of
-from parcompiler.spmd.placement import local_shape
+from parcompiler.report.names import numbers
+from parcompiler.runtime.program import (
+    Input,
+    RankProgram,
+    Tied,
+    Value,
+    channels_of,
+    digest_of,
+    on_rank,
+)
+from parcompiler.spmd.placement import shard_of
 
-_SCRIPT = '''"""Rank {rank} of {size}: {stages} of {model}{replica}.
+_SCRIPT = '''"""{title}
 
-Started by `torchrun --nproc-per-node {size} main.py` as the process with RANK={rank}.
+Started by `torchrun --nproc-per-node {size} main.py` as {process}.
 """
 
 from datetime import timedelta
@@ -28,12 +42,12 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import {imports}
+{imports}
 
 {stage_imports}
 
 {tables}
-# One training step. A receive is only posted where it stands; its first use waits for it.
+{step}
 INSTRUCTIONS = """
 {instructions}
 """
@@ -55,42 +69,58 @@ if __name__ == "__main__":
     run(worker)
 '''
 
-_INPUTS = "# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype."
-_VALUES = (
-    "# The tensors between stages, for one micro-batch; gradients come back unless it says not."
-)
-_TIED = "# Tensors that several ranks hold: their gradients are summed."
+_FURTHER_SCRIPT = '''"""{title}
+
+{facts}
+
+Started by `torchrun --nproc-per-node {size} main.py` as the process with RANK={rank}.
+"""
+
+from parcompiler.runtime import run
+
+from rank_{first} import worker
+
+if __name__ == "__main__":
+    run(worker)
+'''
+
+_INPUTS = "The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype."
+_VALUES = "The tensors between stages, for one micro-batch; gradients come back unless it says not."
+_TIED = "Tensors that several ranks hold: their gradients are summed."
 _TIED_OVER_DATA = (
-    "# Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
+    "Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
     "there."
 )
-_BUCKETS = "# The tensors whose gradients are summed together over the data ranks."
-_SHARDS = (
-    "# Tensors that the tensor ranks hold in pieces: along which dimension, and its size on the "
-    "whole."
-)
-_ROWS = "# Tensors that all ranks of a pipeline hold rows of: how many there are on the whole."
-_ALIASES = "# Further names of tied tensors."
+_BUCKETS = "The tensors whose gradients are summed together over the data ranks."
+_SHARDS = "Tensors that tensor ranks hold in pieces: along which dimension, and its whole size."
+_ROWS = "Tensors that all ranks of a pipeline hold rows of: how many there are on the whole."
+_ALIASES = "Further names of tied tensors."
 _UNSAVED = (
-    "# Tensors that the model's state dict has not: constants, buffers that are not persistent."
+    "Tensors that the model's state dict has not: constants, buffers that are not persistent."
 )
+_STEP = "One training step. A receive is only posted where it stands; its first use waits for it."
+_PEERS = (
+    " Numbers of ranks are pipeline coordinates: for this process, q is rank "
+    "q * {copies} + RANK % {copies}"
+)
+_PEERS_OF_ROWS = ", and the first of its tensor ranks where all ranks of a pipeline take part"
+_PEERS_OF_DATA = "; gradients are summed over the ranks of all data coordinates there"
 
 
 def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
     """The value that the runtime executes for one rank; the script writes the same down."""
     graph, grid = lowered.graph, lowered.grid
     at = grid.coordinate(rank)
-    own = at.pipeline
+    position = at.pipeline
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
-    lists = lowered.instructions
-    shapes = _shapes(lowered, at.tensor)
-    stages = tuple(stage.index for stage in lowered.on_rank(own))
+    lists, spread = lowered.instructions, lowered.vocabulary
+    stages = tuple(stage.index for stage in lowered.on_rank(position))
     return RankProgram(
         rank=rank,
         size=grid.size,
         device=device,
         microbatches=lowered.microbatches,
-        digest=digest_of(lists, graph.fingerprint, *_replicated(grid), *_hooked(graph)),
+        digest=digest_of(lists, graph.fingerprint, *_distinguishing(graph, grid)),
         loss=graph.loss.meta["val"].dtype,
         inputs={
             lowered.variables[placeholders[item.node]]: Input(
@@ -100,7 +130,10 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         },
         values={
             name: Value(
-                shapes[name],
+                tuple(
+                    size if shard is None else shard.length(grid.tensor, at.tensor)
+                    for size, shard in _dimensions(lowered, name)
+                ),
                 value.dtype,
                 value.differentiable and not {*stages} & {*value.detached},
                 value.order,
@@ -108,11 +141,11 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
             for name, value in lowered.values.items()
         },
         tied={item.label: Tied(item.name, item.ranks) for item in lowered.tied},
-        buckets={item.label: item.names for item in lowered.buckets if own in item.ranks},
+        buckets={item.label: item.names for item in lowered.buckets if position in item.ranks},
         channels=channels_of(lists),
         stages=stages,
-        instructions=on_rank(lists[own], at, grid),
-        evaluation=on_rank(lowered.evaluation[own], at, grid),
+        instructions=on_rank(lists[position], at, grid),
+        evaluation=on_rank(lowered.evaluation[position], at, grid),
         aliases={alias: item.name for item in graph.parameters for alias in item.aliases},
         positional=graph.positional,
         data=grid.data,
@@ -120,143 +153,177 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
         asynchronous=lowered.asynchronous,
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
-        rows=_rows(lowered),
+        rows=dict(zip(spread.tensors, spread.sizes, strict=True)) if spread is not None else {},
         narrow=graph.narrow,
         unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
     )
 
 
-def _rows(lowered: Lowered) -> dict[str, int]:
-    """The tensors that all ranks hold rows of, and how many rows each has."""
-    spread = lowered.vocabulary
-    return {} if spread is None else dict(zip(spread.tensors, spread.sizes, strict=True))
+def _dimensions(lowered: Lowered, name: str) -> list[tuple[int, Shard | None]]:
+    """The sizes of a value between stages, with how one is split whose pieces are not equal."""
+    dimensions: list[tuple[int, Shard | None]] = [
+        (size, None) for size in lowered.values[name].shape
+    ]
+    for node in (node for node, variable in lowered.variables.items() if variable == name):
+        if "whole" not in node.meta:
+            continue
+        (placement,) = node.meta["placements"]
+        if placement.kind == "S":
+            whole: int = node.meta["whole"].shape[placement.dim]
+            shard = shard_of(placement, whole)
+            even = shard.even(lowered.tensor)
+            size = shard.length(lowered.tensor, 0)
+            dimensions[placement.dim] = (size, None if even else shard)
+    return dimensions
 
 
-def _shapes(lowered: Lowered, tensor: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the values between stages, as a tensor coordinate has them."""
-    found = {name: value.shape for name, value in lowered.values.items()}
-    for node, name in lowered.variables.items():
-        if name in found and "whole" in node.meta:
-            (placement,) = node.meta["placements"]
-            whole = tuple(node.meta["whole"].shape)
-            found[name] = local_shape(whole, placement, lowered.tensor, tensor)
-    return found
-
-
-def on_rank(lines: Iterable[Instruction], at: Coordinate, grid: Grid) -> tuple[Instruction, ...]:
-    """The list of a pipeline coordinate as that of the rank at `at`.
-
-    A peer is the rank at the peer's pipeline coordinate and this rank's other ones, but the first
-    of its tensor line where all ranks of a pipeline take part; a group that sums gradients has the
-    ranks of all data coordinates.
-    """
-    if grid.copies == 1:
-        return tuple(lines)
-    return tuple(
-        replace(
-            line,
-            peer=None if line.peer is None else _peer(line, line.peer, at, grid),
-            ranks=grid.replicas(line.ranks, at.tensor),
-        )
-        for line in lines
-    )
-
-
-def _peer(line: Instruction, position: int, at: Coordinate, grid: Grid) -> int:
-    """The rank that a line names by its pipeline coordinate."""
-    return grid.rank(position, at.data, 0 if line.kind in TRANSFERS else at.tensor)
-
-
-def _replicated(grid: Grid) -> Iterator[str]:
-    """What distinguishes a program from the same with one rank at each pipeline coordinate."""
+def _distinguishing(graph: Graph, grid: Grid) -> Iterator[str]:
+    """What tells apart programs with equal lists: the number of copies, hooks of the model."""
     if grid.copies > 1:
         yield str(grid)
-
-
-def _hooked(graph: Graph) -> Iterator[str]:
-    """What distinguishes a program whose model changes gradients."""
     yield from (f"{name}\n{hook.graph}" for name, hook in graph.hooks.items())
 
 
 def rank_script(lowered: Lowered, program: RankProgram) -> str:
-    """The text of `rank_N.py`."""
-    at = program.coordinate
-    stages = lowered.on_rank(at.pipeline)
-    imports = ["Input", "RankProgram", "Worker", "run"]
-    imports += ["Value"] if program.values else []
-    imports += ["Tied"] if program.tied else []
-    imports += ["Shard"] if program.shards else []
-    classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
+    """The text of `rank_N.py` for the first rank N at a pipeline coordinate; all there run it."""
+    position, copies = program.coordinate.pipeline, program.grid.copies
+    stages = lowered.on_rank(position)
+    tables = "\n".join(_tables(lowered, program))
+    names = [name for name in ("Input", "Shard", "Tied", "Value") if f"{name}(" in tables]
+    names += ["RankProgram", "Worker", "run", *["rank_among"] * (copies > 1)]
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
     modules += ["from vocabulary import Vocabulary"] if program.rows else []
     modules += ["from hooks import HOOKS"] if lowered.graph.hooks else []
+    classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     arguments = f"PROGRAM, {{{classes}}}, folder=Path(__file__).parent"
     arguments += ", vocabulary=Vocabulary" if program.rows else ""
     arguments += ", hooks=HOOKS" if lowered.graph.hooks else ""
-    arguments += ", timeout=timeout"
     return _SCRIPT.format(
-        rank=program.rank,
+        title=_title(lowered, program, shared=copies > 1),
         size=program.size,
-        model=docstring(lowered.graph.name),
-        stages=f"stage {', '.join(str(stage.index) for stage in stages)}",
-        replica=_replica(program),
-        imports=", ".join(["TIMEOUT", *sorted(imports)]),
+        process=f"{'a process' if copies > 1 else 'the process'} with RANK={_ranks(program)}",
+        imports=_imports(["TIMEOUT", *sorted(names)]),
         stage_imports="\n".join(modules),
-        tables="\n".join(_tables(program)),
-        instructions=columns(program.instructions),
-        evaluation=columns(program.evaluation),
+        tables=tables,
+        step=_step(program),
+        instructions=written(lowered.instructions[position], sections=True),
+        evaluation=written(lowered.evaluation[position]),
         program=wrap(f"PROGRAM = RankProgram.parsed({', '.join(_fields(program))},)"),
-        worker=wrap(f"return Worker({arguments})", 4),
+        worker=wrap(f"return Worker({arguments}, timeout=timeout)", 4),
     )
 
 
-def _replica(program: RankProgram) -> str:
-    """What tells a rank from the others at its pipeline coordinate."""
-    at, words = program.coordinate, ""
+def further_script(lowered: Lowered, program: RankProgram) -> str:
+    """The text of `rank_N.py` for a rank that is not the first at its pipeline coordinate."""
+    peers = {x.peer for x in program.instructions if x.kind in MESSAGES and x.peer is not None}
+    groups = dict.fromkeys(x.ranks for x in program.instructions if x.ranks)
+    first = program.grid.rank(program.coordinate.pipeline)
+    facts = f"It runs `rank_{first}.py`"
+    if peers:
+        facts += f", exchanges values with rank{'s' * (len(peers) > 1)} {numbers(sorted(peers))}"
+    if groups:
+        facts += f", sums gradients over ranks {' and '.join(map(numbers, groups))}"
+    return _FURTHER_SCRIPT.format(
+        title=_title(lowered, program),
+        facts=paragraph(f"{facts}."),
+        size=program.size,
+        rank=program.rank,
+        first=first,
+    )
+
+
+def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> str:
+    """Who a rank is, or who those are that share a script."""
+    at = program.coordinate
+    stages = ", ".join(str(stage.index) for stage in lowered.on_rank(at.pipeline))
+    who = f"Ranks {_ranks(program)}" if shared else f"Rank {program.rank}"
+    text = f"{who} of {program.size}: stage {stages} of {docstring(lowered.graph.name)}"
     if program.tensor > 1:
-        words += f", piece {at.tensor} of {program.tensor}"
+        text += (
+            f", a piece of {program.tensor} each"
+            if shared
+            else (f", piece {at.tensor} of {program.tensor}")
+        )
     if program.rows:
-        words += f", with {_own_rows(program)}"
-    return words + (f" on batches of data coordinate {at.data}" if program.data > 1 else "")
+        text += f", with {_own_rows(program, shared=shared)}"
+    if program.data > 1:
+        text += (
+            f", on batches of {program.data} data coordinates"
+            if shared
+            else (f" on batches of data coordinate {at.data}")
+        )
+    return paragraph(f"{text}.")
 
 
-def _own_rows(program: RankProgram) -> str:
+def _ranks(program: RankProgram) -> str:
+    """The ranks at a pipeline coordinate."""
+    first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
+    return f"{first} to {first + copies - 1}" if copies > 1 else str(first)
+
+
+def _imports(names: list[str]) -> str:
+    """The line that imports the verbs of the runtime."""
+    line = f"from parcompiler.runtime import {', '.join(names)}"
+    rows = "".join(f"    {name},\n" for name in names)
+    return line if len(line) <= WIDTH else f"from parcompiler.runtime import (\n{rows})"
+
+
+def _step(program: RankProgram) -> str:
+    """The comment above the instructions."""
+    text = _STEP
+    if program.grid.copies > 1:
+        text += _PEERS.format(copies=program.grid.copies)
+        text += _PEERS_OF_ROWS if program.rows and program.tensor > 1 else ""
+        text += f"{_PEERS_OF_DATA if program.data > 1 else ''}."
+    return _comment(text)
+
+
+def _comment(text: str) -> str:
+    """A comment of as many lines as it takes."""
+    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def _own_rows(program: RankProgram, *, shared: bool) -> str:
     """Which rows of the vocabulary a rank holds, in words."""
     ranks = program.grid.plane(program.coordinate.data)
     words = []
     for size in dict.fromkeys(program.rows.values()):
         own = own_rows(size, len(ranks), ranks.index(program.rank))
         which = f"rows {own.start} to {own.start + own.size - 1}" if own.size else "no rows"
-        words.append(f"{which} of a vocabulary of {size}")
+        words.append(f"{'rows' if shared else which} of a vocabulary of {size}")
     return " and ".join(words)
 
 
-def _tables(program: RankProgram) -> Iterator[str]:
+def _tables(lowered: Lowered, program: RankProgram) -> Iterator[str]:
     """The tables of what goes in and out, those that have a row."""
+    values = {name: _value(lowered, name, item) for name, item in program.values.items()}
     tied = {label: _tied(item) for label, item in program.tied.items()}
-    yield from _table(_INPUTS, "INPUTS", {n: _input(item) for n, item in program.inputs.items()})
-    yield from _table(_VALUES, "VALUES", {n: _value(item) for n, item in program.values.items()})
-    yield from _table(_TIED if program.data == 1 else _TIED_OVER_DATA, "TIED", tied)
     buckets = {label: literal(names) for label, names in program.buckets.items()}
-    yield from _table(_BUCKETS, "BUCKETS", buckets)
     shards = {name: _shard(item) for name, item in program.shards.items()}
+    if program.grid.copies > 1:
+        first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
+        yield f"RANK = rank_among(range({first}, {first + copies}))  # that of this process\n"
+    yield from _table(_INPUTS, "INPUTS", {n: _input(item) for n, item in program.inputs.items()})
+    yield from _table(_VALUES, "VALUES", values)
+    yield from _table(_TIED if program.data == 1 else _TIED_OVER_DATA, "TIED", tied)
+    yield from _table(_BUCKETS, "BUCKETS", buckets)
     yield from _table(_SHARDS, "SHARDS", shards)
     yield from _table(_ROWS, "ROWS", {n: literal(size) for n, size in program.rows.items()})
     yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
     if program.unsaved:
-        yield "\n".join([_UNSAVED, wrap(f"UNSAVED = {literal(program.unsaved)}"), ""])
+        yield "\n".join([_comment(_UNSAVED), wrap(f"UNSAVED = {literal(program.unsaved)}"), ""])
 
 
 def _table(title: str, name: str, rows: Mapping[str, str]) -> Iterator[str]:
     """A dict with a line per entry, under a comment; nothing when it is empty."""
     if rows:
         quoted = [(string(key), value) for key, value in rows.items()]
-        yield "\n".join([title, *table(f"{name} = {{", quoted, "}", 0), ""])
+        yield "\n".join([_comment(title), *table(f"{name} = {{", quoted, "}", 0), ""])
 
 
 def _fields(program: RankProgram) -> Iterator[str]:
     """The fields of the program, without those that say nothing."""
-    yield f"rank={program.rank}"
+    yield "rank=RANK" if program.grid.copies > 1 else f"rank={program.rank}"
     yield f"size={program.size}"
     yield f"device={literal(program.device)}"
     yield f"microbatches={program.microbatches}"
@@ -290,11 +357,18 @@ def _input(item: Input) -> str:
     return f"Input({literal(item.key)}, {literal(tuple(item.shape))}, {literal(item.dtype)}{more})"
 
 
-def _value(value: Value) -> str:
+def _value(lowered: Lowered, name: str, value: Value) -> str:
     """A value as the script writes it."""
+    sizes = [
+        str(size)
+        if shard is None
+        else f"{_shard(shard)}.length({lowered.tensor}, RANK % {lowered.tensor})"
+        for size, shard in _dimensions(lowered, name)
+    ]
+    shape = f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
     more = "" if value.differentiable else ", differentiable=False"
     more += f", order={literal(value.order)}" if value.order else ""
-    return f"Value({literal(tuple(value.shape))}, {literal(value.dtype)}{more})"
+    return f"Value({shape}, {literal(value.dtype)}{more})"
 
 
 def _tied(item: Tied) -> str:

@@ -18,6 +18,7 @@ from parcompiler.runtime.chance import own_draws
 from parcompiler.runtime.deferred import addmm, linear
 from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.files import loading
+from parcompiler.runtime.joining import rank_among
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.script import run
@@ -72,6 +73,7 @@ __all__ = [
     "own_draws",
     "own_experts",
     "piece",
+    "rank_among",
     "rank_device",
     "recomputed",
     "reduce_scatter",

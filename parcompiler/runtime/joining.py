@@ -70,6 +70,12 @@ def place() -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
+def rank_among(ranks: range) -> int:
+    """This process's rank if it is one of `ranks`, else the first of them: to be read, not run."""
+    started = (dist.get_rank(), 0) if dist.is_initialized() else place()
+    return started[0] if started is not None and started[0] in ranks else ranks[0]
+
+
 def host(store: dist.Store | None) -> str:
     """Who ends with the store: rank 0 is the server of one that is reached by TCP, unless torchrun
     is."""

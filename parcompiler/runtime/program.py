@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from parcompiler.grid import Coordinate, Grid
-from parcompiler.instruction import Instruction, Kind, listing, parse
+from parcompiler.instruction import TRANSFERS, Instruction, Kind, listing, parse
 from parcompiler.pieces import Shard
 
 
@@ -117,9 +117,36 @@ class RankProgram:
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:
-        """A program whose instruction lists are given as text, as emitted scripts do."""
+        """A program from the texts of its pipeline coordinate's lists, as scripts have them."""
         lists = {"instructions": parse(instructions), "evaluation": parse(evaluation)}
-        return cls(**lists, **fields)  # type: ignore[arg-type]
+        program = cls(**lists, **fields)  # type: ignore[arg-type]
+        at, grid = program.coordinate, program.grid
+        return replace(
+            program,
+            instructions=on_rank(program.instructions, at, grid),
+            evaluation=on_rank(program.evaluation, at, grid),
+        )
+
+
+def on_rank(lines: Iterable[Instruction], at: Coordinate, grid: Grid) -> tuple[Instruction, ...]:
+    """The list of a pipeline coordinate as that of the rank at `at`.
+
+    A peer is the rank at the peer's pipeline coordinate and this rank's other ones, but the first
+    of its tensor-parallel group where all ranks of a pipeline take part; a group that sums
+    gradients has the ranks of all data coordinates.
+    """
+    if grid.copies == 1:
+        return tuple(lines)
+    return tuple(
+        replace(
+            line,
+            peer=None
+            if line.peer is None
+            else grid.rank(line.peer, at.data, 0 if line.kind in TRANSFERS else at.tensor),
+            ranks=grid.replicas(line.ranks, at.tensor),
+        )
+        for line in lines
+    )
 
 
 def of_first(lines: Iterable[Instruction], microbatches: int) -> tuple[Instruction, ...]:

@@ -10,7 +10,6 @@ from parcompiler.capture import capture
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.clean import simplify
 from parcompiler.codegen.folder import texts
-from parcompiler.codegen.rank import rank_program
 from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.plan import Plan, Shape, StageChoice, VocabularyChoice
@@ -69,5 +68,4 @@ def spread_choice(graph: Graph, method: str, ranks: int) -> VocabularyChoice:
 
 def files_of(lowered: Lowered) -> dict[str, str]:
     """Every file that people read, by its name."""
-    programs = [rank_program(lowered, rank, "cpu") for rank in range(lowered.grid.size)]
-    return texts(lowered, programs, "(the report)", standalone=False)
+    return texts(lowered, ["cpu"] * lowered.size, "(the report)", standalone=False)

@@ -187,3 +187,18 @@ def test_places_that_cannot_be_written_are_named(
 
 def test_an_empty_folder_is_filled(program: pc.Program, tmp_path: Path) -> None:
     assert pc.load(program.export(tmp_path)).plan == program.plan
+
+
+def test_scripts_do_not_grow_with_the_number_of_copies(tmp_path: Path) -> None:
+    program = compiled(mixed(), MICROBATCHES, mesh=pc.Mesh(pipeline=2, data=512))
+    out = program.export(tmp_path / "out", ranks=[700, 1])
+    scripts = sorted(path.name for path in out.glob("rank_*.py"))
+    assert scripts == ["rank_0.py", "rank_1.py", "rank_512.py", "rank_700.py"]
+    assert "It runs `rank_512.py`" in (out / "rank_700.py").read_text()
+    loaded = pc.load(out)
+    for rank in (0, 511, 512, 700, 1023):
+        assert loaded.instructions(rank) == program.instructions(rank)
+    with pytest.raises(pc.InputError, match="there is no rank 1024"):
+        program.export(out, ranks=[1024])
+    many = pc.load(program.export(out)).path
+    assert len(list(many.glob("rank_*.py"))) == 2

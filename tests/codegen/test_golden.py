@@ -121,7 +121,7 @@ def replicated_gpt() -> dict[str, str]:
     return files_of(lowered_by(graph_of(model.train(), inputs), stages, data=2))
 
 
-@pytest.mark.parametrize("file", ["rank_3.py", "README.md"])
+@pytest.mark.parametrize("file", ["rank_2.py", "rank_3.py", "main.py", "README.md"])
 def test_data_ranks_run_the_same_stages_with_peers_of_their_own(
     file: str, golden: Callable[[str, str], None]
 ) -> None:

@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 
-from parcompiler.codegen.rank import on_rank, rank_program
+from parcompiler.codegen.rank import rank_program
 from parcompiler.grid import Grid
 from parcompiler.instruction import Kind, parse
+from parcompiler.runtime.program import on_rank
 from tests.verifier.programs import program
 
 MESHES = [(2, 2), (4, 3), (1, 4), (3, 1)]

@@ -39,22 +39,22 @@ ALIASES = {
 
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
-FORWARD   stage 0          mb 0
-SEND      layers_0_3       mb 0  to 1
-FORWARD   stage 0          mb 1
-SEND      layers_0_3       mb 1  to 1
-RECV      layers_0_3.grad  mb 0  from 1
-BACKWARD  stage 0          mb 0
-FORWARD   stage 0          mb 2
-SEND      layers_0_3       mb 2  to 1
-RECV      layers_0_3.grad  mb 1  from 1
-BACKWARD  stage 0          mb 1
-FORWARD   stage 0          mb 3
-SEND      layers_0_3       mb 3  to 1
-RECV      layers_0_3.grad  mb 2  from 1
-BACKWARD  stage 0          mb 2
-RECV      layers_0_3.grad  mb 3  from 1
-BACKWARD  stage 0          mb 3
+# Warm-up
+FORWARD       stage 0          mb 0
+SEND          layers_0_3       mb 0    to 1
+
+# Steady state
+for i in range(1, 4):
+    FORWARD   stage 0          mb i
+    SEND      layers_0_3       mb i    to 1
+    RECV      layers_0_3.grad  mb i-1  from 1
+    BACKWARD  stage 0          mb i-1
+
+# Cool-down
+RECV          layers_0_3.grad  mb 3    from 1
+BACKWARD      stage 0          mb 3
+
+# End of the step
 REDUCE_GRADIENTS tied_0 ranks 0,1
 REDUCE_GRADIENTS tied_1 ranks 0,1
 REDUCE_GRADIENTS tied_2 ranks 0,1
@@ -65,14 +65,9 @@ SHARE_LOSS from 1
 
 # One evaluation: forwards only.
 EVALUATION = """
-FORWARD  stage 0     mb 0
-SEND     layers_0_3  mb 0  to 1
-FORWARD  stage 0     mb 1
-SEND     layers_0_3  mb 1  to 1
-FORWARD  stage 0     mb 2
-SEND     layers_0_3  mb 2  to 1
-FORWARD  stage 0     mb 3
-SEND     layers_0_3  mb 3  to 1
+for i in range(0, 4):
+    FORWARD  stage 0     mb i
+    SEND     layers_0_3  mb i  to 1
 SHARE_LOSS from 1
 """
 

@@ -1,130 +1,13 @@
 """Rank 3 of 4: stage 1 of GPT on batches of data coordinate 1.
 
+It runs `rank_2.py`, exchanges values with rank 1, sums gradients over ranks 2, 3 and 0 … 3.
+
 Started by `torchrun --nproc-per-node 4 main.py` as the process with RANK=3.
 """
 
-from datetime import timedelta
-from pathlib import Path
+from parcompiler.runtime import run
 
-import torch
-
-from parcompiler.runtime import TIMEOUT, Input, RankProgram, Tied, Value, Worker, run
-
-from stage_1 import Stage1
-
-# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
-INPUTS = {
-    "tokens": Input("tokens", (2, 12), torch.int64, high=96),
-    "labels": Input("labels", (2, 12), torch.int64, high=96),
-}
-
-# The tensors between stages, for one micro-batch; gradients come back unless it says not.
-VALUES = {
-    "layers_1": Value((2, 12, 16), torch.float32),
-}
-
-# Tensors that several pipeline coordinates hold: their gradients are summed over all ranks there.
-TIED = {
-    "tied_0": Tied("embedding.weight", (0, 1)),
-}
-
-# The tensors whose gradients are summed together over the data ranks.
-BUCKETS = {
-    "bucket_1": (
-        "norm.bias",
-        "norm.weight",
-        "layers.3.ffn.down.bias",
-        "layers.3.ffn.down.weight",
-        "layers.3.ffn.up.bias",
-        "layers.3.ffn.up.weight",
-        "layers.3.ffn_norm.bias",
-        "layers.3.ffn_norm.weight",
-        "layers.3.attention.out.bias",
-        "layers.3.attention.out.weight",
-        "layers.3.attention.qkv.bias",
-        "layers.3.attention.qkv.weight",
-        "layers.3.attention_norm.bias",
-        "layers.3.attention_norm.weight",
-        "layers.2.ffn.down.bias",
-        "layers.2.ffn.down.weight",
-        "layers.2.ffn.up.bias",
-        "layers.2.ffn.up.weight",
-        "layers.2.ffn_norm.bias",
-        "layers.2.ffn_norm.weight",
-        "layers.2.attention.out.bias",
-        "layers.2.attention.out.weight",
-        "layers.2.attention.qkv.bias",
-        "layers.2.attention.qkv.weight",
-        "layers.2.attention_norm.bias",
-        "layers.2.attention_norm.weight",
-    ),
-}
-
-# Further names of tied tensors.
-ALIASES = {
-    "head.weight": "embedding.weight",
-}
-
-# One training step. A receive is only posted where it stands; its first use waits for it.
-INSTRUCTIONS = """
-RECV      layers_1       mb 0  from 1
-RECV      layers_1       mb 1  from 1
-FORWARD   stage 1        mb 0
-BACKWARD  stage 1        mb 0
-SEND      layers_1.grad  mb 0  to 1
-FORWARD   stage 1        mb 1
-RECV      layers_1       mb 2  from 1
-BACKWARD  stage 1        mb 1
-SEND      layers_1.grad  mb 1  to 1
-FORWARD   stage 1        mb 2
-RECV      layers_1       mb 3  from 1
-BACKWARD  stage 1        mb 2
-SEND      layers_1.grad  mb 2  to 1
-FORWARD   stage 1        mb 3
-BACKWARD  stage 1        mb 3
-SEND      layers_1.grad  mb 3  to 1
-REDUCE_GRADIENTS bucket_1 ranks 2,3
-REDUCE_GRADIENTS tied_0 ranks 0,1,2,3
-SHARE_LOSS from 3
-"""
-
-# One evaluation: forwards only.
-EVALUATION = """
-RECV     layers_1  mb 0  from 1
-RECV     layers_1  mb 1  from 1
-FORWARD  stage 1   mb 0
-RECV     layers_1  mb 2  from 1
-FORWARD  stage 1   mb 1
-RECV     layers_1  mb 3  from 1
-FORWARD  stage 1   mb 2
-FORWARD  stage 1   mb 3
-SHARE_LOSS from 3
-"""
-
-PROGRAM = RankProgram.parsed(
-    rank=3,
-    size=4,
-    device="cpu",
-    microbatches=4,
-    digest="0767b9965385477",
-    loss=torch.float32,
-    data=2,
-    inputs=INPUTS,
-    values=VALUES,
-    tied=TIED,
-    buckets=BUCKETS,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0)),
-    stages=(1,),
-    instructions=INSTRUCTIONS,
-    evaluation=EVALUATION,
-)
-
-
-def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
-    return Worker(PROGRAM, {1: Stage1}, folder=Path(__file__).parent, timeout=timeout)
-
+from rank_2 import worker
 
 if __name__ == "__main__":
     run(worker)

@@ -1,6 +1,6 @@
-"""Rank 0 of 4: stage 0 of GPT, piece 0 of 2.
+"""Ranks 0 to 1 of 4: stage 0 of GPT, a piece of 2 each.
 
-Started by `torchrun --nproc-per-node 4 main.py` as the process with RANK=0.
+Started by `torchrun --nproc-per-node 4 main.py` as a process with RANK=0 to 1.
 """
 
 from datetime import timedelta
@@ -8,9 +8,21 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.runtime import TIMEOUT, Input, RankProgram, Shard, Tied, Value, Worker, run
+from parcompiler.runtime import (
+    TIMEOUT,
+    Input,
+    RankProgram,
+    Shard,
+    Tied,
+    Value,
+    Worker,
+    rank_among,
+    run,
+)
 
 from stage_0 import Stage0
+
+RANK = rank_among(range(0, 2))  # that of this process
 
 # The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
 INPUTS = {
@@ -28,7 +40,7 @@ TIED = {
     "tied_0": Tied("embedding.weight", (0, 1)),
 }
 
-# Tensors that the tensor ranks hold in pieces: along which dimension, and its size on the whole.
+# Tensors that tensor ranks hold in pieces: along which dimension, and its whole size.
 SHARDS = {
     "embedding.weight": Shard(0, (97,)),
     "layers.0.attention.qkv.weight": Shard(0, (48,)),
@@ -50,43 +62,39 @@ ALIASES = {
     "head.weight": "embedding.weight",
 }
 
-# One training step. A receive is only posted where it stands; its first use waits for it.
+# One training step. A receive is only posted where it stands; its first use waits for it. Numbers
+# of ranks are pipeline coordinates: for this process, q is rank q * 2 + RANK % 2.
 INSTRUCTIONS = """
-FORWARD   stage 0        mb 0
-SEND      layers_0       mb 0  to 2
-FORWARD   stage 0        mb 1
-SEND      layers_0       mb 1  to 2
-RECV      layers_0.grad  mb 0  from 2
-BACKWARD  stage 0        mb 0
-FORWARD   stage 0        mb 2
-SEND      layers_0       mb 2  to 2
-RECV      layers_0.grad  mb 1  from 2
-BACKWARD  stage 0        mb 1
-FORWARD   stage 0        mb 3
-SEND      layers_0       mb 3  to 2
-RECV      layers_0.grad  mb 2  from 2
-BACKWARD  stage 0        mb 2
-RECV      layers_0.grad  mb 3  from 2
-BACKWARD  stage 0        mb 3
-REDUCE_GRADIENTS tied_0 ranks 0,2
-SHARE_LOSS from 2
+# Warm-up
+FORWARD       stage 0        mb 0
+SEND          layers_0       mb 0    to 1
+
+# Steady state
+for i in range(1, 4):
+    FORWARD   stage 0        mb i
+    SEND      layers_0       mb i    to 1
+    RECV      layers_0.grad  mb i-1  from 1
+    BACKWARD  stage 0        mb i-1
+
+# Cool-down
+RECV          layers_0.grad  mb 3    from 1
+BACKWARD      stage 0        mb 3
+
+# End of the step
+REDUCE_GRADIENTS tied_0 ranks 0,1
+SHARE_LOSS from 1
 """
 
 # One evaluation: forwards only.
 EVALUATION = """
-FORWARD  stage 0   mb 0
-SEND     layers_0  mb 0  to 2
-FORWARD  stage 0   mb 1
-SEND     layers_0  mb 1  to 2
-FORWARD  stage 0   mb 2
-SEND     layers_0  mb 2  to 2
-FORWARD  stage 0   mb 3
-SEND     layers_0  mb 3  to 2
-SHARE_LOSS from 2
+for i in range(0, 4):
+    FORWARD  stage 0   mb i
+    SEND     layers_0  mb i  to 1
+SHARE_LOSS from 1
 """
 
 PROGRAM = RankProgram.parsed(
-    rank=0,
+    rank=RANK,
     size=4,
     device="cpu",
     microbatches=4,

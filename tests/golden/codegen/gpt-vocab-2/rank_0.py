@@ -38,91 +38,92 @@ ALIASES = {
 
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
-EMBED           embedding       mb 0
-REDUCE          embedding       mb 0  to 0
+# Warm-up
+EMBED           embedding       mb 0            # rows of the table that are here, else zeros
+REDUCE          embedding       mb 0    to 0    # summed over all ranks
 EMBED           embedding       mb 1
-REDUCE          embedding       mb 1  to 0
+REDUCE          embedding       mb 1    to 0
 FORWARD         stage 0         mb 0
-SEND            layers_1        mb 0  to 1
+SEND            layers_1        mb 0    to 1
 EMBED           embedding       mb 2
-REDUCE          embedding       mb 2  to 0
-BROADCAST       norm            mb 0  from 1
+REDUCE          embedding       mb 2    to 0
+BROADCAST       norm            mb 0    from 1  # to all ranks
 FORWARD         stage 0         mb 1
-SEND            layers_1        mb 1  to 1
+SEND            layers_1        mb 1    to 1
 EMBED           embedding       mb 3
-REDUCE          embedding       mb 3  to 0
-S                               mb 0
-EXCHANGE        statistics      mb 0
-REDUCE          norm.grad       mb 0  to 1
-BROADCAST       norm            mb 1  from 1
+REDUCE          embedding       mb 3    to 0
+S                               mb 0            # logits of this rank's rows of the vocabulary
+EXCHANGE        statistics      mb 0            # a few numbers per row, over all ranks
+REDUCE          norm.grad       mb 0    to 1
+BROADCAST       norm            mb 1    from 1
 FORWARD         stage 0         mb 2
-SEND            layers_1        mb 2  to 1
-T                               mb 0
+SEND            layers_1        mb 2    to 1
+T                               mb 0            # gradients of this rank's rows of the head
 S                               mb 1
 EXCHANGE        statistics      mb 1
-REDUCE          norm.grad       mb 1  to 1
-BROADCAST       norm            mb 2  from 1
-RECV            layers_1.grad   mb 0  from 1
+REDUCE          norm.grad       mb 1    to 1
+BROADCAST       norm            mb 2    from 1
+RECV            layers_1.grad   mb 0    from 1
+
+# Steady state
 BACKWARD        stage 0         mb 0
 T                               mb 1
 S                               mb 2
 EXCHANGE        statistics      mb 2
-REDUCE          norm.grad       mb 2  to 1
-BROADCAST       embedding.grad  mb 0  from 0
-BROADCAST       norm            mb 3  from 1
+REDUCE          norm.grad       mb 2    to 1
+BROADCAST       embedding.grad  mb 0    from 0
+BROADCAST       norm            mb 3    from 1
 FORWARD         stage 0         mb 3
-SEND            layers_1        mb 3  to 1
-RECV            layers_1.grad   mb 1  from 1
+SEND            layers_1        mb 3    to 1
+
+# Cool-down
+RECV            layers_1.grad   mb 1    from 1
 BACKWARD        stage 0         mb 1
 T                               mb 2
-EMBED_BACKWARD  embedding       mb 0
+EMBED_BACKWARD  embedding       mb 0            # gradients of the table's rows that are here
 S                               mb 3
 EXCHANGE        statistics      mb 3
-REDUCE          norm.grad       mb 3  to 1
-BROADCAST       embedding.grad  mb 1  from 0
-RECV            layers_1.grad   mb 2  from 1
-BACKWARD        stage 0         mb 2
-BROADCAST       embedding.grad  mb 2  from 0
-RECV            layers_1.grad   mb 3  from 1
-BACKWARD        stage 0         mb 3
-BROADCAST       embedding.grad  mb 3  from 0
+REDUCE          norm.grad       mb 3    to 1
+for i in range(1, 3):
+    BROADCAST   embedding.grad  mb i    from 0
+    RECV        layers_1.grad   mb i+1  from 1
+    BACKWARD    stage 0         mb i+1
+BROADCAST       embedding.grad  mb 3    from 0
 T                               mb 3
 EMBED_BACKWARD  embedding       mb 1
 EMBED_BACKWARD  embedding       mb 2
 EMBED_BACKWARD  embedding       mb 3
+
+# End of the step
 SHARE_LOSS from 1
 """
 
 # One evaluation: forwards only.
 EVALUATION = """
-EMBED      embedding   mb 0
-REDUCE     embedding   mb 0  to 0
-EMBED      embedding   mb 1
-REDUCE     embedding   mb 1  to 0
-FORWARD    stage 0     mb 0
-SEND       layers_1    mb 0  to 1
-EMBED      embedding   mb 2
-REDUCE     embedding   mb 2  to 0
-BROADCAST  norm        mb 0  from 1
-FORWARD    stage 0     mb 1
-SEND       layers_1    mb 1  to 1
-EMBED      embedding   mb 3
-REDUCE     embedding   mb 3  to 0
-S                      mb 0
-EXCHANGE   statistics  mb 0
-BROADCAST  norm        mb 1  from 1
-FORWARD    stage 0     mb 2
-SEND       layers_1    mb 2  to 1
-S                      mb 1
-EXCHANGE   statistics  mb 1
-BROADCAST  norm        mb 2  from 1
-FORWARD    stage 0     mb 3
-SEND       layers_1    mb 3  to 1
-S                      mb 2
-EXCHANGE   statistics  mb 2
-BROADCAST  norm        mb 3  from 1
-S                      mb 3
-EXCHANGE   statistics  mb 3
+EMBED          embedding   mb 0            # rows of the table that are here, else zeros
+REDUCE         embedding   mb 0    to 0    # summed over all ranks
+EMBED          embedding   mb 1
+REDUCE         embedding   mb 1    to 0
+FORWARD        stage 0     mb 0
+SEND           layers_1    mb 0    to 1
+EMBED          embedding   mb 2
+REDUCE         embedding   mb 2    to 0
+BROADCAST      norm        mb 0    from 1  # to all ranks
+FORWARD        stage 0     mb 1
+SEND           layers_1    mb 1    to 1
+EMBED          embedding   mb 3
+REDUCE         embedding   mb 3    to 0
+for i in range(2, 4):
+    S                      mb i-2          # logits of this rank's rows of the vocabulary
+    EXCHANGE   statistics  mb i-2          # a few numbers per row, over all ranks
+    BROADCAST  norm        mb i-1  from 1
+    FORWARD    stage 0     mb i
+    SEND       layers_1    mb i    to 1
+S                          mb 2
+EXCHANGE       statistics  mb 2
+BROADCAST      norm        mb 3    from 1
+S                          mb 3
+EXCHANGE       statistics  mb 3
 SHARE_LOSS from 1
 """
 

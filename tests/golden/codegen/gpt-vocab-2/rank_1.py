@@ -38,27 +38,27 @@ ALIASES = {
 
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
-EMBED           embedding       mb 0
-REDUCE          embedding       mb 0  to 0
-EMBED           embedding       mb 1
-REDUCE          embedding       mb 1  to 0
-EMBED           embedding       mb 2
-REDUCE          embedding       mb 2  to 0
+# Warm-up
+for i in range(0, 3):
+    EMBED       embedding       mb i          # rows of the table that are here, else zeros
+    REDUCE      embedding       mb i  to 0    # summed over all ranks
 RECV            layers_1        mb 0  from 0
 RECV            layers_1        mb 1  from 0
 FORWARD         stage 1         mb 0
-BROADCAST       norm            mb 0  from 1
+BROADCAST       norm            mb 0  from 1  # to all ranks
 EMBED           embedding       mb 3
 REDUCE          embedding       mb 3  to 0
-S                               mb 0
-EXCHANGE        statistics      mb 0
+S                               mb 0          # logits of this rank's rows of the vocabulary
+EXCHANGE        statistics      mb 0          # a few numbers per row, over all ranks
 REDUCE          norm.grad       mb 0  to 1
 RECV            layers_1        mb 2  from 0
 FORWARD         stage 1         mb 1
 BROADCAST       norm            mb 1  from 1
+
+# Steady state
 BACKWARD        stage 1         mb 0
 SEND            layers_1.grad   mb 0  to 0
-T                               mb 0
+T                               mb 0          # gradients of this rank's rows of the head
 S                               mb 1
 EXCHANGE        statistics      mb 1
 REDUCE          norm.grad       mb 1  to 1
@@ -74,10 +74,12 @@ REDUCE          norm.grad       mb 2  to 1
 BROADCAST       embedding.grad  mb 0  from 0
 FORWARD         stage 1         mb 3
 BROADCAST       norm            mb 3  from 1
+
+# Cool-down
 BACKWARD        stage 1         mb 2
 SEND            layers_1.grad   mb 2  to 0
 T                               mb 2
-EMBED_BACKWARD  embedding       mb 0
+EMBED_BACKWARD  embedding       mb 0          # gradients of the table's rows that are here
 S                               mb 3
 EXCHANGE        statistics      mb 3
 REDUCE          norm.grad       mb 3  to 1
@@ -90,39 +92,34 @@ BROADCAST       embedding.grad  mb 3  from 0
 EMBED_BACKWARD  embedding       mb 1
 EMBED_BACKWARD  embedding       mb 2
 EMBED_BACKWARD  embedding       mb 3
+
+# End of the step
 SHARE_LOSS from 1
 """
 
 # One evaluation: forwards only.
 EVALUATION = """
-EMBED      embedding   mb 0
-REDUCE     embedding   mb 0  to 0
-EMBED      embedding   mb 1
-REDUCE     embedding   mb 1  to 0
-EMBED      embedding   mb 2
-REDUCE     embedding   mb 2  to 0
-RECV       layers_1    mb 0  from 0
-RECV       layers_1    mb 1  from 0
-FORWARD    stage 1     mb 0
-BROADCAST  norm        mb 0  from 1
-EMBED      embedding   mb 3
-REDUCE     embedding   mb 3  to 0
-S                      mb 0
-EXCHANGE   statistics  mb 0
-RECV       layers_1    mb 2  from 0
-FORWARD    stage 1     mb 1
-BROADCAST  norm        mb 1  from 1
-S                      mb 1
-EXCHANGE   statistics  mb 1
-RECV       layers_1    mb 3  from 0
-FORWARD    stage 1     mb 2
-BROADCAST  norm        mb 2  from 1
-S                      mb 2
-EXCHANGE   statistics  mb 2
-FORWARD    stage 1     mb 3
-BROADCAST  norm        mb 3  from 1
-S                      mb 3
-EXCHANGE   statistics  mb 3
+for i in range(0, 3):
+    EMBED      embedding   mb i            # rows of the table that are here, else zeros
+    REDUCE     embedding   mb i    to 0    # summed over all ranks
+RECV           layers_1    mb 0    from 0
+RECV           layers_1    mb 1    from 0
+FORWARD        stage 1     mb 0
+BROADCAST      norm        mb 0    from 1  # to all ranks
+EMBED          embedding   mb 3
+REDUCE         embedding   mb 3    to 0
+for i in range(1, 3):
+    S                      mb i-1          # logits of this rank's rows of the vocabulary
+    EXCHANGE   statistics  mb i-1          # a few numbers per row, over all ranks
+    RECV       layers_1    mb i+1  from 0
+    FORWARD    stage 1     mb i
+    BROADCAST  norm        mb i    from 1
+S                          mb 2
+EXCHANGE       statistics  mb 2
+FORWARD        stage 1     mb 3
+BROADCAST      norm        mb 3    from 1
+S                          mb 3
+EXCHANGE       statistics  mb 3
 SHARE_LOSS from 1
 """
 

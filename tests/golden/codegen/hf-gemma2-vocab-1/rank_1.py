@@ -45,91 +45,81 @@ UNSAVED = (
 
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
-EMBED           embed_tokens       mb 0
-REDUCE          embed_tokens       mb 0  to 0
-EMBED           embed_tokens       mb 1
-REDUCE          embed_tokens       mb 1  to 0
-EMBED           embed_tokens       mb 2
-REDUCE          embed_tokens       mb 2  to 0
-RECV            layers_1           mb 0  from 0
-RECV            layers_1           mb 1  from 0
+# Warm-up
+for i in range(0, 3):
+    EMBED       embed_tokens       mb i            # rows of the table that are here, else zeros
+    REDUCE      embed_tokens       mb i    to 0    # summed over all ranks
+RECV            layers_1           mb 0    from 0
+RECV            layers_1           mb 1    from 0
 FORWARD         stage 1            mb 0
-BROADCAST       norm               mb 0  from 1
+BROADCAST       norm               mb 0    from 1  # to all ranks
 EMBED           embed_tokens       mb 3
-REDUCE          embed_tokens       mb 3  to 0
-S                                  mb 0
-EXCHANGE        statistics         mb 0
-RECV            layers_1           mb 2  from 0
+REDUCE          embed_tokens       mb 3    to 0
+S                                  mb 0            # logits of this rank's rows of the vocabulary
+EXCHANGE        statistics         mb 0            # a few numbers per row, over all ranks
+RECV            layers_1           mb 2    from 0
 FORWARD         stage 1            mb 1
-BROADCAST       norm               mb 1  from 1
-T                                  mb 0
-REDUCE          norm.grad          mb 0  to 1
+BROADCAST       norm               mb 1    from 1
+T                                  mb 0            # gradients of this rank's rows of the head
+REDUCE          norm.grad          mb 0    to 1
 S                                  mb 1
 EXCHANGE        statistics         mb 1
-RECV            layers_1           mb 3  from 0
-FORWARD         stage 1            mb 2
-BROADCAST       norm               mb 2  from 1
-BACKWARD        stage 1            mb 0
-SEND            layers_1.grad      mb 0  to 0
-T                                  mb 1
-REDUCE          norm.grad          mb 1  to 1
-S                                  mb 2
-EXCHANGE        statistics         mb 2
-FORWARD         stage 1            mb 3
-BROADCAST       norm               mb 3  from 1
-BACKWARD        stage 1            mb 1
-SEND            layers_1.grad      mb 1  to 0
-T                                  mb 2
-REDUCE          norm.grad          mb 2  to 1
-S                                  mb 3
-EXCHANGE        statistics         mb 3
-BROADCAST       embed_tokens.grad  mb 0  from 0
+RECV            layers_1           mb 3    from 0
+
+# Steady state
+for i in range(2, 4):
+    FORWARD     stage 1            mb i
+    BROADCAST   norm               mb i    from 1
+    BACKWARD    stage 1            mb i-2
+    SEND        layers_1.grad      mb i-2  to 0
+    T                              mb i-1
+    REDUCE      norm.grad          mb i-1  to 1
+    S                              mb i
+    EXCHANGE    statistics         mb i
+
+# Cool-down
+BROADCAST       embed_tokens.grad  mb 0    from 0
 BACKWARD        stage 1            mb 2
-SEND            layers_1.grad      mb 2  to 0
+SEND            layers_1.grad      mb 2    to 0
 T                                  mb 3
-REDUCE          norm.grad          mb 3  to 1
-EMBED_BACKWARD  embed_tokens       mb 0
+REDUCE          norm.grad          mb 3    to 1
+EMBED_BACKWARD  embed_tokens       mb 0            # gradients of the table's rows that are here
 BACKWARD        stage 1            mb 3
-SEND            layers_1.grad      mb 3  to 0
-BROADCAST       embed_tokens.grad  mb 1  from 0
-BROADCAST       embed_tokens.grad  mb 2  from 0
-BROADCAST       embed_tokens.grad  mb 3  from 0
+SEND            layers_1.grad      mb 3    to 0
+BROADCAST       embed_tokens.grad  mb 1    from 0
+BROADCAST       embed_tokens.grad  mb 2    from 0
+BROADCAST       embed_tokens.grad  mb 3    from 0
 EMBED_BACKWARD  embed_tokens       mb 1
 EMBED_BACKWARD  embed_tokens       mb 2
 EMBED_BACKWARD  embed_tokens       mb 3
+
+# End of the step
 SHARE_LOSS from 1
 """
 
 # One evaluation: forwards only.
 EVALUATION = """
-EMBED      embed_tokens  mb 0
-REDUCE     embed_tokens  mb 0  to 0
-EMBED      embed_tokens  mb 1
-REDUCE     embed_tokens  mb 1  to 0
-EMBED      embed_tokens  mb 2
-REDUCE     embed_tokens  mb 2  to 0
-RECV       layers_1      mb 0  from 0
-RECV       layers_1      mb 1  from 0
-FORWARD    stage 1       mb 0
-BROADCAST  norm          mb 0  from 1
-EMBED      embed_tokens  mb 3
-REDUCE     embed_tokens  mb 3  to 0
-S                        mb 0
-EXCHANGE   statistics    mb 0
-RECV       layers_1      mb 2  from 0
-FORWARD    stage 1       mb 1
-BROADCAST  norm          mb 1  from 1
-S                        mb 1
-EXCHANGE   statistics    mb 1
-RECV       layers_1      mb 3  from 0
-FORWARD    stage 1       mb 2
-BROADCAST  norm          mb 2  from 1
-S                        mb 2
-EXCHANGE   statistics    mb 2
-FORWARD    stage 1       mb 3
-BROADCAST  norm          mb 3  from 1
-S                        mb 3
-EXCHANGE   statistics    mb 3
+for i in range(0, 3):
+    EMBED      embed_tokens  mb i            # rows of the table that are here, else zeros
+    REDUCE     embed_tokens  mb i    to 0    # summed over all ranks
+RECV           layers_1      mb 0    from 0
+RECV           layers_1      mb 1    from 0
+FORWARD        stage 1       mb 0
+BROADCAST      norm          mb 0    from 1  # to all ranks
+EMBED          embed_tokens  mb 3
+REDUCE         embed_tokens  mb 3    to 0
+for i in range(1, 3):
+    S                        mb i-1          # logits of this rank's rows of the vocabulary
+    EXCHANGE   statistics    mb i-1          # a few numbers per row, over all ranks
+    RECV       layers_1      mb i+1  from 0
+    FORWARD    stage 1       mb i
+    BROADCAST  norm          mb i    from 1
+S                            mb 2
+EXCHANGE       statistics    mb 2
+FORWARD        stage 1       mb 3
+BROADCAST      norm          mb 3    from 1
+S                            mb 3
+EXCHANGE       statistics    mb 3
 SHARE_LOSS from 1
 """
 

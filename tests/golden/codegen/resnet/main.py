@@ -11,12 +11,12 @@ from pathlib import Path
 
 from parcompiler.runtime import loading, run
 
-rank = os.environ.get("RANK")
-if rank is None:
+rank = os.environ.get("RANK", "")
+if not rank.isdecimal():
     raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
-script = Path(__file__).parent / f"rank_{rank}.py"
-if not script.exists():
+if int(rank) >= 2:
     raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
+script = Path(__file__).parent / f"rank_{rank}.py"
 with loading(script):
     worker = runpy.run_path(str(script))["worker"]
 run(worker)

@@ -41,48 +41,29 @@ ALIASES = {
 
 # One training step. A receive is only posted where it stands; its first use waits for it.
 INSTRUCTIONS = """
-FORWARD   stage 0                      mb 0
-SEND      embedding_encoder_bias       mb 0  to 1
-SEND      encoder_layers_0             mb 0  to 1
-FORWARD   stage 0                      mb 1
-SEND      embedding_encoder_bias       mb 1  to 1
-SEND      encoder_layers_0             mb 1  to 1
-FORWARD   stage 0                      mb 2
-SEND      embedding_encoder_bias       mb 2  to 1
-SEND      encoder_layers_0             mb 2  to 1
-FORWARD   stage 0                      mb 3
-SEND      embedding_encoder_bias       mb 3  to 1
-SEND      encoder_layers_0             mb 3  to 1
-RECV      embedding_encoder_bias.grad  mb 0  from 1
-RECV      encoder_layers_0.grad        mb 0  from 1
-BACKWARD  stage 0                      mb 0
-RECV      embedding_encoder_bias.grad  mb 1  from 1
-RECV      encoder_layers_0.grad        mb 1  from 1
-BACKWARD  stage 0                      mb 1
-RECV      embedding_encoder_bias.grad  mb 2  from 1
-RECV      encoder_layers_0.grad        mb 2  from 1
-BACKWARD  stage 0                      mb 2
-RECV      embedding_encoder_bias.grad  mb 3  from 1
-RECV      encoder_layers_0.grad        mb 3  from 1
-BACKWARD  stage 0                      mb 3
+# Forwards
+for i in range(0, 4):
+    FORWARD   stage 0                      mb i
+    SEND      embedding_encoder_bias       mb i  to 1
+    SEND      encoder_layers_0             mb i  to 1
+
+# Backwards
+for i in range(0, 4):
+    RECV      embedding_encoder_bias.grad  mb i  from 1
+    RECV      encoder_layers_0.grad        mb i  from 1
+    BACKWARD  stage 0                      mb i
+
+# End of the step
 REDUCE_GRADIENTS tied_0 ranks 0,1,3
 SHARE_LOSS from 3
 """
 
 # One evaluation: forwards only.
 EVALUATION = """
-FORWARD  stage 0                 mb 0
-SEND     embedding_encoder_bias  mb 0  to 1
-SEND     encoder_layers_0        mb 0  to 1
-FORWARD  stage 0                 mb 1
-SEND     embedding_encoder_bias  mb 1  to 1
-SEND     encoder_layers_0        mb 1  to 1
-FORWARD  stage 0                 mb 2
-SEND     embedding_encoder_bias  mb 2  to 1
-SEND     encoder_layers_0        mb 2  to 1
-FORWARD  stage 0                 mb 3
-SEND     embedding_encoder_bias  mb 3  to 1
-SEND     encoder_layers_0        mb 3  to 1
+for i in range(0, 4):
+    FORWARD  stage 0                 mb i
+    SEND     embedding_encoder_bias  mb i  to 1
+    SEND     encoder_layers_0        mb i  to 1
 SHARE_LOSS from 3
 """
 

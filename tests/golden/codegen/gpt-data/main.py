@@ -1,0 +1,23 @@
+"""Start this rank of GPT: the script of this process's RANK.
+
+    torchrun --nproc-per-node 4 main.py --steps 10
+
+The rank scripts stand beside this file; README.md says who does what.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+from parcompiler.runtime import loading, run
+
+rank = os.environ.get("RANK", "")
+if not rank.isdecimal():
+    raise SystemExit("start this with torchrun --nproc-per-node 4 main.py")
+if int(rank) >= 4:
+    raise SystemExit(f"this program has 4 ranks, there is no rank {rank}")
+first = int(rank) // 2 * 2  # of the ranks that share a script
+script = Path(__file__).parent / f"rank_{first}.py"
+with loading(script):
+    worker = runpy.run_path(str(script))["worker"]
+run(worker)
