@@ -9,7 +9,7 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.effects import Effects
-from parcompiler.capture.templates import relative_name
+from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.quoting import docstring, paragraph
@@ -37,24 +37,42 @@ def block_class(
     tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
     nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
     operands = {nodes[name]: text for name, text in tensors.items()} | arguments
-    trainable = {item.node for item in graph.parameters if item.trainable} if split else ()
-    deferring = {node for node in block.nodes if deferrable_weight(node, trainable) is not None}
-    body = Body(graph, effects, operands, scope=block.scope, deferring=deferring)
+    deferring = deferring_nodes(graph, block) if split else set()
+    attributes = BlockAttributes(graph, block, deferring)
+    body = Body(
+        graph, effects, operands, scope=block.scope, deferring=deferring, attributes=attributes
+    )
     lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
+    written = [*attributes.constructor(), *lines]
+    title = _title(instances)
+    later = [
+        name
+        for name in ("Linear", "linear", "addmm")
+        if any(f"runtime.{name}(" in x for x in written)
+    ]
+    if later:
+        said = ", ".join(f"`runtime.{name}`" for name in later)
+        title += f" The gradients of weights of {said} wait for BACKWARD_WEIGHT."
     results = ", ".join(body.name(node) for node in block.outputs)
     kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
     parameters = "".join(f", {name}: Tensor" for name in arguments.values())
     parts = [
         f"class {block.template}(runtime.Block):",
-        f'    """{paragraph(_title(instances), 4)}"""',
+        f'    """{paragraph(title, 4)}"""',
         "",
-        *names_table({b.attribute: relative_name(b.name, block.scope) for b in block.tensors}),
-        *constructor({b.attribute: graph.by_name[b.name] for b in block.tensors}),
+        *names_table(attributes.names),
+        *constructor(attributes.constructor()),
         wrap(f"def forward(self{parameters}) -> {kind}:", 4),
         *lines,
         wrap(f"return {results}" if results else "return ()", 8),
     ]
     return "\n".join(parts)
+
+
+def deferring_nodes(graph: Graph, block: Block) -> set[fx.Node]:
+    """The nodes of a block that can leave the gradient of their weight for later."""
+    trainable = {item.node for item in graph.parameters if item.trainable}
+    return {node for node in block.nodes if deferrable_weight(node, trainable) is not None}
 
 
 def _title(instances: Sequence[Block]) -> str:

@@ -12,6 +12,7 @@ from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.gradients import requiring
 from parcompiler.capture.templates import identifier
+from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.layout import remarked, wrap
 from parcompiler.codegen.literals import literal
 from parcompiler.codegen.merge import merged
@@ -29,7 +30,8 @@ class Body:
     """Writes nodes as statements, with names that `Variables` chooses.
 
     `operands` names what is there before; `fixed` are names that no variable may take; `deferring`
-    are nodes that can leave the gradient of their weight for later.
+    are nodes that can leave the gradient of their weight for later. `attributes` have tensors under
+    other names than `operands`, and modules that compute some nodes.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Body:
         fixed: Iterable[str] = (),
         scope: str = "",
         deferring: Collection[fx.Node] = (),
+        attributes: BlockAttributes | None = None,
     ) -> None:
         self._graph = graph
         self._effects = effects
@@ -48,6 +51,10 @@ class Body:
         self._fixed = {*fixed, *(home.partition(".")[0] for home in homes)}
         self._scope = scope
         self._deferring = deferring
+        tensors = attributes.operands if attributes else {}
+        self._paths = {operands[node]: path for node, path in tensors.items()}
+        self._modules = attributes.calls if attributes else {}
+        self._counted = attributes.counted if attributes else set()
         self._variables = Variables((), {}, operands)
 
     def lines(self, nodes: Sequence[fx.Node], outputs: Mapping[fx.Node, str | None]) -> list[str]:
@@ -58,7 +65,8 @@ class Body:
 
     def name(self, node: fx.Node) -> str:
         """The text that stands for a node's value."""
-        return self._variables.name(node)
+        name = self._variables.name(node)
+        return self._paths.get(name, name)
 
     def _statements(self, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """The lines, with a comment where another module begins."""
@@ -88,9 +96,13 @@ class Body:
     def _statement(self, node: fx.Node, indent: int) -> str | None:
         """One line; None where none is needed."""
         names = self._variables.assign(node)
-        if names is None:
+        if names is None or node in self._counted:
             return None
-        text = expression(node, self.name, deferring=node in self._deferring)
+        if node in self._modules:
+            module, argument = self._modules[node]
+            text = f"{module}({self.name(argument)})"
+        else:
+            text = expression(node, self.name, deferring=node in self._deferring)
         if not names:
             return wrap(text, indent)
         line = wrap(f"{', '.join(names)} = {text}", indent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from parcompiler.capture.templates import ATTRIBUTES, identifier
+from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import loops
 from parcompiler.graph import Block
@@ -17,7 +18,7 @@ from parcompiler.lower.lowered import Call, Lowered, Stage
 from parcompiler.lower.names import short_names
 
 
-class Layers:
+class StageLayers:
     """Where each layer of a stage stands; `paths` has the expression for each block: `h[0]`."""
 
     def __init__(self, lowered: Lowered, stage: Stage) -> None:
@@ -25,6 +26,7 @@ class Layers:
         self.blocks = {call.block.name: call.block for call in stage.calls}
         self.instances = _instances(stage.calls)
         self.loops = tuple(loops(stage, self.instances))
+        self.graph = lowered.graph
         self.attributes: dict[str, list[str]] = {}  # the blocks behind each, first uses only
         self.paths: dict[str, str] = {}
         for loop in self.loops:
@@ -58,8 +60,9 @@ class Layers:
         """The lines that let layers share a tensor."""
         first: dict[str, str] = {}
         for name, block in self._distinct():
-            for binding in block.tensors:
-                place = f"{self.paths[name]}.{binding.attribute}"
+            places = BlockAttributes(self.graph, block).places
+            for binding, inner in zip(block.tensors, places, strict=True):
+                place = f"{self.paths[name]}.{inner}"
                 known = first.setdefault(binding.name, place)
                 if known != place:
                     line = wrap(f"self.{place} = self.{known}", 8)

@@ -12,11 +12,11 @@ from parcompiler.codegen.block import block_class
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.forward import Forward
 from parcompiler.codegen.heading import module_text
-from parcompiler.codegen.layers import Layers
+from parcompiler.codegen.layers import StageLayers
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
-from parcompiler.codegen.tensors import constructor, names_table
+from parcompiler.codegen.tensors import constructor, names_table, tensor_line
 from parcompiler.graph import Block, Parameter
 from parcompiler.lower.lowered import Lowered, Stage
 from parcompiler.report.names import ranges
@@ -31,7 +31,7 @@ class StageWriter:
         self.stage = stage
         self.device = device
         self.effects = Effects(lowered.graph.fx_graph)
-        self.layers = Layers(lowered, stage)
+        self.layers = StageLayers(lowered, stage)
 
     def text(self) -> str:
         """The whole file."""
@@ -67,6 +67,7 @@ class StageWriter:
         """The class that calls the layers."""
         arguments = [*self.stage.inputs, *self.stage.receives]
         own = self._own_tensors()
+        tensors = [tensor_line(attribute, item) for attribute, item in own.items()]
         results = len(self.stage.gives) + bool(self.stage.loss)
         kind = "Tensor" if results == 1 else "tuple[Tensor, ...]"
         parameters = "".join(f", {name}: Tensor" for name in arguments)
@@ -76,7 +77,7 @@ class StageWriter:
             "",
             *self._declarations(),
             *names_table({attribute: item.name for attribute, item in own.items()}),
-            *constructor(own, [*self.layers.made(), *self.layers.ties()]),
+            *constructor([*tensors, *self.layers.made(), *self.layers.ties()]),
             wrap(f"def forward(self{parameters}) -> {kind}:", 4),
             *self._prologue(own),
             *self._forward(arguments).lines(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch  # noqa: F401 (the doctest's)
+import torch
 
 from parcompiler.codegen.layout import remarked, table, wrap
 from parcompiler.codegen.literals import literal, string
@@ -20,9 +20,8 @@ def names_table(names: Mapping[str, str]) -> list[str]:
     return [*table("names = {", rows, "}", 4), ""]
 
 
-def constructor(tensors: Mapping[str, Parameter], more: Sequence[str] = ()) -> list[str]:
-    """`__init__` with a line per tensor, and more lines behind them."""
-    lines = [*(tensor_line(attribute, item) for attribute, item in tensors.items()), *more]
+def constructor(lines: Sequence[str]) -> list[str]:
+    """`__init__` of these lines; nothing where there are none."""
     if not lines:
         return []
     return ["    def __init__(self) -> None:", "        super().__init__()", *lines, ""]
@@ -31,20 +30,22 @@ def constructor(tensors: Mapping[str, Parameter], more: Sequence[str] = ()) -> l
 def tensor_line(attribute: str, item: Parameter) -> str:
     """The line that makes a parameter or buffer, still empty."""
     sizes = ", ".join(map(literal, item.shape)) or "()"
-    empty = f"torch.empty({sizes}, dtype={literal(item.dtype)})"
+    dtype = "" if item.dtype == torch.float32 else f", dtype={literal(item.dtype)}"
+    empty = f"torch.empty({sizes}{dtype})"
     if item.buffer:
-        line = wrap(f'self.register_buffer("{attribute}", {empty})', 8)
+        owner, _, name = f"self.{attribute}".rpartition(".")
+        line = wrap(f'{owner}.register_buffer("{name}", {empty})', 8)
     else:
         frozen = "" if item.trainable else ", requires_grad=False"
         line = wrap(f"self.{attribute} = nn.Parameter({empty}{frozen})", 8)
-    return line if item.shard is None else remarked(line, f"a piece of {_whole(item)}")
+    return line if item.shard is None else remarked(line, f"a piece of {whole_shape(item)}")
 
 
-def _whole(item: Parameter) -> str:
+def whole_shape(item: Parameter) -> str:
     """The shape of which ranks hold pieces.
 
     >>> shard = Shard(0, (48,))
-    >>> _whole(Parameter("qkv.weight", "w", (24, 16), torch.float32, shard=shard))
+    >>> whole_shape(Parameter("qkv.weight", "w", (24, 16), torch.float32, shard=shard))
     '48 x 16'
     """
     assert item.shard is not None

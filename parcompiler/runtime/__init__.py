@@ -4,7 +4,7 @@ RankProgram   what one rank does: its instructions and what goes in and out of i
 Worker        executes it: step, train_step, evaluate
 Channels      every process group, made in one place
 recomputed    runs a layer whose activations are not kept
-linear, addmm what linear layers call where the backward comes in two parts
+Linear, linear, addmm  linear layers where the backward comes in two parts
 sync_batch_norm  batch norm over the batches of all data ranks
 Vocabulary    own rows of the embeddings and of the head, with their loss
 
@@ -15,7 +15,7 @@ Layers of which tensor ranks hold pieces call the conversions of `tensor`, the o
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
 from parcompiler.runtime.chance import own_draws
-from parcompiler.runtime.deferred import addmm, linear
+from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import rank_among
@@ -49,6 +49,7 @@ __all__ = [
     "Block",
     "Head",
     "Input",
+    "Linear",
     "Lookup",
     "RankProgram",
     "Shard",

@@ -101,6 +101,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return made
 
 
+class Linear(torch.nn.Linear):
+    """`nn.Linear`, the gradient of whose weight can be left for later."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b."""
+        return linear(input, self.weight, self.bias)
+
+
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`torch.addmm(bias, x, weight)`: x [m, k], weight [k, n], bias [n]; the result is [m, n]."""
     deferral = _active.get()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 class Block(nn.Module):
-    """The base of emitted layers. `names` gives for each attribute the tensor's name in the model,
-    relative to the layer when it starts with a dot."""
+    """The base of emitted layers. Attributes are called as in the model; where they are not,
+    `names` has for a tensor or module the model's name, relative to the layer when it starts with
+    a dot."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -38,6 +41,53 @@ class Stage(nn.Module):
         for path, scope in self.scopes.items():
             block = self.get_submodule(path)
             assert isinstance(block, Block)
-            for attribute, name in block.names.items():
-                found[f"{path}.{attribute}"] = scope + name if name.startswith(".") else name
+            tensors = dict(block.named_parameters(remove_duplicate=False))
+            tensors |= dict(block.named_buffers(remove_duplicate=False))
+            for place in tensors:
+                found[f"{path}.{place}"] = name_in_model(place, block.names, scope)
         return found
+
+
+def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:
+    """The model's name for an attribute of a layer, which `scope` is there.
+
+    >>> name_in_model("attention.qkv.weight", {}, "h.3")
+    'h.3.attention.qkv.weight'
+    >>> name_in_model("mlp_0.bias", {"mlp_0": ".mlp.0"}, "h.3")
+    'h.3.mlp.0.bias'
+    """
+    known, rest = place, ""
+    while known not in names:
+        known, dot, last = known.rpartition(".")
+        rest = f".{last}{rest}"
+        if not dot:
+            return f"{scope}{rest}" if scope else place
+    name = names[known]
+    return f"{scope if name.startswith('.') else ''}{name}{rest}"
+
+
+class Unfilled(TorchFunctionMode):
+    """Within it modules are made in float32 and without initial values, as weights are loaded.
+
+    Nobody's random numbers change by it, and large modules are made at once.
+    """
+
+    def __enter__(self) -> Unfilled:
+        """Make float32 the default, whatever the process has."""
+        self._dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the default."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._dtype)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Leave out what fills tensors."""
+        options = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return options["tensor"] if "tensor" in options else args[0]
+        return func(*args, **options)

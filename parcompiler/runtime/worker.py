@@ -32,7 +32,7 @@ from parcompiler.runtime.joining import host, meet, start
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.replicas import unequal
 from parcompiler.runtime.rows import Rows
-from parcompiler.runtime.stage import Stage
+from parcompiler.runtime.stage import Stage, Unfilled
 from parcompiler.runtime.state_dict import IncompatibleKeys, concluded, says_of
 from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
@@ -102,7 +102,7 @@ class Worker:
                 warnings.warn(f"edited since the export: {edited}", stacklevel=2)
             self._channels.open(files)
             self._axis = self._channels.axis
-            with self._along_axis(), torch.device(self.device):
+            with self._along_axis(), torch.device(self.device), Unfilled():
                 self.stages = {j: make() for j, make in stages.items()}
                 self._rows = Rows(program)
                 self.vocabulary = None if vocabulary is None else self._rows.make(vocabulary)

@@ -13,23 +13,14 @@ from parcompiler import runtime
 class SharedLayer(runtime.Block):
     """layers.0@3, from models.py:19."""
 
-    names = {
-        "norm_weight": ".norm.weight",
-        "norm_bias": ".norm.bias",
-        "dense_weight": ".dense.weight",
-        "dense_bias": ".dense.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.norm_weight = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.norm_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.dense_weight = nn.Parameter(torch.empty(8, 8, dtype=torch.float32))
-        self.dense_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
+        self.norm = nn.LayerNorm(8)
+        self.dense = nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        norm = F.layer_norm(hidden, (8,), self.norm_weight, self.norm_bias, 1e-05)
-        dense = F.linear(norm, self.dense_weight, self.dense_bias)
+        norm = self.norm(hidden)
+        dense = self.dense(norm)
         inner = torch.tanh(dense)
         product = inner * mask
         hidden = hidden + product
@@ -39,16 +30,13 @@ class SharedLayer(runtime.Block):
 class Words_2(runtime.Block):
     """words#2, from models.py:39."""
 
-    names = {
-        "words_weight": "words.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.words_weight = nn.Parameter(torch.empty(20, 8, dtype=torch.float32))
+        self.words = nn.Module()
+        self.words.weight = nn.Parameter(torch.empty(20, 8))
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = F.linear(hidden, self.words_weight)
+        logits = F.linear(hidden, self.words.weight)
         logits = logits.flatten(end_dim=1)
         labels = labels.flatten()
         loss = F.cross_entropy(logits, labels)

@@ -13,44 +13,33 @@ from parcompiler import runtime
 class Layer_2(runtime.Block):
     """layers.1, from model.py:62."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_norm_bias": ".attention_norm.bias",
-        "attention_qkv_weight": ".attention.qkv.weight",
-        "attention_qkv_bias": ".attention.qkv.bias",
-        "attention_out_bias": ".attention.out.bias",
-        "attention_out_weight": ".attention.out.weight",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_norm_bias": ".ffn_norm.bias",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_up_bias": ".ffn.up.bias",
-        "ffn_down_bias": ".ffn.down.bias",
-        "ffn_down_weight": ".ffn.down.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_qkv_weight = nn.Parameter(torch.empty(24, 16, dtype=torch.float32))
-        self.attention_qkv_bias = nn.Parameter(torch.empty(24, dtype=torch.float32))
-        self.attention_out_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 8, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
-        self.ffn_up_bias = nn.Parameter(torch.empty(32, dtype=torch.float32))  # a piece of 64
-        self.ffn_down_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 32, dtype=torch.float32))
+        self.attention_norm = nn.Module()
+        self.attention_norm.weight = nn.Parameter(torch.empty(16))
+        self.attention_norm.bias = nn.Parameter(torch.empty(16))
+        self.attention = nn.Module()
+        self.attention.qkv = nn.Linear(16, 24)  # a piece of 48 x 16
+        self.attention.out = nn.Module()
+        self.attention.out.bias = nn.Parameter(torch.empty(16))
+        self.attention.out.weight = nn.Parameter(torch.empty(16, 8))  # a piece of 16 x 16
+        self.ffn_norm = nn.Module()
+        self.ffn_norm.weight = nn.Parameter(torch.empty(16))
+        self.ffn_norm.bias = nn.Parameter(torch.empty(16))
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 32)  # a piece of 64 x 16
+        self.ffn.down = nn.Module()
+        self.ffn.down.bias = nn.Parameter(torch.empty(16))
+        self.ffn.down.weight = nn.Parameter(torch.empty(16, 32))  # a piece of 16 x 64
 
     def forward(self, x: Tensor) -> Tensor:
-        attention_norm_weight = runtime.fan_out(self.attention_norm_weight)  # back: all-reduce
-        attention_norm_bias = runtime.fan_out(self.attention_norm_bias)  # back: all-reduce
+        attention_norm_weight = runtime.fan_out(self.attention_norm.weight)  # back: all-reduce
+        attention_norm_bias = runtime.fan_out(self.attention_norm.bias)  # back: all-reduce
         attention_norm = F.layer_norm(x, (16,), attention_norm_weight, attention_norm_bias, 1e-05)
 
         # attention
         attention_norm = runtime.all_gather(attention_norm, 0, partial=True)
-        qkv = F.linear(attention_norm, self.attention_qkv_weight, self.attention_qkv_bias)
+        qkv = self.attention.qkv(attention_norm)
         qkv = qkv.view(2, 12, 1, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
@@ -60,23 +49,23 @@ class Layer_2(runtime.Block):
             )
         y = y.transpose(1, 2)
         y = y.reshape(2, 12, 8)
-        attention_out_bias = runtime.first(self.attention_out_bias)
-        out = F.linear(y, self.attention_out_weight, attention_out_bias)
+        attention_out_bias = runtime.first(self.attention.out.bias)
+        out = F.linear(y, self.attention.out.weight, attention_out_bias)
 
         out = runtime.reduce_scatter(out, 0)  # 2 ranks, back: all-gather
         with runtime.own_draws(0):
             dropout = F.dropout(out, 0.1, self.training)
         x = x + dropout
-        ffn_norm_weight = runtime.fan_out(self.ffn_norm_weight)  # back: all-reduce
-        ffn_norm_bias = runtime.fan_out(self.ffn_norm_bias)  # back: all-reduce
+        ffn_norm_weight = runtime.fan_out(self.ffn_norm.weight)  # back: all-reduce
+        ffn_norm_bias = runtime.fan_out(self.ffn_norm.bias)  # back: all-reduce
         ffn_norm = F.layer_norm(x, (16,), ffn_norm_weight, ffn_norm_bias, 1e-05)
 
         # ffn
         ffn_norm = runtime.all_gather(ffn_norm, 0, partial=True)  # 2 ranks, back: reduce-scatter
-        up = F.linear(ffn_norm, self.ffn_up_weight, self.ffn_up_bias)
+        up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
-        ffn_down_bias = runtime.first(self.ffn_down_bias)
-        down = F.linear(gelu, self.ffn_down_weight, ffn_down_bias)
+        ffn_down_bias = runtime.first(self.ffn.down.bias)
+        down = F.linear(gelu, self.ffn.down.weight, ffn_down_bias)
 
         down = runtime.reduce_scatter(down, 0)  # 2 ranks, back: all-gather
         with runtime.own_draws(0):
@@ -88,26 +77,20 @@ class Layer_2(runtime.Block):
 class NormEmbedding(runtime.Block):
     """norm+embedding, from model.py:111."""
 
-    names = {
-        "norm_weight": "norm.weight",
-        "norm_bias": "norm.bias",
-        "embedding_weight": "embedding.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.embedding_weight = nn.Parameter(
-            torch.empty(runtime.piece(97), 16, dtype=torch.float32)
-        )
+        self.norm = nn.Module()
+        self.norm.weight = nn.Parameter(torch.empty(16))
+        self.norm.bias = nn.Parameter(torch.empty(16))
+        self.embedding = nn.Module()
+        self.embedding.weight = nn.Parameter(torch.empty(runtime.piece(97), 16))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        norm_weight = runtime.fan_out(self.norm_weight)  # back: all-reduce
-        norm_bias = runtime.fan_out(self.norm_bias)  # back: all-reduce
+        norm_weight = runtime.fan_out(self.norm.weight)  # back: all-reduce
+        norm_bias = runtime.fan_out(self.norm.bias)  # back: all-reduce
         norm = F.layer_norm(x, (16,), norm_weight, norm_bias, 1e-05)
         norm = runtime.all_gather(norm, 0, partial=True)  # 2 ranks, back: reduce-scatter
-        logits = F.linear(norm, self.embedding_weight)
+        logits = F.linear(norm, self.embedding.weight)
         logits = logits.flatten(end_dim=1)
         labels = labels.flatten()
         cross_entropy = runtime.cross_entropy(logits, labels, 97)  # all-reduce

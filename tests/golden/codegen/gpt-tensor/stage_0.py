@@ -15,22 +15,16 @@ DEVICE = runtime.rank_device("cpu")
 class EmbeddingPositions(runtime.Block):
     """embedding+positions, from model.py:107."""
 
-    names = {
-        "embedding_weight": "embedding.weight",
-        "positions_weight": "positions.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.embedding_weight = nn.Parameter(
-            torch.empty(runtime.piece(97), 16, dtype=torch.float32)
-        )
-        self.positions_weight = nn.Parameter(torch.empty(12, 16, dtype=torch.float32))
+        self.embedding = nn.Module()
+        self.embedding.weight = nn.Parameter(torch.empty(runtime.piece(97), 16))
+        self.positions = nn.Embedding(12, 16)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(12, device=DEVICE)
-        embedding = runtime.embedding(tokens, self.embedding_weight, 97)
-        positions = F.embedding(positions, self.positions_weight)
+        embedding = runtime.embedding(tokens, self.embedding.weight, 97)
+        positions = self.positions(positions)
         embedding = runtime.all_reduce(embedding)  # 2 ranks
         x = embedding + positions
         return x
@@ -39,63 +33,46 @@ class EmbeddingPositions(runtime.Block):
 class Layer(runtime.Block):
     """layers.0, from model.py:62."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_norm_bias": ".attention_norm.bias",
-        "attention_qkv_weight": ".attention.qkv.weight",
-        "attention_qkv_bias": ".attention.qkv.bias",
-        "attention_out_bias": ".attention.out.bias",
-        "attention_out_weight": ".attention.out.weight",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_norm_bias": ".ffn_norm.bias",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_up_bias": ".ffn.up.bias",
-        "ffn_down_bias": ".ffn.down.bias",
-        "ffn_down_weight": ".ffn.down.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_qkv_weight = nn.Parameter(torch.empty(24, 16, dtype=torch.float32))
-        self.attention_qkv_bias = nn.Parameter(torch.empty(24, dtype=torch.float32))
-        self.attention_out_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 8, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
-        self.ffn_up_bias = nn.Parameter(torch.empty(32, dtype=torch.float32))  # a piece of 64
-        self.ffn_down_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 32, dtype=torch.float32))
+        self.attention_norm = nn.LayerNorm(16)
+        self.attention = nn.Module()
+        self.attention.qkv = nn.Linear(16, 24)  # a piece of 48 x 16
+        self.attention.out = nn.Module()
+        self.attention.out.bias = nn.Parameter(torch.empty(16))
+        self.attention.out.weight = nn.Parameter(torch.empty(16, 8))  # a piece of 16 x 16
+        self.ffn_norm = nn.LayerNorm(16)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 32)  # a piece of 64 x 16
+        self.ffn.down = nn.Module()
+        self.ffn.down.bias = nn.Parameter(torch.empty(16))
+        self.ffn.down.weight = nn.Parameter(torch.empty(16, 32))  # a piece of 16 x 64
 
     def forward(self, x: Tensor) -> Tensor:
-        attention_norm = F.layer_norm(
-            x, (16,), self.attention_norm_weight, self.attention_norm_bias, 1e-05
-        )
+        attention_norm = self.attention_norm(x)
 
         # attention
         attention_norm = runtime.fan_out(attention_norm)  # back: all-reduce
-        qkv = F.linear(attention_norm, self.attention_qkv_weight, self.attention_qkv_bias)
+        qkv = self.attention.qkv(attention_norm)
         qkv = qkv.view(2, 12, 1, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)
         y = y.reshape(2, 12, 8)
-        attention_out_bias = runtime.first(self.attention_out_bias)
-        out = F.linear(y, self.attention_out_weight, attention_out_bias)
+        attention_out_bias = runtime.first(self.attention.out.bias)
+        out = F.linear(y, self.attention.out.weight, attention_out_bias)
 
         out = runtime.all_reduce(out)  # 2 ranks
         x = x + out
-        ffn_norm = F.layer_norm(x, (16,), self.ffn_norm_weight, self.ffn_norm_bias, 1e-05)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
         ffn_norm = runtime.fan_out(ffn_norm)  # back: all-reduce
-        up = F.linear(ffn_norm, self.ffn_up_weight, self.ffn_up_bias)
+        up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
-        ffn_down_bias = runtime.first(self.ffn_down_bias)
-        down = F.linear(gelu, self.ffn_down_weight, ffn_down_bias)
+        ffn_down_bias = runtime.first(self.ffn.down.bias)
+        down = F.linear(gelu, self.ffn.down.weight, ffn_down_bias)
 
         down = runtime.all_reduce(down)  # 2 ranks
         x = x + down

@@ -3,7 +3,6 @@
 layers_1 → norm
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,58 +12,37 @@ from parcompiler import runtime
 class Layer(runtime.Block):
     """layers.2, layers.3, from model.py:62."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_norm_bias": ".attention_norm.bias",
-        "attention_qkv_weight": ".attention.qkv.weight",
-        "attention_qkv_bias": ".attention.qkv.bias",
-        "attention_out_weight": ".attention.out.weight",
-        "attention_out_bias": ".attention.out.bias",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_norm_bias": ".ffn_norm.bias",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_up_bias": ".ffn.up.bias",
-        "ffn_down_weight": ".ffn.down.weight",
-        "ffn_down_bias": ".ffn.down.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_qkv_weight = nn.Parameter(torch.empty(48, 16, dtype=torch.float32))
-        self.attention_qkv_bias = nn.Parameter(torch.empty(48, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_out_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
-        self.ffn_up_bias = nn.Parameter(torch.empty(64, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
-        self.ffn_down_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.attention_norm = nn.LayerNorm(16)
+        self.attention = nn.Module()
+        self.attention.qkv = nn.Linear(16, 48)
+        self.attention.out = nn.Linear(16, 16)
+        self.ffn_norm = nn.LayerNorm(16)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 64)
+        self.ffn.down = nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        attention_norm = F.layer_norm(
-            x, (16,), self.attention_norm_weight, self.attention_norm_bias, 1e-05
-        )
+        attention_norm = self.attention_norm(x)
 
         # attention
-        qkv = F.linear(attention_norm, self.attention_qkv_weight, self.attention_qkv_bias)
+        qkv = self.attention.qkv(attention_norm)
         qkv = qkv.view(2, 12, 2, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)
         y = y.reshape(2, 12, 16)
-        out = F.linear(y, self.attention_out_weight, self.attention_out_bias)
+        out = self.attention.out(y)
 
         x = x + out
-        ffn_norm = F.layer_norm(x, (16,), self.ffn_norm_weight, self.ffn_norm_bias, 1e-05)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
-        up = F.linear(ffn_norm, self.ffn_up_weight, self.ffn_up_bias)
+        up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
-        down = F.linear(gelu, self.ffn_down_weight, self.ffn_down_bias)
+        down = self.ffn.down(gelu)
 
         x = x + down
         return x
@@ -73,18 +51,12 @@ class Layer(runtime.Block):
 class Norm(runtime.Block):
     """norm, from model.py:111."""
 
-    names = {
-        "norm_weight": "norm.weight",
-        "norm_bias": "norm.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = F.layer_norm(x, (16,), self.norm_weight, self.norm_bias, 1e-05)
+        norm = self.norm(x)
         norm = norm.reshape(24, -1)
         return norm
 

@@ -15,20 +15,15 @@ DEVICE = runtime.rank_device("cpu")
 class EmbeddingPositions(runtime.Block):
     """embedding+positions, from model.py:107."""
 
-    names = {
-        "embedding_weight": "embedding.weight",
-        "positions_weight": "positions.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.embedding_weight = nn.Parameter(torch.empty(96, 16, dtype=torch.float32))
-        self.positions_weight = nn.Parameter(torch.empty(12, 16, dtype=torch.float32))
+        self.embedding = nn.Embedding(96, 16)
+        self.positions = nn.Embedding(12, 16)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(12, device=DEVICE)
-        embedding = F.embedding(tokens, self.embedding_weight)
-        positions = F.embedding(positions, self.positions_weight)
+        embedding = self.embedding(tokens)
+        positions = self.positions(positions)
         x = embedding + positions
         return x
 
@@ -36,58 +31,37 @@ class EmbeddingPositions(runtime.Block):
 class Layer(runtime.Block):
     """layers.0, layers.1, from model.py:62."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_norm_bias": ".attention_norm.bias",
-        "attention_qkv_weight": ".attention.qkv.weight",
-        "attention_qkv_bias": ".attention.qkv.bias",
-        "attention_out_weight": ".attention.out.weight",
-        "attention_out_bias": ".attention.out.bias",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_norm_bias": ".ffn_norm.bias",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_up_bias": ".ffn.up.bias",
-        "ffn_down_weight": ".ffn.down.weight",
-        "ffn_down_bias": ".ffn.down.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_qkv_weight = nn.Parameter(torch.empty(48, 16, dtype=torch.float32))
-        self.attention_qkv_bias = nn.Parameter(torch.empty(48, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_out_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_norm_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
-        self.ffn_up_bias = nn.Parameter(torch.empty(64, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
-        self.ffn_down_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.attention_norm = nn.LayerNorm(16)
+        self.attention = nn.Module()
+        self.attention.qkv = nn.Linear(16, 48)
+        self.attention.out = nn.Linear(16, 16)
+        self.ffn_norm = nn.LayerNorm(16)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 64)
+        self.ffn.down = nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        attention_norm = F.layer_norm(
-            x, (16,), self.attention_norm_weight, self.attention_norm_bias, 1e-05
-        )
+        attention_norm = self.attention_norm(x)
 
         # attention
-        qkv = F.linear(attention_norm, self.attention_qkv_weight, self.attention_qkv_bias)
+        qkv = self.attention.qkv(attention_norm)
         qkv = qkv.view(2, 12, 2, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)
         y = y.reshape(2, 12, 16)
-        out = F.linear(y, self.attention_out_weight, self.attention_out_bias)
+        out = self.attention.out(y)
 
         x = x + out
-        ffn_norm = F.layer_norm(x, (16,), self.ffn_norm_weight, self.ffn_norm_bias, 1e-05)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
-        up = F.linear(ffn_norm, self.ffn_up_weight, self.ffn_up_bias)
+        up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
-        down = F.linear(gelu, self.ffn_down_weight, self.ffn_down_bias)
+        down = self.ffn.down(gelu)
 
         x = x + down
         return x

@@ -15,33 +15,25 @@ DEVICE = runtime.rank_device("cpu")
 class Gemma2DecoderLayer(runtime.Block):
     """model.layers.2, model.layers.3, from modeling_gemma2.py:307."""
 
-    names = {
-        "input_layernorm_weight": ".input_layernorm.weight",
-        "self_attn_q_proj_weight": ".self_attn.q_proj.weight",
-        "self_attn_k_proj_weight": ".self_attn.k_proj.weight",
-        "self_attn_v_proj_weight": ".self_attn.v_proj.weight",
-        "self_attn_o_proj_weight": ".self_attn.o_proj.weight",
-        "post_attention_layernorm_weight": ".post_attention_layernorm.weight",
-        "pre_feedforward_layernorm_weight": ".pre_feedforward_layernorm.weight",
-        "mlp_gate_proj_weight": ".mlp.gate_proj.weight",
-        "mlp_up_proj_weight": ".mlp.up_proj.weight",
-        "mlp_down_proj_weight": ".mlp.down_proj.weight",
-        "post_feedforward_layernorm_weight": ".post_feedforward_layernorm.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.self_attn_q_proj_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.self_attn_k_proj_weight = nn.Parameter(torch.empty(8, 16, dtype=torch.float32))
-        self.self_attn_v_proj_weight = nn.Parameter(torch.empty(8, 16, dtype=torch.float32))
-        self.self_attn_o_proj_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.post_attention_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.pre_feedforward_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.mlp_gate_proj_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
-        self.mlp_up_proj_weight = nn.Parameter(torch.empty(32, 16, dtype=torch.float32))
-        self.mlp_down_proj_weight = nn.Parameter(torch.empty(16, 32, dtype=torch.float32))
-        self.post_feedforward_layernorm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.input_layernorm = nn.Module()
+        self.input_layernorm.weight = nn.Parameter(torch.empty(16))
+        self.self_attn = nn.Module()
+        self.self_attn.q_proj = nn.Linear(16, 16, bias=False)
+        self.self_attn.k_proj = nn.Linear(16, 8, bias=False)
+        self.self_attn.v_proj = nn.Linear(16, 8, bias=False)
+        self.self_attn.o_proj = nn.Linear(16, 16, bias=False)
+        self.post_attention_layernorm = nn.Module()
+        self.post_attention_layernorm.weight = nn.Parameter(torch.empty(16))
+        self.pre_feedforward_layernorm = nn.Module()
+        self.pre_feedforward_layernorm.weight = nn.Parameter(torch.empty(16))
+        self.mlp = nn.Module()
+        self.mlp.gate_proj = nn.Linear(16, 32, bias=False)
+        self.mlp.up_proj = nn.Linear(16, 32, bias=False)
+        self.mlp.down_proj = nn.Linear(32, 16, bias=False)
+        self.post_feedforward_layernorm = nn.Module()
+        self.post_feedforward_layernorm.weight = nn.Parameter(torch.empty(16))
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, where_1: Tensor) -> Tensor:
         # input_layernorm
@@ -50,18 +42,18 @@ class Gemma2DecoderLayer(runtime.Block):
         total = mean + 1e-06
         rsqrt = torch.rsqrt(total)
         output = hidden_states * rsqrt
-        total = self.input_layernorm_weight + 1.0
+        total = self.input_layernorm.weight + 1.0
         output = output * total
         input_layernorm = output.type_as(hidden_states)
 
         # self_attn
-        q_proj = F.linear(input_layernorm, self.self_attn_q_proj_weight)
+        q_proj = self.self_attn.q_proj(input_layernorm)
         query_states = q_proj.view(2, 12, -1, 4)
         query_states = query_states.transpose(1, 2)
-        k_proj = F.linear(input_layernorm, self.self_attn_k_proj_weight)
+        k_proj = self.self_attn.k_proj(input_layernorm)
         key_states = k_proj.view(2, 12, -1, 4)
         key_states = key_states.transpose(1, 2)
-        v_proj = F.linear(input_layernorm, self.self_attn_v_proj_weight)
+        v_proj = self.self_attn.v_proj(input_layernorm)
         value_states = v_proj.view(2, 12, -1, 4)
         value_states = value_states.transpose(1, 2)
         cos = cos.unsqueeze(1)
@@ -98,7 +90,7 @@ class Gemma2DecoderLayer(runtime.Block):
         matmul = matmul.transpose(1, 2)
         matmul = matmul.contiguous()
         attn_output = matmul.reshape(2, 12, -1)
-        attn_output = F.linear(attn_output, self.self_attn_o_proj_weight)
+        attn_output = self.self_attn.o_proj(attn_output)
 
         # post_attention_layernorm
         power = attn_output**2
@@ -106,7 +98,7 @@ class Gemma2DecoderLayer(runtime.Block):
         total = mean + 1e-06
         rsqrt = torch.rsqrt(total)
         output = attn_output * rsqrt
-        total = self.post_attention_layernorm_weight + 1.0
+        total = self.post_attention_layernorm.weight + 1.0
         output = output * total
         post_attention_layernorm = output.type_as(attn_output)
 
@@ -118,20 +110,20 @@ class Gemma2DecoderLayer(runtime.Block):
         total = mean + 1e-06
         rsqrt = torch.rsqrt(total)
         output = hidden_states * rsqrt
-        total = self.pre_feedforward_layernorm_weight + 1.0
+        total = self.pre_feedforward_layernorm.weight + 1.0
         output = output * total
         pre_feedforward_layernorm = output.type_as(hidden_states)
 
         # mlp
-        gate_proj = F.linear(pre_feedforward_layernorm, self.mlp_gate_proj_weight)
+        gate_proj = self.mlp.gate_proj(pre_feedforward_layernorm)
 
         # mlp.act_fn
         act_fn = F.gelu(gate_proj, approximate="tanh")
 
         # mlp
-        up_proj = F.linear(pre_feedforward_layernorm, self.mlp_up_proj_weight)
+        up_proj = self.mlp.up_proj(pre_feedforward_layernorm)
         down_proj = act_fn * up_proj
-        down_proj = F.linear(down_proj, self.mlp_down_proj_weight)
+        down_proj = self.mlp.down_proj(down_proj)
 
         # post_feedforward_layernorm
         power = down_proj**2
@@ -139,7 +131,7 @@ class Gemma2DecoderLayer(runtime.Block):
         total = mean + 1e-06
         rsqrt = torch.rsqrt(total)
         output = down_proj * rsqrt
-        total = self.post_feedforward_layernorm_weight + 1.0
+        total = self.post_feedforward_layernorm.weight + 1.0
         output = output * total
         post_feedforward_layernorm = output.type_as(down_proj)
 
@@ -150,13 +142,11 @@ class Gemma2DecoderLayer(runtime.Block):
 class Norm(runtime.Block):
     """norm, from modeling_gemma2.py:58."""
 
-    names = {
-        "model_norm_weight": "model.norm.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.model_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
+        self.model = nn.Module()
+        self.model.norm = nn.Module()
+        self.model.norm.weight = nn.Parameter(torch.empty(16))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # model.norm
@@ -165,7 +155,7 @@ class Norm(runtime.Block):
         total = mean + 1e-06
         rsqrt = torch.rsqrt(total)
         output = hidden_states * rsqrt
-        total = self.model_norm_weight + 1.0
+        total = self.model.norm.weight + 1.0
         output = output * total
         hidden_states = output.type_as(hidden_states)
 
@@ -190,7 +180,7 @@ class Stage1(runtime.Stage):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("model_rotary_emb_inv_freq", torch.empty(2, dtype=torch.float32))
+        self.register_buffer("model_rotary_emb_inv_freq", torch.empty(2))
         self.layers_2 = Gemma2DecoderLayer()
         self.layers_3 = Gemma2DecoderLayer()
         self.norm = Norm()

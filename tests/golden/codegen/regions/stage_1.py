@@ -13,15 +13,9 @@ from parcompiler import runtime
 class Mixer(runtime.Block):
     """mixers.1, from models.py:67."""
 
-    names = {
-        "dense_weight": ".dense.weight",
-        "dense_bias": ".dense.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.dense_weight = nn.Parameter(torch.empty(8, 8, dtype=torch.float32))
-        self.dense_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
+        self.dense = nn.Linear(8, 8)
 
     def forward(self, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -31,7 +25,7 @@ class Mixer(runtime.Block):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             ratio = y / scale
             ratio = ratio.transpose(1, 2)
-            mixed = F.linear(ratio, self.dense_weight, self.dense_bias)
+            mixed = self.dense(ratio)
         mixed = mixed.to(torch.float32)
         dropout = F.dropout(mixed, 0.25, self.training)
         dropout = dropout.transpose(1, 2)
@@ -42,19 +36,13 @@ class Mixer(runtime.Block):
 class Head(runtime.Block):
     """head, from models.py:87."""
 
-    names = {
-        "head_weight": "head.weight",
-        "head_bias": "head.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.head_weight = nn.Parameter(torch.empty(3, 8, dtype=torch.float32))
-        self.head_bias = nn.Parameter(torch.empty(3, dtype=torch.float32))
+        self.head = nn.Linear(8, 3)
 
     def forward(self, y: Tensor, labels: Tensor) -> Tensor:
         logits = y.mean(-1)
-        logits = F.linear(logits, self.head_weight, self.head_bias)
+        logits = self.head(logits)
         loss = F.cross_entropy(logits, labels)
         return loss
 

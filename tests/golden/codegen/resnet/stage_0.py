@@ -3,7 +3,6 @@
 images → stages_0
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,38 +12,16 @@ from parcompiler import runtime
 class ConvNorm(runtime.Block):
     """conv+norm, from model.py:79."""
 
-    names = {
-        "stem_conv_weight": "stem.conv.weight",
-        "stem_norm_num_batches_tracked": "stem.norm.num_batches_tracked",
-        "stem_norm_weight": "stem.norm.weight",
-        "stem_norm_bias": "stem.norm.bias",
-        "stem_norm_running_mean": "stem.norm.running_mean",
-        "stem_norm_running_var": "stem.norm.running_var",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.stem_conv_weight = nn.Parameter(torch.empty(8, 3, 7, 7, dtype=torch.float32))
-        self.register_buffer("stem_norm_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self.stem_norm_weight = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.stem_norm_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.register_buffer("stem_norm_running_mean", torch.empty(8, dtype=torch.float32))
-        self.register_buffer("stem_norm_running_var", torch.empty(8, dtype=torch.float32))
+        self.stem = nn.Module()
+        self.stem.conv = nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False)
+        self.stem.norm = nn.BatchNorm2d(8)
 
     def forward(self, images: Tensor) -> Tensor:
         # stem
-        conv = F.conv2d(images, self.stem_conv_weight, stride=2, padding=3)
-        self.stem_norm_num_batches_tracked.add_(1)
-        norm = F.batch_norm(
-            conv,
-            self.stem_norm_running_mean,
-            self.stem_norm_running_var,
-            self.stem_norm_weight,
-            self.stem_norm_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv = self.stem.conv(images)
+        norm = self.stem.norm(conv)
         norm.relu_()
         x = F.max_pool2d(norm, 3, stride=2, padding=1)
         return x
@@ -54,62 +31,24 @@ class Sequential(runtime.Block):
     """stages.0, from model.py:40."""
 
     names = {
-        "_0_conv1_weight": ".0.conv1.weight",
-        "_0_norm1_num_batches_tracked": ".0.norm1.num_batches_tracked",
-        "_0_norm1_weight": ".0.norm1.weight",
-        "_0_norm1_bias": ".0.norm1.bias",
-        "_0_norm1_running_mean": ".0.norm1.running_mean",
-        "_0_norm1_running_var": ".0.norm1.running_var",
-        "_0_conv2_weight": ".0.conv2.weight",
-        "_0_norm2_num_batches_tracked": ".0.norm2.num_batches_tracked",
-        "_0_norm2_weight": ".0.norm2.weight",
-        "_0_norm2_bias": ".0.norm2.bias",
-        "_0_norm2_running_mean": ".0.norm2.running_mean",
-        "_0_norm2_running_var": ".0.norm2.running_var",
+        "_0": ".0",
     }
 
     def __init__(self) -> None:
         super().__init__()
-        self._0_conv1_weight = nn.Parameter(torch.empty(8, 8, 3, 3, dtype=torch.float32))
-        self.register_buffer("_0_norm1_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._0_norm1_weight = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self._0_norm1_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.register_buffer("_0_norm1_running_mean", torch.empty(8, dtype=torch.float32))
-        self.register_buffer("_0_norm1_running_var", torch.empty(8, dtype=torch.float32))
-        self._0_conv2_weight = nn.Parameter(torch.empty(8, 8, 3, 3, dtype=torch.float32))
-        self.register_buffer("_0_norm2_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._0_norm2_weight = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self._0_norm2_bias = nn.Parameter(torch.empty(8, dtype=torch.float32))
-        self.register_buffer("_0_norm2_running_mean", torch.empty(8, dtype=torch.float32))
-        self.register_buffer("_0_norm2_running_var", torch.empty(8, dtype=torch.float32))
+        self._0 = nn.Module()
+        self._0.conv1 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self._0.norm1 = nn.BatchNorm2d(8)
+        self._0.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self._0.norm2 = nn.BatchNorm2d(8)
 
     def forward(self, x: Tensor) -> Tensor:
         # 0
-        conv1 = F.conv2d(x, self._0_conv1_weight, padding=1)
-        self._0_norm1_num_batches_tracked.add_(1)
-        norm1 = F.batch_norm(
-            conv1,
-            self._0_norm1_running_mean,
-            self._0_norm1_running_var,
-            self._0_norm1_weight,
-            self._0_norm1_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv1 = self._0.conv1(x)
+        norm1 = self._0.norm1(conv1)
         norm1.relu_()
-        conv2 = F.conv2d(norm1, self._0_conv2_weight, padding=1)
-        self._0_norm2_num_batches_tracked.add_(1)
-        y = F.batch_norm(
-            conv2,
-            self._0_norm2_running_mean,
-            self._0_norm2_running_var,
-            self._0_norm2_weight,
-            self._0_norm2_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv2 = self._0.conv2(norm1)
+        y = self._0.norm2(conv2)
         x = y + x
         x.relu_()
         return x

@@ -3,7 +3,6 @@
 labels, stages_0 → the loss
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,145 +13,49 @@ class Sequential_2(runtime.Block):
     """stages.1, from model.py:40."""
 
     names = {
-        "_0_conv1_weight": ".0.conv1.weight",
-        "_0_norm1_num_batches_tracked": ".0.norm1.num_batches_tracked",
-        "_0_norm1_weight": ".0.norm1.weight",
-        "_0_norm1_bias": ".0.norm1.bias",
-        "_0_norm1_running_mean": ".0.norm1.running_mean",
-        "_0_norm1_running_var": ".0.norm1.running_var",
-        "_0_conv2_weight": ".0.conv2.weight",
-        "_0_norm2_num_batches_tracked": ".0.norm2.num_batches_tracked",
-        "_0_norm2_weight": ".0.norm2.weight",
-        "_0_norm2_bias": ".0.norm2.bias",
-        "_0_norm2_running_mean": ".0.norm2.running_mean",
-        "_0_norm2_running_var": ".0.norm2.running_var",
-        "_0_shortcut_0_weight": ".0.shortcut.0.weight",
-        "_0_shortcut_1_num_batches_tracked": ".0.shortcut.1.num_batches_tracked",
-        "_0_shortcut_1_weight": ".0.shortcut.1.weight",
-        "_0_shortcut_1_bias": ".0.shortcut.1.bias",
-        "_0_shortcut_1_running_mean": ".0.shortcut.1.running_mean",
-        "_0_shortcut_1_running_var": ".0.shortcut.1.running_var",
-        "_1_conv1_weight": ".1.conv1.weight",
-        "_1_norm1_num_batches_tracked": ".1.norm1.num_batches_tracked",
-        "_1_norm1_weight": ".1.norm1.weight",
-        "_1_norm1_bias": ".1.norm1.bias",
-        "_1_norm1_running_mean": ".1.norm1.running_mean",
-        "_1_norm1_running_var": ".1.norm1.running_var",
-        "_1_conv2_weight": ".1.conv2.weight",
-        "_1_norm2_num_batches_tracked": ".1.norm2.num_batches_tracked",
-        "_1_norm2_weight": ".1.norm2.weight",
-        "_1_norm2_bias": ".1.norm2.bias",
-        "_1_norm2_running_mean": ".1.norm2.running_mean",
-        "_1_norm2_running_var": ".1.norm2.running_var",
+        "_0": ".0",
+        "_0.shortcut_0": ".0.shortcut.0",
+        "_0.shortcut_1": ".0.shortcut.1",
+        "_1": ".1",
     }
 
     def __init__(self) -> None:
         super().__init__()
-        self._0_conv1_weight = nn.Parameter(torch.empty(16, 8, 3, 3, dtype=torch.float32))
-        self.register_buffer("_0_norm1_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._0_norm1_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self._0_norm1_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_norm1_running_mean", torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_norm1_running_var", torch.empty(16, dtype=torch.float32))
-        self._0_conv2_weight = nn.Parameter(torch.empty(16, 16, 3, 3, dtype=torch.float32))
-        self.register_buffer("_0_norm2_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._0_norm2_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self._0_norm2_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_norm2_running_mean", torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_norm2_running_var", torch.empty(16, dtype=torch.float32))
-        self._0_shortcut_0_weight = nn.Parameter(torch.empty(16, 8, 1, 1, dtype=torch.float32))
-        self.register_buffer(
-            "_0_shortcut_1_num_batches_tracked", torch.empty((), dtype=torch.int64)
-        )
-        self._0_shortcut_1_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self._0_shortcut_1_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_shortcut_1_running_mean", torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_0_shortcut_1_running_var", torch.empty(16, dtype=torch.float32))
-        self._1_conv1_weight = nn.Parameter(torch.empty(16, 16, 3, 3, dtype=torch.float32))
-        self.register_buffer("_1_norm1_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._1_norm1_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self._1_norm1_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_1_norm1_running_mean", torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_1_norm1_running_var", torch.empty(16, dtype=torch.float32))
-        self._1_conv2_weight = nn.Parameter(torch.empty(16, 16, 3, 3, dtype=torch.float32))
-        self.register_buffer("_1_norm2_num_batches_tracked", torch.empty((), dtype=torch.int64))
-        self._1_norm2_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self._1_norm2_bias = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_1_norm2_running_mean", torch.empty(16, dtype=torch.float32))
-        self.register_buffer("_1_norm2_running_var", torch.empty(16, dtype=torch.float32))
+        self._0 = nn.Module()
+        self._0.conv1 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self._0.norm1 = nn.BatchNorm2d(16)
+        self._0.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self._0.norm2 = nn.BatchNorm2d(16)
+        self._0.shortcut_0 = nn.Conv2d(8, 16, 1, stride=2, bias=False)
+        self._0.shortcut_1 = nn.BatchNorm2d(16)
+        self._1 = nn.Module()
+        self._1.conv1 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self._1.norm1 = nn.BatchNorm2d(16)
+        self._1.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self._1.norm2 = nn.BatchNorm2d(16)
 
     def forward(self, x: Tensor) -> Tensor:
         # 0
-        conv1 = F.conv2d(x, self._0_conv1_weight, stride=2, padding=1)
-        self._0_norm1_num_batches_tracked.add_(1)
-        norm1 = F.batch_norm(
-            conv1,
-            self._0_norm1_running_mean,
-            self._0_norm1_running_var,
-            self._0_norm1_weight,
-            self._0_norm1_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv1 = self._0.conv1(x)
+        norm1 = self._0.norm1(conv1)
         norm1.relu_()
-        conv2 = F.conv2d(norm1, self._0_conv2_weight, padding=1)
-        self._0_norm2_num_batches_tracked.add_(1)
-        y = F.batch_norm(
-            conv2,
-            self._0_norm2_running_mean,
-            self._0_norm2_running_var,
-            self._0_norm2_weight,
-            self._0_norm2_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv2 = self._0.conv2(norm1)
+        y = self._0.norm2(conv2)
 
         # 0.shortcut
-        conv2d = F.conv2d(x, self._0_shortcut_0_weight, stride=2)
-        self._0_shortcut_1_num_batches_tracked.add_(1)
-        batch_norm = F.batch_norm(
-            conv2d,
-            self._0_shortcut_1_running_mean,
-            self._0_shortcut_1_running_var,
-            self._0_shortcut_1_weight,
-            self._0_shortcut_1_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv2d = self._0.shortcut_0(x)
+        batch_norm = self._0.shortcut_1(conv2d)
 
         # 0
         x = y + batch_norm
         x.relu_()
 
         # 1
-        conv1 = F.conv2d(x, self._1_conv1_weight, padding=1)
-        self._1_norm1_num_batches_tracked.add_(1)
-        norm1 = F.batch_norm(
-            conv1,
-            self._1_norm1_running_mean,
-            self._1_norm1_running_var,
-            self._1_norm1_weight,
-            self._1_norm1_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv1 = self._1.conv1(x)
+        norm1 = self._1.norm1(conv1)
         norm1.relu_()
-        conv2 = F.conv2d(norm1, self._1_conv2_weight, padding=1)
-        self._1_norm2_num_batches_tracked.add_(1)
-        y = F.batch_norm(
-            conv2,
-            self._1_norm2_running_mean,
-            self._1_norm2_running_var,
-            self._1_norm2_weight,
-            self._1_norm2_bias,
-            self.training,
-            0.1,
-            1e-05,
-        )
+        conv2 = self._1.conv2(norm1)
+        y = self._1.norm2(conv2)
         x = y + x
         x.relu_()
         return x
@@ -161,19 +64,13 @@ class Sequential_2(runtime.Block):
 class Head(runtime.Block):
     """head, from model.py:130."""
 
-    names = {
-        "head_weight": "head.weight",
-        "head_bias": "head.bias",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.head_weight = nn.Parameter(torch.empty(10, 16, dtype=torch.float32))
-        self.head_bias = nn.Parameter(torch.empty(10, dtype=torch.float32))
+        self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = x.mean((2, 3))
-        logits = F.linear(logits, self.head_weight, self.head_bias)
+        logits = self.head(logits)
         loss = F.cross_entropy(logits, labels)
         return loss
 

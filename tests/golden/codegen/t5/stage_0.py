@@ -15,18 +15,14 @@ DEVICE = runtime.rank_device("cpu")
 class EmbeddingEncoderBias(runtime.Block):
     """embedding+encoder_bias, from model.py:214."""
 
-    names = {
-        "embedding_weight": "embedding.weight",
-        "encoder_bias_weight": "encoder_bias.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.embedding_weight = nn.Parameter(torch.empty(96, 16, dtype=torch.float32))
-        self.encoder_bias_weight = nn.Parameter(torch.empty(32, 2, dtype=torch.float32))
+        self.embedding = nn.Embedding(96, 16)
+        self.encoder_bias = nn.Module()
+        self.encoder_bias.weight = nn.Parameter(torch.empty(32, 2))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        embedding = F.embedding(tokens, self.embedding_weight)
+        embedding = self.embedding(tokens)
 
         # encoder_bias
         positions = torch.arange(12, device=DEVICE)
@@ -46,7 +42,7 @@ class EmbeddingEncoderBias(runtime.Block):
         below = difference < 0
         total = chosen + 16
         buckets = torch.where(below, total, chosen)
-        bias = F.embedding(buckets, self.encoder_bias_weight)
+        bias = F.embedding(buckets, self.encoder_bias.weight)
         bias = bias.permute(2, 0, 1)
         bias = bias.unsqueeze(0)
         return embedding, bias
@@ -55,53 +51,44 @@ class EmbeddingEncoderBias(runtime.Block):
 class EncoderLayer(runtime.Block):
     """encoder_layers.0, from model.py:123."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_query_weight": ".attention.query.weight",
-        "attention_key_weight": ".attention.key.weight",
-        "attention_value_weight": ".attention.value.weight",
-        "attention_out_weight": ".attention.out.weight",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_down_weight": ".ffn.down.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_query_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_key_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_value_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
+        self.attention_norm = nn.RMSNorm(16, eps=1e-06)
+        self.attention = nn.Module()
+        self.attention.query = nn.Linear(16, 16, bias=False)
+        self.attention.key = nn.Linear(16, 16, bias=False)
+        self.attention.value = nn.Linear(16, 16, bias=False)
+        self.attention.out = nn.Linear(16, 16, bias=False)
+        self.ffn_norm = nn.RMSNorm(16, eps=1e-06)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 64, bias=False)
+        self.ffn.down = nn.Linear(64, 16, bias=False)
 
     def forward(self, embedding: Tensor, bias: Tensor) -> Tensor:
-        y = F.rms_norm(embedding, (16,), self.attention_norm_weight, 1e-06)
+        y = self.attention_norm(embedding)
 
         # attention
-        query = F.linear(y, self.attention_query_weight)
+        query = self.attention.query(y)
         q = query.view(2, 12, 2, 8)
         q = q.transpose(1, 2)
-        key = F.linear(y, self.attention_key_weight)
+        key = self.attention.key(y)
         k = key.view(2, 12, 2, 8)
         k = k.transpose(1, 2)
-        value = F.linear(y, self.attention_value_weight)
+        value = self.attention.value(y)
         v = value.view(2, 12, 2, 8)
         v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         x = y.transpose(1, 2)
         x = x.flatten(2)
-        x = F.linear(x, self.attention_out_weight)
+        x = self.attention.out(x)
 
         x = embedding + x
-        ffn_norm = F.rms_norm(x, (16,), self.ffn_norm_weight, 1e-06)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
-        up = F.linear(ffn_norm, self.ffn_up_weight)
+        up = self.ffn.up(ffn_norm)
         relu = F.relu(up)
-        down = F.linear(relu, self.ffn_down_weight)
+        down = self.ffn.down(relu)
 
         x = x + down
         return x

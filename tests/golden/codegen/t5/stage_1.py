@@ -16,53 +16,44 @@ DEVICE = runtime.rank_device("cpu")
 class EncoderLayer(runtime.Block):
     """encoder_layers.1, from model.py:123."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_query_weight": ".attention.query.weight",
-        "attention_key_weight": ".attention.key.weight",
-        "attention_value_weight": ".attention.value.weight",
-        "attention_out_weight": ".attention.out.weight",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_down_weight": ".ffn.down.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_query_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_key_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_value_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
+        self.attention_norm = nn.RMSNorm(16, eps=1e-06)
+        self.attention = nn.Module()
+        self.attention.query = nn.Linear(16, 16, bias=False)
+        self.attention.key = nn.Linear(16, 16, bias=False)
+        self.attention.value = nn.Linear(16, 16, bias=False)
+        self.attention.out = nn.Linear(16, 16, bias=False)
+        self.ffn_norm = nn.RMSNorm(16, eps=1e-06)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 64, bias=False)
+        self.ffn.down = nn.Linear(64, 16, bias=False)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        y = F.rms_norm(x, (16,), self.attention_norm_weight, 1e-06)
+        y = self.attention_norm(x)
 
         # attention
-        query = F.linear(y, self.attention_query_weight)
+        query = self.attention.query(y)
         q = query.view(2, 12, 2, 8)
         q = q.transpose(1, 2)
-        key = F.linear(y, self.attention_key_weight)
+        key = self.attention.key(y)
         k = key.view(2, 12, 2, 8)
         k = k.transpose(1, 2)
-        value = F.linear(y, self.attention_value_weight)
+        value = self.attention.value(y)
         v = value.view(2, 12, 2, 8)
         v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         y = y.transpose(1, 2)
         y = y.flatten(2)
-        out = F.linear(y, self.attention_out_weight)
+        out = self.attention.out(y)
 
         x = x + out
-        ffn_norm = F.rms_norm(x, (16,), self.ffn_norm_weight, 1e-06)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
-        up = F.linear(ffn_norm, self.ffn_up_weight)
+        up = self.ffn.up(ffn_norm)
         relu = F.relu(up)
-        down = F.linear(relu, self.ffn_down_weight)
+        down = self.ffn.down(relu)
 
         x = x + down
         return x
@@ -71,21 +62,16 @@ class EncoderLayer(runtime.Block):
 class EmbeddingDecoderBias(runtime.Block):
     """embedding+decoder_bias, from model.py:214."""
 
-    names = {
-        "encoder_norm_weight": "encoder_norm.weight",
-        "embedding_weight": "embedding.weight",
-        "decoder_bias_weight": "decoder_bias.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.encoder_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.embedding_weight = nn.Parameter(torch.empty(96, 16, dtype=torch.float32))
-        self.decoder_bias_weight = nn.Parameter(torch.empty(32, 2, dtype=torch.float32))
+        self.encoder_norm = nn.RMSNorm(16, eps=1e-06)
+        self.embedding = nn.Embedding(96, 16)
+        self.decoder_bias = nn.Module()
+        self.decoder_bias.weight = nn.Parameter(torch.empty(32, 2))
 
     def forward(self, x: Tensor, decoder_tokens: Tensor) -> tuple[Tensor, ...]:
-        encoder_norm = F.rms_norm(x, (16,), self.encoder_norm_weight, 1e-06)
-        embedding = F.embedding(decoder_tokens, self.embedding_weight)
+        encoder_norm = self.encoder_norm(x)
+        embedding = self.embedding(decoder_tokens)
 
         # decoder_bias
         positions = torch.arange(12, device=DEVICE)
@@ -102,7 +88,7 @@ class EmbeddingDecoderBias(runtime.Block):
         clamp_2 = total.clamp(max=31)
         below = clamp < 16
         buckets = torch.where(below, clamp, clamp_2)
-        bias = F.embedding(buckets, self.decoder_bias_weight)
+        bias = F.embedding(buckets, self.decoder_bias.weight)
         bias = bias.permute(2, 0, 1)
         bias = bias.unsqueeze(0)
         future = unsqueeze < positions

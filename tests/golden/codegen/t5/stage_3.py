@@ -13,81 +13,68 @@ from parcompiler import runtime
 class DecoderLayer(runtime.Block):
     """decoder_layers.1, from model.py:143."""
 
-    names = {
-        "attention_norm_weight": ".attention_norm.weight",
-        "attention_query_weight": ".attention.query.weight",
-        "attention_key_weight": ".attention.key.weight",
-        "attention_value_weight": ".attention.value.weight",
-        "attention_out_weight": ".attention.out.weight",
-        "cross_norm_weight": ".cross_norm.weight",
-        "cross_query_weight": ".cross.query.weight",
-        "cross_key_weight": ".cross.key.weight",
-        "cross_value_weight": ".cross.value.weight",
-        "cross_out_weight": ".cross.out.weight",
-        "ffn_norm_weight": ".ffn_norm.weight",
-        "ffn_up_weight": ".ffn.up.weight",
-        "ffn_down_weight": ".ffn.down.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.attention_query_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_key_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_value_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.attention_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.cross_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.cross_query_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.cross_key_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.cross_value_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.cross_out_weight = nn.Parameter(torch.empty(16, 16, dtype=torch.float32))
-        self.ffn_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.ffn_up_weight = nn.Parameter(torch.empty(64, 16, dtype=torch.float32))
-        self.ffn_down_weight = nn.Parameter(torch.empty(16, 64, dtype=torch.float32))
+        self.attention_norm = nn.RMSNorm(16, eps=1e-06)
+        self.attention = nn.Module()
+        self.attention.query = nn.Linear(16, 16, bias=False)
+        self.attention.key = nn.Linear(16, 16, bias=False)
+        self.attention.value = nn.Linear(16, 16, bias=False)
+        self.attention.out = nn.Linear(16, 16, bias=False)
+        self.cross_norm = nn.RMSNorm(16, eps=1e-06)
+        self.cross = nn.Module()
+        self.cross.query = nn.Linear(16, 16, bias=False)
+        self.cross.key = nn.Linear(16, 16, bias=False)
+        self.cross.value = nn.Linear(16, 16, bias=False)
+        self.cross.out = nn.Linear(16, 16, bias=False)
+        self.ffn_norm = nn.RMSNorm(16, eps=1e-06)
+        self.ffn = nn.Module()
+        self.ffn.up = nn.Linear(16, 64, bias=False)
+        self.ffn.down = nn.Linear(64, 16, bias=False)
 
     def forward(self, x: Tensor, bias: Tensor, encoder_norm: Tensor) -> Tensor:
-        y = F.rms_norm(x, (16,), self.attention_norm_weight, 1e-06)
+        y = self.attention_norm(x)
 
         # attention
-        query = F.linear(y, self.attention_query_weight)
+        query = self.attention.query(y)
         q = query.view(2, 12, 2, 8)
         q = q.transpose(1, 2)
-        key = F.linear(y, self.attention_key_weight)
+        key = self.attention.key(y)
         k = key.view(2, 12, 2, 8)
         k = k.transpose(1, 2)
-        value = F.linear(y, self.attention_value_weight)
+        value = self.attention.value(y)
         v = value.view(2, 12, 2, 8)
         v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         y = y.transpose(1, 2)
         y = y.flatten(2)
-        out = F.linear(y, self.attention_out_weight)
+        out = self.attention.out(y)
 
         x = x + out
-        cross_norm = F.rms_norm(x, (16,), self.cross_norm_weight, 1e-06)
+        cross_norm = self.cross_norm(x)
 
         # cross
-        query = F.linear(cross_norm, self.cross_query_weight)
+        query = self.cross.query(cross_norm)
         q = query.view(2, 12, 2, 8)
         q = q.transpose(1, 2)
-        key = F.linear(encoder_norm, self.cross_key_weight)
+        key = self.cross.key(encoder_norm)
         k = key.view(2, 12, 2, 8)
         k = k.transpose(1, 2)
-        value = F.linear(encoder_norm, self.cross_value_weight)
+        value = self.cross.value(encoder_norm)
         v = value.view(2, 12, 2, 8)
         v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         y = y.transpose(1, 2)
         y = y.flatten(2)
-        out = F.linear(y, self.cross_out_weight)
+        out = self.cross.out(y)
 
         x = x + out
-        ffn_norm = F.rms_norm(x, (16,), self.ffn_norm_weight, 1e-06)
+        ffn_norm = self.ffn_norm(x)
 
         # ffn
-        up = F.linear(ffn_norm, self.ffn_up_weight)
+        up = self.ffn.up(ffn_norm)
         relu = F.relu(up)
-        down = F.linear(relu, self.ffn_down_weight)
+        down = self.ffn.down(relu)
 
         x = x + down
         return x
@@ -96,20 +83,16 @@ class DecoderLayer(runtime.Block):
 class DecoderNormEmbedding(runtime.Block):
     """decoder_norm+embedding, from model.py:214."""
 
-    names = {
-        "decoder_norm_weight": "decoder_norm.weight",
-        "embedding_weight": "embedding.weight",
-    }
-
     def __init__(self) -> None:
         super().__init__()
-        self.decoder_norm_weight = nn.Parameter(torch.empty(16, dtype=torch.float32))
-        self.embedding_weight = nn.Parameter(torch.empty(96, 16, dtype=torch.float32))
+        self.decoder_norm = nn.RMSNorm(16, eps=1e-06)
+        self.embedding = nn.Module()
+        self.embedding.weight = nn.Parameter(torch.empty(96, 16))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = F.rms_norm(x, (16,), self.decoder_norm_weight, 1e-06)
+        x = self.decoder_norm(x)
         x = x * 0.25
-        logits = F.linear(x, self.embedding_weight)
+        logits = F.linear(x, self.embedding.weight)
         logits = logits.flatten(end_dim=1)
         labels = labels.flatten()
         loss = F.cross_entropy(logits, labels)
