@@ -17,8 +17,9 @@ and `self.training`: what was captured in training mode follows the mode of the 
 captured in evaluation mode stays so.
 """
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
 
 import torch
@@ -189,6 +190,39 @@ def _einsum(call: OperatorCall) -> str | None:
     return _spelled(call) if isinstance(operands, list | tuple) and len(operands) < 3 else None
 
 
+def _view(call: OperatorCall) -> str | None:
+    """A view by the operand's own sizes, as far as they stay: batch and sequence are no constants.
+
+    Leading dimensions that stay are read from the operand; what is made of all others, or of those
+    before the ones that stay at the end, is -1. In row-major order these are the same dimensions,
+    whatever their sizes.
+    """
+    owner, sizes = call.values["self"], call.values.get("size", call.values.get("shape"))
+    assert isinstance(sizes, list | tuple)
+    if not isinstance(owner, fx.Node) or not all(type(size) is int for size in sizes):
+        return None
+    name, before = call.text("self"), tuple(owner.meta["val"].shape) if "val" in owner.meta else ()
+    if not (name.isidentifier() and before and sizes and all(before) and -1 not in sizes):
+        return None
+    kept = _common(before, sizes)
+    ending = 0 if kept else _common(before[::-1], sizes[::-1])
+    if len(sizes) - kept - ending != 1 and not kept:
+        return None
+    rest = [str(size) for size in sizes[kept:]]
+    if len(sizes) - kept - ending == 1 and kept < len(before):
+        rest[0] = "-1"
+    shape = f"{name}.shape[0]" if kept == 1 else f"*{name}.shape[:{kept}]"
+    shape = f"*{name}.shape" if kept == len(before) else shape
+    method = call.key.partition(".")[0]
+    return f"{name}.{method}({', '.join([shape] * bool(kept) + rest)})"
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many elements of two sequences are equal before the first that differ."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return len(list(pairs))
+
+
 SPECIALS: Mapping[str, Callable[[OperatorCall], str | None]] = {
     "select.int": _select,
     "slice.Tensor": _slice,
@@ -197,6 +231,8 @@ SPECIALS: Mapping[str, Callable[[OperatorCall], str | None]] = {
     "index_put_.default": _index_put,
     "embedding.default": _embedding,
     "einsum.default": _einsum,
+    "view.default": lambda call: _view(call) or _spelled(call),
+    "reshape.default": lambda call: _view(call) or _spelled(call),
 }
 
 # Batch norms over the batches of all data ranks (see capture/synchronized.py).

@@ -47,12 +47,12 @@ class Layer(runtime.Block):
 
         # attention
         qkv = self.attention.qkv(attention_norm)
-        qkv = qkv.view(2, 12, 2, 24)
+        qkv = qkv.view(*qkv.shape[:2], 2, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)
-        y = y.reshape(2, 12, 16)
+        y = y.reshape(*y.shape[:2], -1)
         out = self.attention.out(y)
 
         x = x + out

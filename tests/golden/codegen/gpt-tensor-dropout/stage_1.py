@@ -40,7 +40,7 @@ class Layer_2(runtime.Block):
         # attention
         attention_norm = runtime.all_gather(attention_norm, 0, partial=True)
         qkv = self.attention.qkv(attention_norm)
-        qkv = qkv.view(2, 12, 1, 24)
+        qkv = qkv.view(*qkv.shape[:2], 1, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         with runtime.own_draws(1):
@@ -48,7 +48,7 @@ class Layer_2(runtime.Block):
                 q, k, v, dropout_p=0.1 if self.training else 0.0, is_causal=True
             )
         y = y.transpose(1, 2)
-        y = y.reshape(2, 12, 8)
+        y = y.reshape(*y.shape[:2], -1)
         attention_out_bias = runtime.first(self.attention.out.bias)
         out = F.linear(y, self.attention.out.weight, attention_out_bias)
 

@@ -34,12 +34,12 @@ class Layer(runtime.Block):
         # attention
         attention_norm = runtime.fan_out(attention_norm)  # back: all-reduce
         qkv = self.attention.qkv(attention_norm)
-        qkv = qkv.view(2, 12, 1, 24)
+        qkv = qkv.view(*qkv.shape[:2], 1, 24)
         qkv = qkv.transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)
-        y = y.reshape(2, 12, 8)
+        y = y.reshape(*y.shape[:2], -1)
         attention_out_bias = runtime.first(self.attention.out.bias)
         out = F.linear(y, self.attention.out.weight, attention_out_bias)
 

@@ -74,10 +74,10 @@ class Gemma2DecoderLayer(runtime.Block):
         key_states = product + product_2
         key_states = key_states.unsqueeze(2)
         key_states = key_states.expand(2, 2, 2, 12, 4)
-        key_states = key_states.reshape(2, 4, 12, 4)
+        key_states = key_states.reshape(key_states.shape[0], 4, 12, 4)
         value_states = value_states.unsqueeze(2)
         value_states = value_states.expand(2, 2, 2, 12, 4)
-        value_states = value_states.reshape(2, 4, 12, 4)
+        value_states = value_states.reshape(value_states.shape[0], 4, 12, 4)
         key_states = key_states.transpose(2, 3)
         matmul = query_states @ key_states
         product = matmul * 0.0625

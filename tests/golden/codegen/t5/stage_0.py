@@ -69,13 +69,13 @@ class EncoderLayer(runtime.Block):
 
         # attention
         query = self.attention.query(y)
-        q = query.view(2, 12, 2, 8)
+        q = query.view(*query.shape[:2], 2, 8)
         q = q.transpose(1, 2)
         key = self.attention.key(y)
-        k = key.view(2, 12, 2, 8)
+        k = key.view(*key.shape[:2], 2, 8)
         k = k.transpose(1, 2)
         value = self.attention.value(y)
-        v = value.view(2, 12, 2, 8)
+        v = value.view(*value.shape[:2], 2, 8)
         v = v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         x = y.transpose(1, 2)
