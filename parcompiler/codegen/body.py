@@ -21,7 +21,7 @@ from parcompiler.codegen.quoting import comment
 from parcompiler.codegen.registry import home_of
 from parcompiler.graph import Graph
 from parcompiler.naming.variables import Variables
-from parcompiler.spmd.exchange import Exchange
+from parcompiler.spmd.runtime_call import NodeCollectives
 
 INDENT = 8
 
@@ -136,7 +136,7 @@ def _contexts(node: fx.Node) -> tuple[Context, ...]:
 
 def _remark(node: fx.Node) -> str:
     """What ranks tell each other in a conversion, in words."""
-    said: Exchange | None = node.meta.get("exchange")
+    said: NodeCollectives | None = node.meta.get("exchange")
     if said is None:
         return ""
     there, back = (

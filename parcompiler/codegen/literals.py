@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from parcompiler.errors import InputError
-from parcompiler.spmd.exchange import Piece
+from parcompiler.spmd.runtime_call import Piece
 
 Operand = Callable[[fx.Node], str]
 """The text that stands for a node: an identifier or ``self.attribute``."""

@@ -30,7 +30,7 @@ from parcompiler.codegen.calls import OperatorCall, bind
 from parcompiler.codegen.literals import Operand, literal
 from parcompiler.codegen.spellings import Spelling, fill, spellings
 from parcompiler.errors import InputError
-from parcompiler.spmd.exchange import RuntimeCall
+from parcompiler.spmd.runtime_call import RuntimeCall
 
 OPEN_END = 2**63 - 1  # where a slice without an end ends
 

@@ -9,7 +9,7 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 
 from parcompiler.capture.functions import Applied
-from parcompiler.spmd.exchange import RuntimeCall
+from parcompiler.spmd.runtime_call import RuntimeCall
 
 _BUILT_IN = {"aten", "prim", "prims"}
 

@@ -19,7 +19,7 @@ from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
 from parcompiler.cost.stand_in import CPU, is_differentiable, run, source, stand_in, tensors
 from parcompiler.errors import InputError
 from parcompiler.graph import dtype_of
-from parcompiler.spmd.exchange import Exchange
+from parcompiler.spmd.runtime_call import NodeCollectives
 
 
 class Recorder(TorchDispatchMode):

@@ -29,7 +29,7 @@ from parcompiler.errors import InputError
 from parcompiler.graph import Block, Graph
 from parcompiler.mesh import Mesh
 from parcompiler.plan import TemplateTime, VocabularyTime
-from parcompiler.spmd.exchange import is_conversion
+from parcompiler.spmd.runtime_call import is_conversion
 
 Clock = Callable[[], float]  # seconds
 

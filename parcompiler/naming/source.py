@@ -30,7 +30,7 @@ from parcompiler.capture import loss
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.effects import overload_name
 from parcompiler.capture.templates import identifier
-from parcompiler.spmd.exchange import is_conversion
+from parcompiler.spmd.runtime_call import is_conversion
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 _FAR = 16  # operators of one line that are looked through

@@ -22,7 +22,7 @@ from parcompiler.capture.effects import is_statement, mutated_operands
 from parcompiler.capture.templates import EMITTED, unique
 from parcompiler.graph import Graph
 from parcompiler.naming.source import candidate_names, spoken_name
-from parcompiler.spmd.exchange import is_conversion
+from parcompiler.spmd.runtime_call import is_conversion
 
 
 def argument_names(

@@ -13,7 +13,7 @@ from parcompiler.problem import Priced
 from parcompiler.report import data
 from parcompiler.report.table import Column, Table, table, words
 from parcompiler.report.units import BYTES, column, quantity
-from parcompiler.spmd.exchange import Exchange, RuntimeCall
+from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
 
 if TYPE_CHECKING:
     from parcompiler.lower import Lowered
@@ -54,7 +54,7 @@ def _rows(
     """The collectives in a node: what, of which value, its shape, bytes sent, whether backward, and
     whether once a step: the gradients of the parameters `trained`, which micro-batches add to."""
     said = node.meta.get("exchange")
-    if not isinstance(said, Exchange):
+    if not isinstance(said, NodeCollectives):
         return
     value = node.all_input_nodes[0]
     once = node.target == FAN_OUT and value.name in trained

@@ -1,4 +1,4 @@
-"""A call of an operator as the rules read it: its arguments by name, and its tensors' shapes."""
+"""A call of an operator as the rules read it: arguments by name, operands and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor among the arguments: in `argument`, and where it stands when that is a list."""
+    """A tensor among the arguments; `index` is its place in an argument that is a list."""
 
     argument: str
     index: int | None
@@ -33,7 +33,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """One node of a graph. Two operands may be the same node.
 
     `results` are the tensors that it yields, in order, and `carries` says of each whether a
@@ -61,12 +61,12 @@ class Call:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Those of the operands."""
+        """The shapes of the operands."""
         return tuple(operand.shape for operand in self.operands)
 
     @property
     def result_shapes(self) -> tuple[Shape, ...]:
-        """Those of the results."""
+        """The shapes of the results."""
         return tuple(map(shape_of, self.results))
 
     @property
@@ -87,14 +87,14 @@ class Call:
 
     def dims(self, argument: str, rank: int) -> tuple[int, ...]:
         """The dimensions that an argument names, counted from the front; all for None or []."""
-        given = self.arguments.get(argument)
-        if given is None or given == []:
+        named = self.arguments.get(argument)
+        if named is None or named == []:
             return tuple(range(rank))
-        listed = [given] if isinstance(given, int) else list(given)
+        listed = [named] if isinstance(named, int) else list(named)
         return tuple(dim % rank for dim in listed) if rank else ()
 
 
-def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
+def read(node: fx.Node, differentiable: Container[str] | None = None) -> OperatorCall:
     """The call that `node` is.
 
     `differentiable` are the names of the nodes that carry gradients; without it, those are the
@@ -109,7 +109,11 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
         arguments = {str(index): value for index, value in enumerate(node.args)} | node.kwargs
     carries = differentiable is None or node.name in differentiable
     if target is operator.getitem and isinstance(node.args[0], fx.Node):
-        operands = tuple(_item(node, node.args[0], carries=carries))
+        # The one operand of an item of several results is that result.
+        operands: tuple[Operand, ...] = ()
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            carried = carries and is_floating(value)
+            operands = (Operand("0", None, node.args[0], value, carried),)
     else:
         operands = tuple(_operands(arguments, differentiable))
     results = tuple(_tensors(node.meta.get("val")))
@@ -117,19 +121,12 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Call:
     named = differentiable is not None
     reached = carries and (named or any(operand.differentiable for operand in operands))
     reaches = tuple(reached and is_floating(result) for result in results)
-    return Call(node, name, overload, arguments, operands, results, reaches)
+    return OperatorCall(node, name, overload, arguments, operands, results, reaches)
 
 
-def call_of(node: fx.Node, graph: Graph) -> Call:
+def call_of(node: fx.Node, graph: Graph) -> OperatorCall:
     """The call that a node of a captured graph is, read once."""
     return graph.once(("call", node), lambda: read(node, graph.differentiable))
-
-
-def _item(node: fx.Node, of: fx.Node, *, carries: bool) -> Iterator[Operand]:
-    """The one operand of an item of several results: that result."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        yield Operand("0", None, of, value, carries and is_floating(value))
 
 
 def bound(
@@ -137,10 +134,9 @@ def bound(
 ) -> dict[str, Any]:
     """The arguments of an operator by name, with its defaults."""
     schema = target._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    given |= kwargs
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    values = defaults | given
+    values = {a.name: a.default_value for a in schema if a.has_default_value()}
+    values |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    values |= kwargs
     return {argument.name: values[argument.name] for argument in schema if argument.name in values}
 
 
@@ -154,7 +150,7 @@ def is_floating(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def is_random(call: Call) -> bool:
+def is_random(call: OperatorCall) -> bool:
     """Whether a call draws random numbers (dropout in training mode with p > 0, say)."""
     target = call.node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -169,7 +165,7 @@ def is_random(call: Call) -> bool:
     return True
 
 
-def written(call: Call) -> tuple[int, ...]:
+def written(call: OperatorCall) -> tuple[int, ...]:
     """The operands that a call updates in place, by their place among the operands."""
     target = call.node.target
     if not isinstance(target, torch._ops.OpOverload):

@@ -5,11 +5,11 @@ is differentiable as it stands. Megatron-LM's `f` is I → R and its `g` is P �
 sequence-parallel pair is S → R and P → S (2205.05198).
 
 >>> from parcompiler.spmd.placement import P
->>> found = conversion(P, I)
->>> print(found.forward, "|", found.backward)
+>>> all_reduce = conversion(P, I)
+>>> print(all_reduce.forward, "|", all_reduce.backward)
 all-reduce | nothing
->>> traffic(P, I, nbytes=1000, n=4)
-Traffic(forward=1500.0, backward=0.0)
+>>> moved(all_reduce.forward, nbytes=1000, n=4)
+1500.0
 """
 
 from __future__ import annotations
@@ -29,22 +29,14 @@ Action = Literal[
 class Conversion:
     """One row of the table.
 
-    Of the actions four talk: all-reduce, all-gather, reduce-scatter, all-to-all. `take` keeps the
-    rank's piece, `pad` puts zeros around it, `first` keeps the value on rank 0 and zeros elsewhere.
+    Four of the actions communicate (`BYTES`). `take` keeps the rank's piece, `pad` puts zeros
+    around it, `first` keeps the value on rank 0 and zeros elsewhere.
     """
 
     source: str
     target: str
     forward: Action
     backward: Action
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that each rank sends, forward and backward."""
-
-    forward: float = 0.0
-    backward: float = 0.0
 
 
 TABLE: tuple[Conversion, ...] = (
@@ -88,25 +80,10 @@ def conversion(
         return _BY_KINDS.get((source.kind, target.kind))
     if source.is_whole and target.is_whole:
         return Conversion(source.kind, target.kind, "nothing", "nothing")
-    found = _BY_KINDS.get((I.kind if source == R else source.kind, target.kind))
-    return found and Conversion(source.kind, target.kind, found.forward, "nothing")
-
-
-def traffic(
-    source: Placement, target: Placement, *, nbytes: float, n: int, differentiable: bool = True
-) -> Traffic | None:
-    """What a conversion of a value of `nbytes` (whole) sends; None where there is none.
-
-    >>> from parcompiler.spmd.placement import P
-    >>> traffic(R, P, nbytes=8, n=2) is None
-    True
-    """
-    found = conversion(source, target, differentiable=differentiable)
-    if found is None:
-        return None
-    return Traffic(moved(found.forward, nbytes, n), moved(found.backward, nbytes, n))
+    row = _BY_KINDS.get((I.kind if source == R else source.kind, target.kind))
+    return row and Conversion(source.kind, target.kind, row.forward, "nothing")
 
 
 def moved(action: Action, nbytes: float, n: int) -> float:
-    """Bytes that each rank sends in one action."""
+    """Bytes that each of `n` ranks sends in one action on a value of `nbytes` when it is whole."""
     return BYTES[action](nbytes, n) if action in BYTES else 0.0

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.spmd.call import Call, Shape, is_floating, is_random, written
+from parcompiler.spmd.call import OperatorCall, Shape, is_floating, is_random, written
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.simulate import agrees, attempt, example, faults
 from parcompiler.spmd.strategy import Strategy
@@ -28,27 +28,28 @@ from parcompiler.spmd.strategy import Strategy
 LARGEST = 1 << 12  # elements of an operand that is tried as it is
 MOST = 1 << 10  # combinations of splits that are tried
 
-_found: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
+_known: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
 
 
-def discovered(call: Call, n: int) -> tuple[Strategy, ...]:
+def discovered(call: OperatorCall, n: int) -> tuple[Strategy, ...]:
     """The strategies that split a call, by trying; none for one that cannot be tried.
 
     Operators with integers are not tried, for these may say where in memory to look, nor are
-    torch's private ones: neither check what they are given. What was found is kept, by operator,
-    other arguments, and shapes.
+    torch's private ones: neither check what they are given. Results are kept, by operator, other
+    arguments, and shapes.
     """
     if not call.is_plain or is_random(call) or written(call) or is_unchecked(call):
         return ()
-    known = call.shapes, _dtypes(call), call.gradients
-    key = (n, str(call.node.target), str(_constants(call)), *known)
-    if key not in _found:
+    constants = [None if _has_nodes(value) else value for value in call.arguments.values()]
+    types = call.shapes, _dtypes(call), call.gradients
+    key = (n, str(call.node.target), str(constants), *types)
+    if key not in _known:
         trial = _trial(call, n)
-        _found[key] = tuple(_strategies(trial, n)) if trial else ()
-    return tuple(s for s in _found[key] if _divides(s, call, n))
+        _known[key] = tuple(_strategies(trial, n)) if trial else ()
+    return tuple(s for s in _known[key] if _divides(s, call, n))
 
 
-def is_unchecked(call: Call) -> bool:
+def is_unchecked(call: OperatorCall) -> bool:
     """Whether a kernel may read or write anywhere when its arguments do not fit together."""
     private = call.name.startswith("aten::_") or call.base == "as_strided"
     return private or any(
@@ -56,24 +57,16 @@ def is_unchecked(call: Call) -> bool:
     )
 
 
-def _constants(call: Call) -> list[Any]:
-    """The arguments that are no tensors."""
-    return [None if _has_nodes(value) else value for value in call.arguments.values()]
-
-
 def _has_nodes(value: Any) -> bool:
-    return any(isinstance(item, fx.Node) for item in _listed(value))
+    listed = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, fx.Node) for item in listed)
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
+def _dtypes(call: OperatorCall) -> tuple[torch.dtype, ...]:
     return tuple(operand.value.dtype for operand in call.operands)
 
 
-def _trial(call: Call, n: int) -> Call | None:
+def _trial(call: OperatorCall, n: int) -> OperatorCall | None:
     """The call on small random values; None where it does not run, or yields something else."""
     for shapes, sizes in _shrunk(call, n):
         try:
@@ -88,7 +81,7 @@ def _trial(call: Call, n: int) -> Call | None:
     return None
 
 
-def on_random(call: Call, shapes: Sequence[Shape]) -> Call:
+def on_random(call: OperatorCall, shapes: Sequence[Shape]) -> OperatorCall:
     """The call on random values of these shapes."""
     generator = torch.Generator().manual_seed(0)
     values = iter(
@@ -103,7 +96,7 @@ def on_random(call: Call, shapes: Sequence[Shape]) -> Call:
     return example(call.node.target, *args, **kwargs)
 
 
-def _is_constant(call: Call) -> bool:
+def _is_constant(call: OperatorCall) -> bool:
     """Whether a result says nothing about what is computed: not a number, or empty."""
     return any(
         result.numel() == 0 or (is_floating(result) and not bool(result.isfinite().any()))
@@ -111,7 +104,7 @@ def _is_constant(call: Call) -> bool:
     )
 
 
-def _shrunk(call: Call, n: int) -> Iterator[tuple[tuple[Shape, ...], dict[int, int]]]:
+def _shrunk(call: OperatorCall, n: int) -> Iterator[tuple[tuple[Shape, ...], dict[int, int]]]:
     """Shapes to try: smaller ones when they are large, the same sizes everywhere in the call."""
     if all(prod(shape) <= LARGEST for shape in call.shapes):
         yield call.shapes, {}
@@ -132,7 +125,7 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _strategies(call: Call, n: int) -> Iterator[Strategy]:
+def _strategies(call: OperatorCall, n: int) -> Iterator[Strategy]:
     """All splits of the operands with results that can be put together, values and gradients."""
     choices = [_choices(operand.value, n) for operand in call.operands]
     if prod(map(len, choices)) > MOST:
@@ -154,14 +147,16 @@ def _choices(value: torch.Tensor, n: int) -> list[Placement]:
     return [R, *splits, *([P] if value.dtype.is_floating_point else [])]
 
 
-def _outputs(call: Call, inputs: tuple[Placement, ...], n: int) -> tuple[Placement, ...] | None:
+def _outputs(
+    call: OperatorCall, inputs: tuple[Placement, ...], n: int
+) -> tuple[Placement, ...] | None:
     """The types of the results that ranks get, when each has one."""
-    found = _checked(attempt, call, inputs, n)
-    if not found:
+    ranks = _checked(attempt, call, inputs, n)
+    if not ranks:
         return None
     outputs = []
     for place, whole in enumerate(call.results):
-        parts = [results[place] for results in found]
+        parts = [results[place] for results in ranks]
         candidates = (R, *(S(dim) for dim in range(whole.dim())), P)
         fitting = (c for c in candidates if _fits(parts, c, whole))
         placement = next(fitting, None)
@@ -193,7 +188,7 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
         return ["it does not run"] if function is faults else None
 
 
-def _divides(strategy: Strategy, call: Call, n: int) -> bool:
+def _divides(strategy: Strategy, call: OperatorCall, n: int) -> bool:
     """Whether a strategy found on small tensors holds for the sizes of the call."""
     sides = zip(
         (*strategy.inputs, *strategy.outputs), (*call.shapes, *call.result_shapes), strict=True

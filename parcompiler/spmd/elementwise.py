@@ -1,14 +1,16 @@
-"""Rules of operators that treat every element by itself, with broadcasting."""
+"""Rules of operators that treat every element by itself, with broadcasting, and of losses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
-from parcompiler.spmd.call import Call, is_floating
-from parcompiler.spmd.rule import Rule
+from parcompiler.spmd.call import OperatorCall, is_floating
+from parcompiler.spmd.formula import Rule
+
+Family = Callable[[OperatorCall], Rule | None]
 
 # Any number of operands, none of them linear.
-CURVED = frozenset(
+NONLINEAR = frozenset(
     """
     abs absolute acos acosh angle asin asinh atan atan2 atanh ceil celu clamp clamp_max
     clamp_min clip cos cosh digamma elu erf erfc erfinv exp exp2 expm1 floor fmod frac gelu
@@ -25,77 +27,56 @@ CURVED = frozenset(
     alpha_dropout fill floor_divide
     """.split()
 )
+LINEAR = """
+    alias clone contiguous _conj _neg_view conj conj_physical detach dropout lift_fresh_copy
+    lift_fresh neg negative positive resolve_conj resolve_neg real imag
+    """.split()
 
-LINES: Mapping[str, str] = {
-    "alias": "*x -> *x",
-    "clone": "*x -> *x",
-    "contiguous": "*x -> *x",
-    "_conj": "*x -> *x",
-    "_neg_view": "*x -> *x",
-    "conj": "*x -> *x",
-    "conj_physical": "*x -> *x",
-    "detach": "*x -> *x",
-    "dropout": "*x -> *x",
-    "lift_fresh_copy": "*x -> *x",
-    "lift_fresh": "*x -> *x",
-    "neg": "*x -> *x",
-    "negative": "*x -> *x",
-    "positive": "*x -> *x",
-    "resolve_conj": "*x -> *x",
-    "resolve_neg": "*x -> *x",
-    "real": "*x -> *x",
-    "imag": "*x -> *x",
-    "complex": "*x + *x -> *x",
-    "copy": "*x + *x -> *x",
-    "addcmul": "*x + *x, *x -> *x",
-    "addcdiv": "*x + *x, !*x -> *x",
-    "lerp": "*x + *x, !*x -> *x",
-    "expand_as": "*x, !*x -> *x",
-}
+REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = range(3)
 
 
-def curved(call: Call) -> Rule:
+def nonlinear(call: OperatorCall) -> Rule:
     """An operator that is linear in none of its operands."""
     results = ", ".join("*x" for _ in call.results)
     return Rule(", ".join("!*x" for _ in call.operands) + f" -> {results}")
 
 
-def added(call: Call) -> Rule:
-    """A sum or difference; of a tensor and a number it is no longer linear."""
+def add(call: OperatorCall) -> Rule:
+    """A sum or difference; of a tensor and a number it is not linear."""
     return Rule(" + ".join("*x" for _ in call.operands) + " -> *x", affine=len(call.operands) < 2)
 
 
-def multiplied(call: Call) -> Rule:
+def multiply(call: OperatorCall) -> Rule:
     """A product, linear in each factor."""
     return Rule(", ".join("*x" for _ in call.operands) + " -> *x")
 
 
-def divided(call: Call) -> Rule:
+def divide(call: OperatorCall) -> Rule:
     """A quotient, linear in the numerator unless it is rounded."""
     if call.arguments.get("rounding_mode") is not None or call.operand("self") is None:
-        return curved(call)
+        return nonlinear(call)
     return Rule(", !".join("*x" for _ in call.operands) + " -> *x")
 
 
-def chosen(call: Call) -> Rule | None:
+def where(call: OperatorCall) -> Rule | None:
     """where(condition, a, b), linear in both; a number among them other than 0 is a constant."""
     if "self" not in call.arguments:
-        return None  # the places of the elements that hold
+        return None  # where(condition): the number of results depends on the values
     sides = [call.arguments["self"], call.arguments["other"]]
     affine = any(isinstance(side, bool | int | float) and side != 0 for side in sides)
     terms = " + ".join("*x" for operand in call.operands[1:] if operand.argument != "condition")
     return Rule(f"!*x, {terms} -> *x" if terms else "!*x -> *x", affine=affine)
 
 
-def filled(call: Call) -> Rule:
-    """masked_fill, linear when it fills with 0 or with a tensor."""
+def masked_fill(call: OperatorCall) -> Rule:
+    """Linear when it fills with 0 or with a tensor."""
     value = call.operand("value")
     if value is not None:
         return Rule("*x, !*x + *x -> *x")
     return Rule("*x, !*x -> *x", affine=call.arguments["value"] != 0)
 
 
-def cast(call: Call) -> Rule:
+def cast(call: OperatorCall) -> Rule:
     """A change of type or device, linear between floating types; to those of another tensor too."""
     floating = is_floating(call.operands[0].value) and is_floating(call.results[0])
     mark = "" if floating else "!"
@@ -103,20 +84,58 @@ def cast(call: Call) -> Rule:
     return Rule(f"{mark}*x{others} -> *x")
 
 
-FAMILIES = {
-    **dict.fromkeys(CURVED, curved),
-    "add": added,
-    "sub": added,
-    "subtract": added,
-    "rsub": added,
-    "mul": multiplied,
-    "multiply": multiplied,
-    "div": divided,
-    "divide": divided,
-    "true_divide": divided,
-    "where": chosen,
-    "masked_fill": filled,
-    "to": cast,
-    "_to_copy": cast,
-    "type_as": cast,
+def pointwise_loss(call: OperatorCall) -> Rule | None:
+    """Losses of two tensors, element by element: a mean is a mean of the means of equal pieces."""
+    reduction = call.arguments.get("reduction", REDUCTION_MEAN)
+    prediction, target = call.shapes[:2]
+    if prediction != target:
+        return None
+    listed = [f"d{dim}" for dim in range(len(prediction))]
+    operands = ["!" + " ".join(listed[len(listed) - len(shape) :]) for shape in call.shapes]
+    result = " ".join(listed) if reduction == REDUCTION_NONE else ""
+    means = frozenset(listed) if reduction == REDUCTION_MEAN else frozenset[str]()
+    return Rule(f"{', '.join(operands)} -> {result}", means=means)
+
+
+def cross_entropy(call: OperatorCall) -> Rule | None:
+    """cross_entropy_loss and nll_loss: rows, when they are added up or kept.
+
+    The mean leaves out ignored rows and weighs classes: see `special` for that.
+    """
+    logits, target = call.shapes[:2]
+    if len(target) != len(logits) - 1 or len(logits) < 2:
+        return None  # probabilities, or one row
+    reduction = call.arguments.get("reduction", REDUCTION_MEAN)
+    rows = [f"d{dim}" for dim in range(len(logits)) if dim != 1]
+    if reduction == REDUCTION_MEAN:
+        rows = ["1"] * len(rows)
+    operands = ["!" + " ".join([rows[0], "(c)", *rows[1:]]), "!" + " ".join(rows), "!(c)"]
+    result = " ".join(rows) if reduction == REDUCTION_NONE else ""
+    return Rule(f"{', '.join(operands[: len(call.operands)])} -> {result}")
+
+
+RULES: dict[str, str | Family] = {
+    **dict.fromkeys(NONLINEAR, nonlinear),
+    **dict.fromkeys(LINEAR, "*x -> *x"),
+    "complex": "*x + *x -> *x",
+    "copy": "*x + *x -> *x",
+    "addcmul": "*x + *x, *x -> *x",
+    "addcdiv": "*x + *x, !*x -> *x",
+    "lerp": "*x + *x, !*x -> *x",
+    "expand_as": "*x, !*x -> *x",
+    **dict.fromkeys(("add", "sub", "subtract", "rsub"), add),
+    **dict.fromkeys(("mul", "multiply"), multiply),
+    **dict.fromkeys(("div", "divide", "true_divide"), divide),
+    "where": where,
+    "masked_fill": masked_fill,
+    **dict.fromkeys(("to", "_to_copy", "type_as"), cast),
+    **dict.fromkeys(
+        """
+        binary_cross_entropy binary_cross_entropy_with_logits mse_loss l1_loss smooth_l1_loss
+        huber_loss kl_div
+        """.split(),
+        pointwise_loss,
+    ),
+    "cross_entropy_loss": cross_entropy,
+    "nll_loss_nd": cross_entropy,
 }

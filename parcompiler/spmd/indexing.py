@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from parcompiler.spmd.along import spelled, words
-from parcompiler.spmd.call import Call, Shape
-from parcompiler.spmd.rule import Rule
+from collections.abc import Callable
+
+from parcompiler.spmd.call import OperatorCall, Shape
+from parcompiler.spmd.dimensions import formula, words
+from parcompiler.spmd.formula import Rule
 
 
-def picked(call: Call) -> Rule:
+def index_select(call: OperatorCall) -> Rule:
     """index_select: rows by their number; the rows that are picked may be split."""
     rank = len(call.shapes[0])
     if rank == 0:
@@ -18,7 +20,7 @@ def picked(call: Call) -> Rule:
     return Rule(f"{' '.join(before)}, !{'i' if call.shapes[1] else ''} -> {' '.join(after)}")
 
 
-def gathered(call: Call) -> Rule:
+def gather(call: OperatorCall) -> Rule:
     """gather and take_along_dim: dimensions in which table and indices agree, and the indices."""
     rank = len(call.shapes[0])
     table, index = call.shapes
@@ -30,7 +32,7 @@ def gathered(call: Call) -> Rule:
     return Rule(f"{' '.join(here)}, !{' '.join(there)} -> {' '.join(there)}")
 
 
-def scattered(call: Call) -> Rule:
+def scatter(call: OperatorCall) -> Rule:
     """scatter: dimensions in which all agree; what is written replaces what stood there."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
@@ -45,7 +47,7 @@ def scattered(call: Call) -> Rule:
     return Rule(f"{mark}{line}, !{line} + {mark}{line} -> {line}")
 
 
-def accumulated(call: Call) -> Rule:
+def index_add(call: OperatorCall) -> Rule:
     """index_add: what is added may be split by rows, for the rest counts once."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
@@ -55,12 +57,11 @@ def accumulated(call: Call) -> Rule:
     return Rule(f"{line} + !i, {source} -> {line}")
 
 
-def indexed(call: Call) -> Rule | None:
+def index(call: OperatorCall) -> Rule | None:
     """x[..., indices, ...] with integers: what is not indexed, and the indices themselves."""
-    spots = _spots(call)
-    if spots is None:
+    if (found := _indices(call)) is None:
         return None
-    places, indices, width = spots
+    places, indices, width = found
     rank = len(call.shapes[0])
     before = words(rank, places)
     kept = [word for dim, word in enumerate(before) if dim not in places]
@@ -71,13 +72,12 @@ def indexed(call: Call) -> Rule | None:
     return Rule(f"{' '.join(before)}, {listed} -> {' '.join(after)}")
 
 
-def written(call: Call) -> Rule | None:
+def index_put(call: OperatorCall) -> Rule | None:
     """index_put: what is not indexed; when values are added up, by rows of them as well."""
-    spots = _spots(call)
-    value = call.operand("values")
-    if spots is None or value is None:
+    found, value = _indices(call), call.operand("values")
+    if found is None or value is None:
         return None
-    places, indices, width = spots
+    places, indices, width = found
     rank = len(call.shapes[0])
     if len(value.shape) != width + rank - len(places) or not _adjacent(places):
         return None
@@ -93,16 +93,15 @@ def written(call: Call) -> Rule | None:
     return Rule(f"{line} + {listed}, {values} -> {line}")
 
 
-def _spots(call: Call) -> tuple[list[int], list[Shape], int] | None:
+def _indices(call: OperatorCall) -> tuple[list[int], list[Shape], int] | None:
     """The indexed dimensions, the shapes of the indices, and the dimensions that these make.
 
     None for masks: how many elements they take is not known before.
     """
-    given = call.arguments["indices"]
     indices = [operand for operand in call.operands if operand.argument == "indices"]
     if any(operand.value.dtype.itemsize == 1 for operand in indices):
         return None
-    places = [dim for dim, index in enumerate(given) if index is not None]
+    places = [dim for dim, index in enumerate(call.arguments["indices"]) if index is not None]
     if not places or len(places) != len(indices):
         return None
     shapes = [operand.shape for operand in indices]
@@ -113,15 +112,15 @@ def _adjacent(places: list[int]) -> bool:
     return places == list(range(places[0], places[0] + len(places)))
 
 
-def one_hot(call: Call) -> Rule | None:
+def one_hot(call: OperatorCall) -> Rule | None:
     """one_hot with the number of classes: the indices."""
     if int(call.arguments.get("num_classes", -1)) < 0:
         return None
     listed = words(len(call.shapes[0]))
-    return Rule(spelled([["!", *listed]], [[*listed, "1"]]))
+    return Rule(formula([["!", *listed]], [[*listed, "1"]]))
 
 
-def searched(call: Call) -> Rule | None:
+def searchsorted(call: OperatorCall) -> Rule | None:
     """bucketize and searchsorted in one list of borders: the values."""
     names = {operand.argument: operand for operand in call.operands}
     borders = names.get("boundaries") or names.get("sorted_sequence")
@@ -131,17 +130,13 @@ def searched(call: Call) -> Rule | None:
     return Rule(f"{', '.join(lines)} -> *b")
 
 
-FAMILIES = {
-    "index_select": picked,
-    "gather": gathered,
-    "take_along_dim": gathered,
-    "scatter": scattered,
-    "scatter_add": scattered,
-    "scatter_reduce": scattered,
-    "index_add": accumulated,
-    "index": indexed,
-    "index_put": written,
+RULES: dict[str, str | Callable[[OperatorCall], Rule | None]] = {
+    "index_select": index_select,
+    **dict.fromkeys(("gather", "take_along_dim"), gather),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    "index_add": index_add,
+    "index": index,
+    "index_put": index_put,
     "one_hot": one_hot,
-    "bucketize": searched,
-    "searchsorted": searched,
+    **dict.fromkeys(("bucketize", "searchsorted"), searchsorted),
 }

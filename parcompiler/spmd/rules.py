@@ -24,30 +24,36 @@ from typing import Literal
 import torch  # noqa: F401  (of the example above)
 from torch import fx
 
-from parcompiler.spmd import along, elementwise, indexing, losses, matrix, neural, parts, views
-from parcompiler.spmd.call import Call, read
+from parcompiler.spmd import dimensions, elementwise, indexing, layers, views
+from parcompiler.spmd.call import OperatorCall, read, written
 from parcompiler.spmd.discover import discovered
-from parcompiler.spmd.rule import Rule, Segments, expand, is_sound, replicated
-from parcompiler.spmd.segments import taken_apart
-from parcompiler.spmd.special import special
-from parcompiler.spmd.strategy import Size, Strategy
+from parcompiler.spmd.formula import Rule, Segments, expand, replicated
+from parcompiler.spmd.segments import segment_strategies
+from parcompiler.spmd.special import special_strategies
+from parcompiler.spmd.strategy import SizeArgument, Strategy
 
 Source = Literal["written", "discovered", "replicated"]
-Family = Callable[[Call], Rule | None]
 
-LINES: Mapping[str, str] = {**elementwise.LINES, **matrix.LINES, **neural.LINES}
-FAMILIES: Mapping[str, Family] = {
-    **elementwise.FAMILIES,
-    **along.FAMILIES,
-    **views.FAMILIES,
-    **parts.FAMILIES,
-    **matrix.FAMILIES,
-    **neural.FAMILIES,
-    **indexing.FAMILIES,
-    **losses.FAMILIES,
+
+def maker(call: OperatorCall) -> Rule | None:
+    """zeros, ones and the like: every rank makes its piece."""
+    shape = call.result_shapes[0]
+    if not all(isinstance(size, int) for size in call.arguments["size"]):
+        return None
+    listed = dimensions.words(len(shape))
+    sizes = ((word, SizeArgument("size", dim, shape[dim])) for dim, word in enumerate(listed))
+    return Rule(("!(*x)" if call.operands else "") + f" -> {' '.join(listed)}", tuple(sizes))
+
+
+MAKERS = "zeros ones full empty new_zeros new_ones new_full new_empty".split()
+RULES: Mapping[str, str | Callable[[OperatorCall], Rule | None]] = {
+    **elementwise.RULES,
+    **dimensions.RULES,
+    **views.RULES,
+    **layers.RULES,
+    **indexing.RULES,
+    **dict.fromkeys(MAKERS, maker),
 }
-# Their operands are shapes alone, or nothing: every rank makes the whole, or its piece.
-MAKERS = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
 
 
 def strategies(
@@ -69,48 +75,39 @@ def strategies(
     call = read(node, differentiable)
     if n == 1 or not call.is_plain:
         return replicated(call)
-    rule = written(call)
+    rule = written_rule(call)
     found = [*replicated(call)]
     if rule is not None:
         found += expand(rule, call, n, uneven=uneven, segments=segments)
     elif is_unknown(call):
         found += discovered(call, n)
-    found += special(call, n, uneven=uneven)
-    found += taken_apart(call, n, segments)
-    return tuple(strategy for strategy in dict.fromkeys(found) if is_sound(strategy, call))
+    found += special_strategies(call, n, uneven=uneven)
+    found += segment_strategies(call, n, segments)
+    return tuple(strategy for strategy in dict.fromkeys(found) if _is_sound(strategy, call))
+
+
+def _is_sound(strategy: Strategy, call: OperatorCall) -> bool:
+    """Whether operands that are updated in place have the type of the result that they become."""
+    result = strategy.outputs[:1]
+    return all(strategy.inputs[place] == result[0] for place in written(call) if result)
 
 
 def source(node: fx.Node, n: int) -> Source:
     """Where the strategies of a node come from; "replicated" when there are no others."""
     call = read(node)
-    found = strategies(node, n)
-    if is_unknown(call) and not all(strategy.is_replicated for strategy in found):
+    if is_unknown(call) and not all(s.is_replicated for s in strategies(node, n)):
         return "discovered"
-    return "replicated" if is_unknown(call) or written(call) is None else "written"
+    return "replicated" if is_unknown(call) or written_rule(call) is None else "written"
 
 
-def is_unknown(call: Call) -> bool:
+def is_unknown(call: OperatorCall) -> bool:
     """Whether no rule is written for an operator."""
-    return not (call.base in LINES or call.base in FAMILIES or call.base in MAKERS or call.is_item)
+    return call.base not in RULES and not call.is_item
 
 
-def written(call: Call) -> Rule | None:
+def written_rule(call: OperatorCall) -> Rule | None:
     """The written rule of a call; None where there is none, or none for such arguments."""
     if call.is_item:
         return Rule("*x -> *x")
-    if call.base in LINES:
-        return Rule(LINES[call.base])
-    if call.base in MAKERS:
-        return made(call)
-    return FAMILIES[call.base](call) if call.base in FAMILIES else None
-
-
-def made(call: Call) -> Rule | None:
-    """zeros, ones and the like: every rank makes its piece."""
-    given = call.arguments["size"]
-    shape = call.result_shapes[0]
-    if not all(isinstance(size, int) for size in given):
-        return None
-    listed = along.words(len(shape))
-    sizes = tuple((word, Size("size", dim, shape[dim])) for dim, word in enumerate(listed))
-    return Rule(("!(*x)" if call.operands else "") + f" -> {' '.join(listed)}", sizes)
+    rule = RULES.get(call.base)
+    return Rule(rule) if isinstance(rule, str) else rule(call) if rule is not None else None

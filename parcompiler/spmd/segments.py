@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from parcompiler.spmd.call import Call, read
-from parcompiler.spmd.placement import Placement, R, S
-from parcompiler.spmd.strategy import Size, Strategy
+from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.placement import R, S
+from parcompiler.spmd.strategy import SizeArgument, Strategy
 
 Segments = tuple[int, ...]
 _SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
@@ -31,10 +31,9 @@ def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
         if node.op != "call_function":
             continue
         call = read(node)
-        name = call.base
-        if name in _SPLITS and call.is_plain and len(call.operands) == 1:
+        if call.base in _SPLITS and call.is_plain and len(call.operands) == 1:
             found[_parts(call)] = None
-        elif name == "slice" and call.is_plain:
+        elif call.base == "slice" and call.is_plain:
             dim, start, end = _taken(call)
             bounds = {start, end, 0, call.shapes[0][dim]}
             cuts.setdefault((call.operands[0].node, dim), set()).update(bounds)
@@ -44,59 +43,57 @@ def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
     return tuple(division for division in found if len(division) > 1)
 
 
-def taken_apart(call: Call, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def segment_strategies(
+    call: OperatorCall, n: int, segments: Sequence[Segments]
+) -> Iterator[Strategy]:
     """The strategies of split, chunk, slice and cat that split the dimension that they divide."""
-    name = call.base
-    if name in _SPLITS:
-        yield from _split(call, n, segments)
-    elif name in _JOINS:
-        yield from _joined(call, n, segments)
-    elif name == "slice":
-        yield from _sliced(call, n, segments)
+    divisible = [division for division in segments if all(part % n == 0 for part in division)]
+    if call.base in _SPLITS:
+        yield from _split(call, n, divisible)
+    elif call.base in _JOINS:
+        yield from _cat(call, divisible)
+    elif call.base == "slice":
+        yield from _slice(call, divisible)
 
 
-def _divides(n: int, division: Segments) -> bool:
-    return all(part % n == 0 for part in division)
-
-
-def _dim(call: Call) -> int:
+def _dim(call: OperatorCall) -> int:
     return int(call.arguments.get("dim", 0)) % len(call.shapes[0])
 
 
-def _parts(call: Call) -> Segments:
+def _parts(call: OperatorCall) -> Segments:
     """The sizes of the results of a split, along its dimension."""
     return tuple(shape[_dim(call)] for shape in call.result_shapes)
 
 
-def _split(call: Call, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _split(call: OperatorCall, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """A split whose parts are the segments of its operand."""
     parts, dim = _parts(call), _dim(call)
-    if parts not in segments or not _divides(n, parts) or "tensor_split" in call.name:
+    if parts not in segments or "tensor_split" in call.name:
         return
     if "chunk" in call.name and len(set(parts)) > 1:
         return
-    sizes: list[Size] = []
+    sizes: list[SizeArgument] = []
     for argument in ("split_size", "split_sizes"):
         given = call.arguments.get(argument)
         if isinstance(given, int):
-            sizes.append(Size(argument, None, given))
+            sizes.append(SizeArgument(argument, None, given))
         elif given is not None:
-            sizes += [Size(argument, place, size) for place, size in enumerate(given)]
+            sizes += [SizeArgument(argument, place, size) for place, size in enumerate(given)]
     if all(size.whole % n == 0 for size in sizes):
         yield Strategy((S(dim, parts),), (S(dim),) * len(parts), tuple(sizes))
 
 
-def _joined(call: Call, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _cat(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """Parts that become segments."""
     rank, dim = len(call.result_shapes[0]), _dim(call)
     if any(len(shape) != rank for shape in call.shapes):
         return
     parts = tuple(shape[dim] for shape in call.shapes)
-    if parts in segments and _divides(n, parts):
+    if parts in segments:
         yield Strategy((S(dim),) * len(parts), (S(dim, parts),))
 
 
-def _sliced(call: Call, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _slice(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """A slice that is some of the segments of its operand."""
     dim, start, end = _taken(call)
     size = call.shapes[0][dim]
@@ -104,23 +101,18 @@ def _sliced(call: Call, n: int, segments: Sequence[Segments]) -> Iterator[Strate
         return
     for division in segments:
         edges = list(itertools.accumulate((0, *division)))
-        if edges[-1] != size or not _divides(n, division) or not {start, end} <= set(edges):
+        if edges[-1] != size or not {start, end} <= set(edges):
             continue
         within = division[edges.index(start) : edges.index(end)]
-        sizes = [Size("start", None, start)] if start else []
+        sizes = [SizeArgument("start", None, start)] if start else []
         given = call.arguments.get("end")
-        sizes += [Size("end", None, end)] if given == end else []
+        sizes += [SizeArgument("end", None, end)] if given == end else []
         if given == end or end == size:
-            yield Strategy((S(dim, division),), (_within(dim, within),), tuple(sizes))
+            result = S(dim, within if len(within) > 1 else ()) if within else R
+            yield Strategy((S(dim, division),), (result,), tuple(sizes))
 
 
-def _within(dim: int, segments: Segments) -> Placement:
-    if not segments:
-        return R
-    return S(dim, segments if len(segments) > 1 else ())
-
-
-def _taken(call: Call) -> tuple[int, int, int]:
+def _taken(call: OperatorCall) -> tuple[int, int, int]:
     """The dimension of a slice, and the first and last element of it, as positive numbers."""
     dim = _dim(call)
     size, taken = call.shapes[0][dim], call.result_shapes[0][dim]

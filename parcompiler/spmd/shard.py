@@ -30,14 +30,12 @@ from torch.utils import _pytree as pytree
 from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
-from parcompiler.spmd.call import Call, call_of, is_random
-from parcompiler.spmd.exchange import Exchange, converting, local_size
-from parcompiler.spmd.local import local_parameter, local_value
-from parcompiler.spmd.needs import common_need
-from parcompiler.spmd.placement import I, Placement, R, shard_of
+from parcompiler.spmd.call import OperatorCall, call_of, is_random
+from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
 from parcompiler.spmd.rules import strategies
-from parcompiler.spmd.strategy import Strategy
-from parcompiler.spmd.substitutes import substitute
+from parcompiler.spmd.runtime_call import NodeCollectives, conversion_call, local_size
+from parcompiler.spmd.special import special_call
+from parcompiler.spmd.strategy import Strategy, localized
 
 Assignment = Mapping[fx.Node, Strategy]
 Types = tuple[Placement, ...]  # of the tensors that a node yields
@@ -59,15 +57,14 @@ def stored(graph: Graph, assignment: Assignment) -> dict[fx.Node, Placement]:
         call = call_of(node, graph)
         for operand, placement in zip(call.operands, strategy.inputs, strict=True):
             wanted.setdefault(operand.node, set()).add(placement)
-    found = {}
+    placements = {}
     for node in graph.fx_graph.nodes:
         if node.op == "placeholder":
             types = wanted.get(node, set())
             pieces = len(types) == 1 and next(iter(types)).kind == "S"
             whole = I if node.name in graph.differentiable else R
-            held = node.name in graph.by_node
-            found[node] = next(iter(types)) if pieces and held else whole
-    return found
+            placements[node] = next(iter(types)) if pieces and node.name in graph.by_node else whole
+    return placements
 
 
 class _Sharding:
@@ -79,7 +76,7 @@ class _Sharding:
         self.n = n
         self.local = fx.Graph()
         self.effects = effects_of(graph)
-        self.home, self.outside = _runs(graph)
+        self.home, self.outside = _layers(graph)
         self.taken = {node.name for node in graph.fx_graph.nodes}
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
@@ -91,22 +88,22 @@ class _Sharding:
 
     def graph(self) -> Graph:
         """The sharded graph."""
-        held = stored(self.whole, self.assignment)
+        placements = stored(self.whole, self.assignment)
         for node in self.whole.fx_graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, held[node])
+                self._placeholder(node, placements[node])
             elif node in self.shared:
-                self._apart(node)
+                self._shared(node)
             elif node.op == "call_function":
                 self._node(node)
-        loss = self.whole.loss
-        found = self._converted(loss, I, loss, carries=loss.name in self.whole.differentiable)
-        self.local.output((found,))
+        whole = self.whole.loss
+        loss = self._converted(whole, I, whole, carries=whole.name in self.whole.differentiable)
+        self.local.output((loss,))
         return dataclasses.replace(
             self.whole,
             fx_graph=self.local,
             parameters=tuple(self.parameters[item.name] for item in self.whole.parameters),
-            loss=found,
+            loss=loss,
             differentiable=frozenset(self.carrying),
             fingerprint=self._fingerprint(),
             vocabulary=self._vocabulary(),
@@ -117,16 +114,15 @@ class _Sharding:
         whole = self.whole.vocabulary
         if whole is None:
             return None
-        own = {item.node: next(made for made in self.local.nodes if made.name == item.node.name)
-               for item in whole.lookups}  # fmt: skip
-        lookups = tuple(dataclasses.replace(item, node=own[item.node]) for item in whole.lookups)
+        by_name = {node.name: node for node in self.local.nodes}
+        lookups = (dataclasses.replace(x, node=by_name[x.node.name]) for x in whole.lookups)
         head = whole.head
         if head is not None:
             node = self.nodes[head.node]
             x = node.args[0]
             assert isinstance(x, fx.Node)
             head = dataclasses.replace(head, node=node, x=x)
-        return Vocabulary(lookups, head)
+        return Vocabulary(tuple(lookups), head)
 
     def _fingerprint(self) -> str:
         """That of the whole, with the strategies."""
@@ -138,11 +134,11 @@ class _Sharding:
 
     def _placeholder(self, node: fx.Node, placement: Placement) -> None:
         """A parameter, buffer or input."""
-        self._kept(node, self.local.placeholder(node.name), (placement,))
+        self._record(node, self.local.placeholder(node.name), (placement,))
         item = self.whole.by_node.get(node.name)
         if item is not None:
             if placement.kind == "S":
-                item = local_parameter(item, placement, self.n)
+                item = _local_parameter(item, placement, self.n)
             self.parameters[item.name] = item
 
     def _node(self, node: fx.Node) -> None:
@@ -157,20 +153,20 @@ class _Sharding:
         for operand, placement, carries in zip(
             call.operands, strategy.inputs, call.gradients, strict=True
         ):
-            found = self.nodes[operand.node]
+            value = self.nodes[operand.node]
             if len(self.types[operand.node]) == 1:
-                found = self._converted(operand.node, placement, node, carries=carries)
-            if operand.node in updated and found is not self.nodes[operand.node]:
-                found = self._copied(operand.node, found)
-            local[operand.argument, operand.index] = found
+                value = self._converted(operand.node, placement, node, carries=carries)
+            if operand.node in updated and value is not self.nodes[operand.node]:
+                value = self._copied(operand.node, value)
+            local[operand.argument, operand.index] = value
         made = self._call(node, call, strategy, local)
-        self._kept(node, made, strategy.outputs)
+        self._record(node, made, strategy.outputs)
         for changed in updated:
             self._forget(changed, node)
         if node in self.outside and node.name in self.carrying:
-            self._settle(node)
+            self._convert_early(node)
 
-    def _apart(self, node: fx.Node) -> None:
+    def _shared(self, node: fx.Node) -> None:
         """A layer of the vocabulary, which all ranks of the plane share: whole in, whole out."""
         operands = {
             operand: self._converted(operand, I, node, carries=True)
@@ -180,18 +176,18 @@ class _Sharding:
         }
         args = fx.map_arg(node.args, operands.__getitem__)
         assert callable(node.target)
-        self._kept(node, self.local.call_function(node.target, args), (I,))
+        self._record(node, self.local.call_function(node.target, args), (I,))
         if node in self.outside:
-            self._settle(node)
+            self._convert_early(node)
 
-    def _item(self, node: fx.Node, call: Call) -> None:
+    def _item(self, node: fx.Node, call: OperatorCall) -> None:
         """One of several results: of the type that it has there, or converted to another."""
         of, index = node.args
         assert isinstance(of, fx.Node)
         assert isinstance(index, int)
         made = self.local.call_function(operator.getitem, (self.nodes[of], index))
         types = self.types[of]
-        self._kept(node, made, (types[index if len(types) > 1 else 0],))
+        self._record(node, made, (types[index if len(types) > 1 else 0],))
         strategy = self.assignment.get(node)
         if strategy is not None and strategy.inputs != self.types[node]:
             self.nodes[node] = self._converted(
@@ -199,13 +195,12 @@ class _Sharding:
             )
             self.types[node] = strategy.inputs
 
-    def _settle(self, node: fx.Node) -> None:
+    def _convert_early(self, node: fx.Node) -> None:
         """Convert a value that layers read where it is made, if all who read it need it alike."""
         elsewhere = any(self.home.get(user) != self.home[node] for user in node.users)
         updated = self.effects.root(node) in self.effects.writers
-        need = common_need(node, self.assignment, self.whole.differentiable)
         several = not isinstance(node.meta["val"], torch.Tensor)
-        if not elsewhere or updated or several or need is None:
+        if not elsewhere or updated or several or (need := self._common_need(node)) is None:
             return
         target, carries = need
         # What each layer uses for its part of the work fans out there, as in Megatron-LM.
@@ -213,7 +208,20 @@ class _Sharding:
             made = self._converted(node, target, node, carries=carries)
             self.nodes[node], self.types[node] = made, (target,)
 
-    def _default(self, node: fx.Node, call: Call) -> Strategy:
+    def _common_need(self, node: fx.Node) -> tuple[Placement, bool] | None:
+        """The type that all readers of a node need, and whether a gradient comes back; None where
+        they differ, or one has no strategy."""
+        needs: set[tuple[Placement, bool]] = set()
+        for user in node.users:
+            strategy = self.assignment.get(user)
+            if strategy is None:
+                return None
+            call = call_of(user, self.whole)
+            operands = zip(call.operands, strategy.inputs, call.gradients, strict=True)
+            needs |= {(placement, c) for operand, placement, c in operands if operand.node is node}
+        return needs.pop() if len(needs) == 1 else None
+
+    def _default(self, node: fx.Node, call: OperatorCall) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
         known = strategies(node, self.n, differentiable=self.whole.differentiable)
         there = [self.types[operand.node] for operand in call.operands]
@@ -226,28 +234,20 @@ class _Sharding:
     def _call(
         self,
         node: fx.Node,
-        call: Call,
+        call: OperatorCall,
         strategy: Strategy,
         local: Mapping[tuple[str, int | None], fx.Node],
     ) -> fx.Node:
         """The call of a rank."""
-        given = {name: self._argument(name, value, local) for name, value in call.arguments.items()}
-        for size in strategy.sizes:
-            mine = local_size(size.whole, self.n)
-            if size.index is None:
-                given[size.argument] = mine
-            else:
-                items = list(given[size.argument])
-                items[size.index] = mine
-                given[size.argument] = items
+        values = {name: self._argument(name, x, local) for name, x in call.arguments.items()}
+        arguments = localized(values, strategy.sizes, lambda whole: local_size(whole, self.n))
         if strategy.special:
-            other = substitute(strategy.special, call, given, self.n)
+            other = special_call(strategy.special, call, arguments, self.n)
             made = self.local.call_function(other.target, other.args, dict(other.kwargs))
-            more: dict[str, Any] = {"exchange": other.exchange} if other.exchange else {}
+            made.meta = {"exchange": other.collectives} if other.collectives else {}
         else:
-            made = self.local.call_function(node.target, *_placed(node, given))  # type: ignore[arg-type]
-            more = {}
-        made.meta = {**node.meta, **more}
+            made = self.local.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
+        made.meta = {**node.meta, **made.meta}
         self._draw_own(call, strategy, made)
         if strategy.factor != 1.0:
             made = self._scaled(node, made, strategy)
@@ -264,7 +264,7 @@ class _Sharding:
             ]
         return local.get((name, None)) or fx.map_arg(value, self.nodes.__getitem__)
 
-    def _draw_own(self, call: Call, strategy: Strategy, made: fx.Node) -> None:
+    def _draw_own(self, call: OperatorCall, strategy: Strategy, made: fx.Node) -> None:
         """Let each rank draw the random numbers of its own piece."""
         if strategy.draws != "own" or not is_random(call):
             return
@@ -272,11 +272,10 @@ class _Sharding:
         placement = strategy.inputs[0] if attends else strategy.outputs[0]
         if placement.kind != "S":
             return
-        size = call.shapes[0][placement.dim]
-        shard = shard_of(placement, size)
-        said = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
+        shard = shard_of(placement, call.shapes[0][placement.dim])
+        sizes = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
         contexts = made.meta.get("contexts", ())
-        made.meta["contexts"] = (*contexts, ("own_draws", placement.dim, said))
+        made.meta["contexts"] = (*contexts, ("own_draws", placement.dim, sizes))
 
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""
@@ -288,7 +287,7 @@ class _Sharding:
         scaled.meta = dict(node.meta)
         return scaled
 
-    def _kept(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
+    def _record(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
         """Note what stands for a node of the whole."""
         made.meta = {**node.meta, **made.meta}
         self._describe(made, node, types)
@@ -303,10 +302,7 @@ class _Sharding:
         remaining = iter(types)
 
         def local(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            placement = next(remaining, R)
-            return self._piece(leaf, placement)
+            return self._piece(leaf, next(remaining, R)) if isinstance(leaf, torch.Tensor) else leaf
 
         whole = node.meta.get("val")
         made.meta["val"] = pytree.tree_map(local, whole)
@@ -320,7 +316,7 @@ class _Sharding:
             return value
         key = value.shape, value.stride(), value.dtype, value.device, type(value), placement
         if key not in self.pieces:
-            self.pieces[key] = local_value(value, placement, self.n)
+            self.pieces[key] = _local_value(value, placement, self.n)
         return self.pieces[key]
 
     def _converted(
@@ -336,12 +332,12 @@ class _Sharding:
         if key in self.converted:
             return self.converted[key]
         shape, nbytes = shape_of(node), nbytes_of(node)
-        found = converting(source, target, shape, nbytes, self.n, carries=carries)
-        if found is None:
+        converting = conversion_call(source, target, shape, nbytes, self.n, carries=carries)
+        if converting is None:
             return made
-        call, args, kwargs, exchange = found
+        call, args, kwargs, collectives = converting
         converted = self.local.call_function(call, (made, *args), dict(kwargs))
-        converted.meta = self._origin(node, user, exchange)
+        converted.meta = self._origin(node, user, collectives)
         self._describe(converted, node, (target,))
         converted.name = self._free_name(f"{node.name}_{call.name}")
         if carries:
@@ -349,14 +345,11 @@ class _Sharding:
         self.converted[key] = converted
         return converted
 
-    def _origin(self, node: fx.Node, user: fx.Node, exchange: Exchange) -> dict[str, Any]:
+    def _origin(self, node: fx.Node, user: fx.Node, collectives: NodeCollectives) -> dict[str, Any]:
         """Where a conversion comes from: the lines of the value, the module of the user."""
-        meta = {}
-        if "nn_module_stack" in user.meta:
-            meta["nn_module_stack"] = user.meta["nn_module_stack"]
-        if "stack_trace" in node.meta:
-            meta["stack_trace"] = node.meta["stack_trace"]
-        return meta | {"exchange": exchange, "val": node.meta["val"]}
+        pairs = (("nn_module_stack", user), ("stack_trace", node))
+        meta = {key: origin.meta[key] for key, origin in pairs if key in origin.meta}
+        return meta | {"exchange": collectives, "val": node.meta["val"]}
 
     def _free_name(self, wish: str) -> str:
         """A name that no node has."""
@@ -389,7 +382,7 @@ class _Sharding:
             self.nodes[updated], self.types[updated] = self.nodes[by], self.types[by]
 
 
-def _runs(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+def _layers(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """The number of the layer, or of the run of nodes between layers, that each node is in; and the
     nodes that are in no layer."""
     nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
@@ -402,12 +395,36 @@ def _runs(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     return home, outside
 
 
-def _placed(node: fx.Node, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as those of the node are given: by place, and by keyword."""
+def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter:
+    """A tensor of the model of which `n` ranks hold pieces."""
+    found = shard_of(placement, item.shape[placement.dim])
+    shape = list(item.shape)
+    # Segments are split evenly, a dimension without them perhaps not.
+    parts = [local_size(size, n) for size in found.sizes]
+    shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
+    return dataclasses.replace(item, shape=tuple(shape), shard=found)
+
+
+def _local_value(value: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
+    """A piece of a tensor without data as rank 0 has it, in the same order in memory."""
+    shape = local_shape(tuple(value.shape), placement, n)
+    before = value.stride()
+    strides, step = [0] * value.dim(), 1
+    for dim in sorted(range(value.dim()), key=lambda dim: -before[dim])[::-1]:
+        if before[dim]:
+            strides[dim] = step
+            step *= max(1, shape[dim])
+    return value.new_empty_strided(shape, strides)
+
+
+def _arguments(
+    node: fx.Node, arguments: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name, as the node passes them: by place, and by keyword."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         names: Sequence[str] = [argument.name for argument in target._schema.arguments]
     else:
         names = [str(index) for index in range(len(node.args))]
-    args = tuple(given[name] for name in names[: len(node.args)])
-    return args, {name: given[name] for name in node.kwargs}
+    args = tuple(arguments[name] for name in names[: len(node.args)])
+    return args, {name: arguments[name] for name in node.kwargs}

@@ -1,4 +1,4 @@
-"""Strategies that no line says: the call on a rank is another computation than the operator's.
+"""Strategies that no formula says: the call on a rank is another computation than the operator's.
 
 | name              | operator            | what ranks split                                       |
 |-------------------|---------------------|--------------------------------------------------------|
@@ -9,75 +9,158 @@
 | own experts       | grouped products    | experts: the rows of other ranks' experts are zero     |
 | classes           | cross_entropy_loss  | classes; ranks exchange the maximum and sum of each row|
 
-`LOCAL` has the computations that need no exchange, as functions of the local arguments, the shapes
-of the whole operands, n and the rank; those that need one are in `TALKING`.
+Each has the function that yields its strategies, and the one that makes the call of the runtime
+that computes it on a rank. All but the last need no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from parcompiler.pieces import piece
-from parcompiler.spmd.call import Call, Shape, is_random
-from parcompiler.spmd.losses import REDUCTION_MEAN, REDUCTION_SUM
+from parcompiler.spmd.call import OperatorCall, is_random
+from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
+from parcompiler.spmd.runtime_call import Actions, NodeCollectives, RuntimeCall
 from parcompiler.spmd.strategy import Draws, Strategy
 
-Local = Callable[[Callable[..., Any], Mapping[str, Any], Sequence[Shape], int, int], Any]
-TALKING = frozenset({"classes"})
+REDUCTIONS = ("none", "mean", "sum")
 
 
-def special(call: Call, n: int, *, uneven: bool) -> Iterator[Strategy]:
+@dataclass(frozen=True, slots=True)
+class SpecialCall:
+    """The call of the runtime that computes a special strategy on a rank."""
+
+    target: RuntimeCall
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    collectives: NodeCollectives | None = None
+
+
+def special_strategies(call: OperatorCall, n: int, *, uneven: bool) -> Iterator[Strategy]:
     """The special strategies of a call."""
-    make = _MAKERS.get(call.base)
-    if make is not None:
-        yield from make(call, n, uneven)
+    if call.base in _STRATEGIES:
+        yield from _STRATEGIES[call.base](call, n, uneven)
 
 
-def _parts_evenly(size: int, n: int, uneven: bool) -> bool:
+def special_call(special: str, call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    """The call for a strategy; `local` are the operator's arguments by name, as a rank has them."""
+    return _CALLS[special](call, local, n)
+
+
+def _divides(size: int, n: int, uneven: bool) -> bool:
     return size % n == 0 or (uneven and size > n)
 
 
-def _tables(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
-    """The vocabulary of an embedding."""
+# Embeddings
+
+
+def _embedding_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
     plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
     if plain and call.arguments.get("max_norm") is None:
-        if _parts_evenly(call.shapes[0][0], n, uneven):
+        if _divides(call.shapes[0][0], n, uneven):
             yield Strategy((S(0), R), (P,), special="vocabulary lookup")
 
 
-def _bags(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
-    """The vocabulary of a bag of embeddings that are added up."""
+def _embedding(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    padding = local["padding_idx"]
+    return SpecialCall(
+        RuntimeCall("embedding", likeness=_like_embedding),
+        (local["indices"], local["weight"], call.shapes[0][0]),
+        {"padding_idx": padding} if padding >= 0 else {},
+    )
+
+
+def _like_embedding(
+    indices: torch.Tensor, weight: torch.Tensor, size: int, padding_idx: int = -1
+) -> torch.Tensor:
+    rows = torch.embedding(weight, indices, padding_idx)
+    return rows.masked_fill((indices < size).unsqueeze(-1), 0)
+
+
+def _bag_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
     plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
     sums = call.arguments.get("mode", 0) == 0 and len(call.operands) == 3
     padded = call.arguments.get("padding_idx") is not None
-    if plain and sums and not padded and _parts_evenly(call.shapes[0][0], n, uneven):
+    if plain and sums and not padded and _divides(call.shapes[0][0], n, uneven):
         rest = (R,) * (len(call.results) - 1)
         yield Strategy((S(0), R, R), (P, *rest), special="vocabulary bags")
 
 
-def _rows(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
-    """Rows, and classes, of a cross entropy of class indices."""
+def _bags(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    kwargs = {"include_last_offset": True} if local["include_last_offset"] else {}
+    weights = local["per_sample_weights"]
+    return SpecialCall(
+        RuntimeCall("embedding_bag"),
+        (local["indices"], local["weight"], local["offsets"], call.shapes[0][0]),
+        kwargs if weights is None else {**kwargs, "per_sample_weights": weights},
+    )
+
+
+# Cross entropy of class indices
+
+
+def _loss_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
     logits, target = call.shapes[:2]
     reduction = call.arguments.get("reduction")
     if len(logits) != 2 or len(target) != 1:
         return
     others = (R,) * (len(call.operands) - 1)
-    if reduction == REDUCTION_MEAN and _parts_evenly(logits[0], n, uneven):
+    if reduction == REDUCTION_MEAN and _divides(logits[0], n, uneven):
         yield Strategy((S(0), *others), (P,), special="own rows")
     weighted = len(call.operands) > 2
     reduces = reduction in (REDUCTION_MEAN, REDUCTION_SUM)
-    if reduces and not weighted and _parts_evenly(logits[1], n, uneven):
+    if reduces and not weighted and _divides(logits[1], n, uneven):
         result = I if any(call.carries) else R
         yield Strategy((S(1), *others), (result,), special="classes")
 
 
-def _heads(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
-    """Heads of queries, where the heads of keys and values cannot be split with them."""
+def _loss_of_rows(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    kwargs = _loss_options(local)
+    if local["weight"] is not None:
+        kwargs = {"weight": local["weight"], **kwargs}
+    target = RuntimeCall("cross_entropy_of_rows", likeness=_like_loss_of_rows)
+    return SpecialCall(target, (local["self"], local["target"]), kwargs)
+
+
+def _like_loss_of_rows(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, **more: Any
+) -> torch.Tensor:
+    return F.cross_entropy(logits, target[: logits.shape[0]], weight, **more)
+
+
+def _loss_of_classes(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    rows, classes = call.shapes[0]
+    kwargs = _loss_options(local)
+    reduction = REDUCTIONS[local["reduction"]]
+    if reduction != "mean":
+        kwargs = {"reduction": reduction, **kwargs}
+    nbytes = float(rows * max(4, call.operands[0].value.dtype.itemsize))
+    sums = 3 if local["label_smoothing"] else 2
+    actions: Actions = (("all-reduce", nbytes), ("all-reduce", sums * nbytes))
+    target = RuntimeCall("cross_entropy", likeness=_like_loss)
+    args = local["self"], local["target"], classes
+    return SpecialCall(target, args, kwargs, NodeCollectives(n, actions))
+
+
+def _like_loss(logits: torch.Tensor, target: torch.Tensor, _size: int, **more: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, target, **more)
+
+
+def _loss_options(local: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that differ from the defaults of a cross entropy."""
+    defaults = {"ignore_index": -100, "label_smoothing": 0.0}
+    return {name: local[name] for name, default in defaults.items() if local[name] != default}
+
+
+# Heads of queries, where the heads of keys and values cannot be split with them
+
+
+def _head_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
     query, key = call.shapes[:2]
     if not call.arguments.get("enable_gqa") or len(query) < 3:
         return
@@ -92,114 +175,62 @@ def _heads(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
     yield Strategy(tuple(inputs), (S(heads),), special="own heads", draws=draws)
 
 
-def _experts(call: Call, n: int, uneven: bool) -> Iterator[Strategy]:
-    """Experts that are stacked in one matrix product."""
+def _heads(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    args = (local["query"], local["key"], local["value"], call.shapes[0][-3])
+    return SpecialCall(RuntimeCall("attention_of_heads", likeness=_like_heads), args, kwargs)
+
+
+def _like_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _heads: int, **more: Any
+) -> torch.Tensor:
+    shape = (*query.shape[:-2], *key.shape[-2:])
+    values = (*shape[:-1], value.shape[-1])
+    pair = key[..., :1, :, :].expand(shape), value[..., :1, :, :].expand(values)
+    return F.scaled_dot_product_attention(query, *pair, **more)
+
+
+# Experts that are stacked in one matrix product
+
+
+def _expert_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
     if [len(shape) for shape in call.shapes] == [2, 3, 1]:
-        if _parts_evenly(call.shapes[1][0], n, uneven):
+        if _divides(call.shapes[1][0], n, uneven):
             yield Strategy((R, S(0), R), (P,), special="own experts")
 
 
-_MAKERS: Mapping[str, Callable[[Call, int, bool], Iterator[Strategy]]] = {
-    "embedding": _tables,
-    "embedding_bag": _bags,
-    "cross_entropy_loss": _rows,
-    "scaled_dot_product_attention": _heads,
-    "grouped_mm_fallback": _experts,
-    "_grouped_mm": _experts,
+def _experts(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    rows, weight, ends = list(local.values())[:3]
+    args = (call.node.target, rows, weight, ends, call.shapes[1][0])
+    return SpecialCall(RuntimeCall("own_experts", likeness=_like_experts), args, {})
+
+
+def _like_experts(
+    operator: Callable[..., Any],
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    experts: int,
+) -> Any:
+    n = max(1, experts // weight.shape[0])
+    product = operator(rows[: rows.shape[0] // n], weight, ends[: weight.shape[0]])
+    return F.pad(product, (0, 0, 0, rows.shape[0] - product.shape[0]))
+
+
+_STRATEGIES: Mapping[str, Callable[[OperatorCall, int, bool], Iterator[Strategy]]] = {
+    "embedding": _embedding_strategies,
+    "embedding_bag": _bag_strategies,
+    "cross_entropy_loss": _loss_strategies,
+    "scaled_dot_product_attention": _head_strategies,
+    "grouped_mm_fallback": _expert_strategies,
+    "_grouped_mm": _expert_strategies,
 }
-
-
-def vocabulary_lookup(
-    target: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    shapes: Sequence[Shape],
-    n: int,
-    rank: int,
-) -> torch.Tensor:
-    """The rows that this rank has; zero for the others."""
-    own = piece(shapes[0][0], n, rank)
-    position, inside = _inside(arguments["indices"], own.start, own.size)
-    padding = arguments["padding_idx"] - own.start
-    padding = padding if 0 <= padding < own.size else -1
-    rows: torch.Tensor = target(arguments["weight"], position, padding)
-    return rows.masked_fill(~inside.unsqueeze(-1), 0)
-
-
-def vocabulary_bags(
-    target: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    shapes: Sequence[Shape],
-    n: int,
-    rank: int,
-) -> Any:
-    """The sums of the rows that this rank has."""
-    own, weight = piece(shapes[0][0], n, rank), arguments["weight"]
-    position, inside = _inside(arguments["indices"], own.start, own.size)
-    local = {**arguments, "indices": position, "per_sample_weights": inside.to(weight.dtype)}
-    return target(**local)
-
-
-def own_rows(
-    target: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    shapes: Sequence[Shape],
-    n: int,
-    rank: int,
-) -> torch.Tensor:
-    """The sum over this rank's rows, divided by what the rows of all ranks weigh."""
-    own, classes, weight = piece(shapes[0][0], n, rank), arguments["target"], arguments["weight"]
-    counts = classes != arguments["ignore_index"]
-    each = counts if weight is None else weight[classes.where(counts, 0)].masked_fill(~counts, 0)
-    rows = classes[own.start : own.start + own.size]
-    total: torch.Tensor = target(**{**arguments, "target": rows, "reduction": REDUCTION_SUM})
-    mean: torch.Tensor = total / each.sum()
-    return mean
-
-
-def own_heads(
-    target: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    shapes: Sequence[Shape],
-    n: int,
-    rank: int,
-) -> Any:
-    """Attention of this rank's heads, each with the keys and values that it shares."""
-    heads, shared = shapes[0][-3], shapes[1][-3]
-    own = piece(heads, n, rank)
-    partner = torch.arange(own.start, own.start + own.size, device=arguments["key"].device)
-    partner = partner // (heads // shared)
-    local = {name: arguments[name].index_select(-3, partner) for name in ("key", "value")}
-    return target(**{**arguments, **local, "enable_gqa": False})
-
-
-def own_experts(
-    target: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    shapes: Sequence[Shape],
-    n: int,
-    rank: int,
-) -> torch.Tensor:
-    """The rows of this rank's experts; zero for the others."""
-    rows, weight, ends = list(arguments.values())[:3]
-    own = piece(shapes[1][0], n, rank)
-    first = int(ends[own.start - 1]) if own.start else 0
-    last = int(ends[own.start + own.size - 1])
-    local = ends[own.start : own.start + own.size] - first
-    product = target(rows[first:last], weight, local)
-    return F.pad(product, (0, 0, first, rows.shape[0] - last))
-
-
-def _inside(indices: torch.Tensor, start: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where indices stand in a piece (0 for those outside), and which are inside."""
-    position = indices - start
-    inside = (position >= 0) & (position < size)
-    return position.where(inside, 0), inside
-
-
-LOCAL: Mapping[str, Local] = {
-    "vocabulary lookup": vocabulary_lookup,
-    "vocabulary bags": vocabulary_bags,
-    "own rows": own_rows,
-    "own heads": own_heads,
-    "own experts": own_experts,
+_CALLS: Mapping[str, Callable[[OperatorCall, Mapping[str, Any], int], SpecialCall]] = {
+    "vocabulary lookup": _embedding,
+    "vocabulary bags": _bags,
+    "own rows": _loss_of_rows,
+    "own heads": _heads,
+    "own experts": _experts,
+    "classes": _loss_of_classes,
 }

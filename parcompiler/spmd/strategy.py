@@ -1,27 +1,24 @@
-"""One way to compute an operator on the ranks of an axis, each on what it holds.
+"""One way to compute an operator on the ranks of an axis, each on its local operands.
 
 >>> from parcompiler.spmd.placement import I, R, S
->>> print(Strategy((S(2), R), (S(2),), sizes=(Size("size", 2, 16),)))
+>>> print(Strategy((S(2), R), (S(2),), sizes=(SizeArgument("size", 2, 16),)))
 S(2) R -> S(2), size[2] = 16 split
->>> Size("size", 2, 16).local(n=4, rank=0)
-4
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parcompiler.pieces import piece
 from parcompiler.spmd.placement import Placement
 
 Draws = Literal["", "same", "own"]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """An argument that says a size: on a rank it says how many of the `whole` are its own.
+class SizeArgument:
+    """An argument that says a size: on a rank it is the size of the rank's piece of `whole`.
 
     `index` is the place in an argument that is a list; None for one that is a number.
     """
@@ -29,10 +26,6 @@ class Size:
     argument: str
     index: int | None
     whole: int
-
-    def local(self, n: int, rank: int) -> int:
-        """What the argument is on `rank`."""
-        return piece(self.whole, n, rank).size
 
     def __str__(self) -> str:
         """The argument, and the size that is split."""
@@ -42,18 +35,17 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Types of the operands and results with which ranks compute an operator without talking.
+    """Types of the operands and results with which ranks compute an operator on their own.
 
-    `inputs` are those of `Call.operands`, in order. The call on a rank has its local operands, the
-    arguments of `sizes` made local, and its result times `factor`. `special` names another
-    computation than that of the operator (a key of `special.LOCAL`, or one of `special.TALKING`,
-    which need collectives inside). `draws` says which random numbers ranks need: the same ones, or
-    each its own.
+    `inputs` are those of `OperatorCall.operands`, in order. The call on a rank has its local
+    operands, the arguments of `sizes` made local, and its result times `factor`. `special` names
+    another computation than that of the operator (see `special`). `draws` says which random numbers
+    ranks need: the same ones, or each its own.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[SizeArgument, ...] = ()
     factor: float = 1.0
     special: str = ""
     draws: Draws = ""
@@ -74,19 +66,19 @@ class Strategy:
 
 
 def localized(
-    arguments: Mapping[str, Any], sizes: Sequence[Size], n: int, rank: int
+    arguments: Mapping[str, Any], sizes: Sequence[SizeArgument], local: Callable[[int], int]
 ) -> dict[str, Any]:
     """The arguments of a call with their sizes made local.
 
-    >>> localized({"size": [2, 16, 3]}, [Size("size", 1, 16)], n=4, rank=0)
+    >>> localized({"size": [2, 16, 3]}, [SizeArgument("size", 1, 16)], lambda whole: whole // 4)
     {'size': [2, 4, 3]}
     """
-    local = dict(arguments)
+    made = dict(arguments)
     for size in sizes:
         if size.index is None:
-            local[size.argument] = size.local(n, rank)
+            made[size.argument] = local(size.whole)
         else:
-            items = list(local[size.argument])
-            items[size.index] = size.local(n, rank)
-            local[size.argument] = items
-    return local
+            listed = list(made[size.argument])
+            listed[size.index] = local(size.whole)
+            made[size.argument] = listed
+    return made

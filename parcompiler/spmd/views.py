@@ -12,13 +12,13 @@ splits the last dimension in pieces of whole heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from parcompiler.spmd.along import spelled, words
-from parcompiler.spmd.call import Call
-from parcompiler.spmd.rule import Rule
-from parcompiler.spmd.strategy import Size
+from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.dimensions import formula, words
+from parcompiler.spmd.formula import Rule
+from parcompiler.spmd.strategy import SizeArgument
 
 # The argument of each view that says its sizes.
 SIZE_ARGUMENTS = {"view": "size", "reshape": "shape", "_unsafe_view": "size", "unflatten": "sizes"}
@@ -48,31 +48,31 @@ def _heads(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, i
                 there.append(right.pop(0))
 
 
-def viewed(call: Call) -> Rule | None:
+def view(call: OperatorCall) -> Rule | None:
     """A view by sizes, and all that amounts to one (flatten, squeeze, unsqueeze)."""
     if len(call.operands) != 1 or call.overload == "dtype":
         return None
     (before,), (after,) = call.shapes, call.result_shapes
     left, right = grouped(before, after)
-    sizes: tuple[tuple[str, Size], ...] = ()
+    sizes: tuple[tuple[str, SizeArgument], ...] = ()
     argument = SIZE_ARGUMENTS.get(call.base)
     if argument:
         offset = call.arguments["dim"] % len(before) if argument == "sizes" else 0
         sizes = tuple(_sizes(argument, call.arguments[argument], right[offset:], after[offset:]))
     # A piece of one element would be squeezed away.
-    return Rule(spelled([left], [right]), sizes, least=2 if call.base == "squeeze" else 1)
+    return Rule(formula([left], [right]), sizes, least=2 if call.base == "squeeze" else 1)
 
 
 def _sizes(
-    argument: str, given: Sequence[object], names: Sequence[str], shape: Sequence[int]
-) -> Iterator[tuple[str, Size]]:
+    argument: str, sizes: Sequence[object], names: Sequence[str], shape: Sequence[int]
+) -> Iterator[tuple[str, SizeArgument]]:
     """The places of a list of sizes that are split with a word; -1 finds itself."""
-    for place, (size, word, whole) in enumerate(zip(given, names, shape, strict=False)):
+    for place, (size, word, whole) in enumerate(zip(sizes, names, shape, strict=False)):
         if size != -1 and word != "1":
-            yield word, Size(argument, place, whole)
+            yield word, SizeArgument(argument, place, whole)
 
 
-def expanded(call: Call) -> Rule | None:
+def expand(call: OperatorCall) -> Rule | None:
     """expand: a dimension that is stretched may be split where the operand is whole."""
     if len(call.operands) != 1:
         return None
@@ -80,10 +80,10 @@ def expanded(call: Call) -> Rule | None:
     right = words(len(after))
     left = right[len(after) - len(before) :]
     sizes = tuple(_sizes("size", call.arguments["size"], right, after))
-    return Rule(spelled([left], [right]), sizes)
+    return Rule(formula([left], [right]), sizes)
 
 
-def repeated(call: Call) -> Rule | None:
+def repeat(call: OperatorCall) -> Rule | None:
     """repeat: a dimension that is not repeated splits with its operand, one that is, by copies."""
     (before,), (after,) = call.shapes, call.result_shapes
     repeats = call.arguments["repeats"]
@@ -97,11 +97,11 @@ def repeated(call: Call) -> Rule | None:
         elif dim >= offset and before[dim - offset] > 1:
             right[dim] = "1"
         else:
-            sizes.append((right[dim], Size("repeats", dim, number)))
-    return Rule(spelled([left], [right]), tuple(sizes))
+            sizes.append((right[dim], SizeArgument("repeats", dim, number)))
+    return Rule(formula([left], [right]), tuple(sizes))
 
 
-def interleaved(call: Call) -> Rule | None:
+def repeat_interleave(call: OperatorCall) -> Rule | None:
     """repeat_interleave by a number: copies stay with their element."""
     if call.overload != "self_int" or len(call.shapes[0]) != len(call.result_shapes[0]):
         return None
@@ -110,42 +110,36 @@ def interleaved(call: Call) -> Rule | None:
     if isinstance(dim, int):
         word, whole = listed[dim % rank], call.result_shapes[0][dim % rank]
         if call.arguments.get("output_size") is not None:
-            sizes.append((word, Size("output_size", None, whole)))
+            sizes.append((word, SizeArgument("output_size", None, whole)))
         if call.shapes[0][dim % rank] == 1:  # nothing but copies
-            sizes.append((word, Size("repeats", None, whole)))
-    return Rule(spelled([listed], [listed]), tuple(sizes))
+            sizes.append((word, SizeArgument("repeats", None, whole)))
+    return Rule(formula([listed], [listed]), tuple(sizes))
 
 
-def permuted(call: Call) -> Rule | None:
+def permute(call: OperatorCall) -> Rule | None:
     """Dimensions in another order."""
-    rank = len(call.shapes[0])
+    rank, name = len(call.shapes[0]), call.base
     order = list(range(rank))
-    name = call.base
     if name == "permute":
         order = [dim % rank for dim in call.arguments["dims"]]
     elif name in ("t", "numpy_T"):
         order.reverse()
     elif rank:
-        first, second = _exchanged(call, name, rank)
+        first, second = rank - 2, rank - 1
+        if name not in ("mT", "adjoint"):
+            names = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
+            first, second = (call.arguments[argument] % rank for argument in names)
         order[first], order[second] = order[second], order[first]
     listed = words(rank)
-    return Rule(spelled([listed], [[listed[dim] for dim in order]]))
+    return Rule(formula([listed], [[listed[dim] for dim in order]]))
 
 
-def _exchanged(call: Call, name: str, rank: int) -> tuple[int, int]:
-    """The two dimensions that change places."""
-    if name in ("mT", "adjoint", "mH"):
-        return rank - 2, rank - 1
-    first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
-    return call.arguments[first] % rank, call.arguments[second] % rank
-
-
-FAMILIES = {
-    **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), viewed),
+RULES: dict[str, str | Callable[[OperatorCall], Rule | None]] = {
+    **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), view),
     **dict.fromkeys(
-        ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permuted
+        ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permute
     ),
-    "expand": expanded,
-    "repeat": repeated,
-    "repeat_interleave": interleaved,
+    "expand": expand,
+    "repeat": repeat,
+    "repeat_interleave": repeat_interleave,
 }

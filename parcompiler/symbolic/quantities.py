@@ -16,7 +16,7 @@ from torch import fx
 from parcompiler.cost import BlockCost, Operation
 from parcompiler.cost.operation import label
 from parcompiler.graph import Block, Graph
-from parcompiler.spmd.exchange import RuntimeCall
+from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.symbolic.fit import Number
 
 TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")

@@ -21,7 +21,7 @@ from fractions import Fraction
 import sympy
 
 from parcompiler.graph import Graph
-from parcompiler.spmd.exchange import Piece
+from parcompiler.spmd.runtime_call import Piece
 from parcompiler.symbolic.fit import Least, Monomial, Polynomials, inverse
 from parcompiler.symbolic.forms import FIELDS, Template, symbol
 from parcompiler.symbolic.quantities import LISTS

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from parcompiler.cost.stand_in import stand_in, tensors
-from parcompiler.spmd.exchange import Exchange, Said, is_conversion
+from parcompiler.spmd.runtime_call import Actions, NodeCollectives, is_conversion
 from parcompiler.symbolic.reading import Reading, Shape, Unfit
 from parcompiler.symbolic.sizes import Sizes
 
@@ -35,7 +35,7 @@ def shapes_of(operand: tuple[fx.Node, fx.Node]) -> tuple[Shape | None, Shape | N
 def meta_at(node: fx.Node, operands: Sequence[tuple[fx.Node, fx.Node]]) -> dict[str, Any]:
     """What is known of a node before it has run; ranks exchange more where tensors are larger."""
     meta = dict(node.meta)
-    said: Exchange | None = meta.get("exchange")
+    said: NodeCollectives | None = meta.get("exchange")
     if said is None:
         return meta
     grown = next((pair for pair in operands if operator.ne(*shapes_of(pair))), operands[0])
@@ -45,13 +45,13 @@ def meta_at(node: fx.Node, operands: Sequence[tuple[fx.Node, fx.Node]]) -> dict[
         raise Unfit(message)
     factor = Fraction(prod(after), max(1, prod(before)))
     forward, backward = _grown(said.forward, factor), _grown(said.backward, factor)
-    meta["exchange"] = Exchange(said.n, forward, backward)
+    meta["exchange"] = NodeCollectives(said.n, forward, backward)
     if is_conversion(node):
         meta["val"] = _converted(meta["val"], before, after)
     return meta
 
 
-def _grown(said: Said, factor: Fraction) -> Said:
+def _grown(said: Actions, factor: Fraction) -> Actions:
     """The same actions on so many times the bytes."""
     return tuple((action, float(factor * Fraction(nbytes))) for action, nbytes in said)
 

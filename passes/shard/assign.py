@@ -16,7 +16,7 @@ from parcompiler.passes.shard.candidates import item_of
 from parcompiler.passes.shard.fold import Template, end_of, fold, shared_nodes
 from parcompiler.plan import Plan, Sharding, Shards
 from parcompiler.spmd import I, Placement, Strategy, strategies
-from parcompiler.spmd.call import Call, call_of
+from parcompiler.spmd.call import OperatorCall, call_of
 from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.shard import Assignment, stored
@@ -149,7 +149,7 @@ def check(graph: Graph, found: Assignment) -> None:
         raise PlanError(message)
 
 
-def _given(strategy: Strategy, call: Call, place: int) -> Placement:
+def _given(strategy: Strategy, call: OperatorCall, place: int) -> Placement:
     """The type of an operand that `strategy` makes; one of several for an item."""
     if len(strategy.outputs) == 1:
         return strategy.outputs[0]

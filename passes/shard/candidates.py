@@ -18,7 +18,7 @@ from parcompiler.capture.effects import mutated_operands
 from parcompiler.passes.shard.fold import Fold
 from parcompiler.passes.shard.price import Prices, Work
 from parcompiler.spmd import Placement, Strategy, strategies
-from parcompiler.spmd.call import Call, Shape, read
+from parcompiler.spmd.call import OperatorCall, Shape, read
 from parcompiler.spmd.segments import segmentations
 
 LOOKUPS = frozenset({"embedding", "embedding_bag"})
@@ -30,7 +30,7 @@ class Site:
     """A node that stands for others: its call, what it does, and what is open to it."""
 
     node: fx.Node
-    call: Call
+    call: OperatorCall
     work: Work
     open: tuple[Strategy, ...]
 
@@ -99,7 +99,7 @@ class Candidates:
                 allowed = [s for s in allowed if not self._is_narrow(call, s)]
                 yield Site(node, call, self._work(node, call), tuple(self._sound(call, allowed)))
 
-    def _is_narrow(self, call: Call, strategy: Strategy) -> bool:
+    def _is_narrow(self, call: OperatorCall, strategy: Strategy) -> bool:
         """Whether ranks look up pieces of rows that are shorter than what memory yields at once.
 
         Each would read as much as for whole rows. The user may demand it of a parameter.
@@ -112,12 +112,12 @@ class Candidates:
             return False
         return table.shape[1] * table.value.itemsize < self.prices.n * LINE
 
-    def _work(self, node: fx.Node, call: Call) -> Work:
+    def _work(self, node: fx.Node, call: OperatorCall) -> Work:
         if call.is_item:
             return Work((), (), frozenset(), keeps_result=False, inner=0)
         return self.prices.work(node)
 
-    def _sound(self, call: Call, found: Sequence[Strategy]) -> Iterator[Strategy]:
+    def _sound(self, call: OperatorCall, found: Sequence[Strategy]) -> Iterator[Strategy]:
         """Without strategies under which an update in place would reach a copy.
 
         What the prologue and the batch yield is whole (`R`), and may be updated as such only.
@@ -173,7 +173,7 @@ def _together(sites: Sequence[Site]) -> Iterator[tuple[Strategy, ...]]:
     return itertools.chain.from_iterable(extended((strategy,)) for strategy in sites[0].open)
 
 
-def item_of(call: Call) -> int:
+def item_of(call: OperatorCall) -> int:
     """Which of the tensors of a node with several a call takes; 0 for other calls.
 
     >>> from parcompiler.spmd.simulate import example
@@ -198,7 +198,7 @@ def vocabularies(folded: Fold) -> Iterator[int]:
                 yield read(node).shapes[0][-1]
 
 
-def is_offered(call: Call, strategy: Strategy, n: int, classes: Collection[int]) -> bool:
+def is_offered(call: OperatorCall, strategy: Strategy, n: int, classes: Collection[int]) -> bool:
     """Whether pieces are of one size, but for those of a vocabulary."""
     if strategy.special.startswith("vocabulary"):
         return True

@@ -14,7 +14,7 @@ from parcompiler.passes.shard.programme import Answer
 from parcompiler.passes.shard.telling import Told
 from parcompiler.plan import Sharding, Shards
 from parcompiler.spmd import Placement, Strategy
-from parcompiler.spmd.rules import is_unknown, written
+from parcompiler.spmd.rules import is_unknown, written_rule
 
 
 def sharding(candidates: Candidates, told: Told, answer: Answer, stages: int) -> Sharding:
@@ -81,7 +81,7 @@ def _reason(site: Site, n: int) -> str:
         return f"{operator} has sizes that are not known before the step"
     if is_unknown(site.call):
         return f"no rule is known for {operator}"
-    if written(site.call) is None:
+    if written_rule(site.call) is None:
         return f"no rule is known for these arguments of {operator}"
     shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in site.call.shapes)
     return f"{n} divides no dimension of {shapes} that {operator} can split"

@@ -26,7 +26,7 @@ from parcompiler.cost.collective import RankGroup, neighbours
 from parcompiler.device import Device
 from parcompiler.graph import Graph
 from parcompiler.spmd import Placement, Strategy
-from parcompiler.spmd.call import Call, Shape, shape_of
+from parcompiler.spmd.call import OperatorCall, Shape, shape_of
 from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import local_shape
 
@@ -95,7 +95,7 @@ class Prices:
             cost.saved - cost.saved_outputs,
         )
 
-    def node(self, call: Call, work: Work, strategy: Strategy) -> float:
+    def node(self, call: OperatorCall, work: Work, strategy: Strategy) -> float:
         """Seconds of a node, forward and backward, with what it exchanges inside."""
         arithmetic, traffic = shares(call, strategy, self.n)
         split = arithmetic if strategy.special == "vocabulary lookup" else None
@@ -105,7 +105,7 @@ class Prices:
         total = seconds((*forward, *backward, *inside), self.device)
         return total + self.inside(call, strategy) + WHOLE * traffic * (not work.is_free)
 
-    def inside(self, call: Call, strategy: Strategy) -> float:
+    def inside(self, call: OperatorCall, strategy: Strategy) -> float:
         """Seconds of the collectives inside a strategy: those of a loss on pieces of the logits."""
         if strategy.special != "classes":
             return 0.0
@@ -152,7 +152,7 @@ def share(shape: Shape, placement: Placement, n: int) -> float:
     return math.prod(local_shape(shape, placement, n)) / whole if whole > 0 else 1.0
 
 
-def shares(call: Call, strategy: Strategy, n: int) -> tuple[float, float]:
+def shares(call: OperatorCall, strategy: Strategy, n: int) -> tuple[float, float]:
     """The parts of its arithmetic, and of the bytes that it moves, that a rank does of a call."""
     shapes = [*call.shapes, *call.result_shapes]
     types = [*strategy.inputs, *strategy.outputs]
@@ -189,7 +189,7 @@ def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Op
     return (Operation(str(node.target), "other", most, nbytes, kernels[0].dtype),)
 
 
-def _masks(call: Call) -> Sequence[Operation]:
+def _masks(call: OperatorCall) -> Sequence[Operation]:
     """What a lookup in a piece of a table does besides: it masks its rows and their gradients."""
     (result,) = call.results[:1]
     both = 2.0 * _nbytes(result)

@@ -22,7 +22,7 @@ from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.chance import Chance, seeded
 from parcompiler.spmd import I, P, Placement, R, S
 from parcompiler.spmd.conversions import TABLE
-from parcompiler.spmd.exchange import converting
+from parcompiler.spmd.runtime_call import conversion_call
 from parcompiler.spmd.simulate import agrees, dealt
 
 Check = Callable[[Axis], str]
@@ -99,7 +99,7 @@ def converted(axis: Axis, source: Placement, target: Placement, size: int) -> st
         dealt(gradient, DUAL.get(target, target), axis.size),
     )
     own = given[axis.rank].requires_grad_()
-    found = converting(source, target, (size, size), value.nbytes, axis.size, carries=True)
+    found = conversion_call(source, target, (size, size), value.nbytes, axis.size, carries=True)
     assert found is not None
     call, args, kwargs, _ = found
     result = getattr(runtime, call.name)(own, *args, **kwargs)

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from parcompiler.spmd.call import Call
-from parcompiler.spmd.elementwise import CURVED
+from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.simulate import example
 
 aten = torch.ops.aten
-Case = Callable[[int, int, int, int], Call]
+Case = Callable[[int, int, int, int], OperatorCall]
 
 
 def real(*shape: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def truth(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
 
 
-_BITS = {name for name in CURVED if name.startswith(("bitwise", "__"))}
+_BITS = {name for name in NONLINEAR if name.startswith(("bitwise", "__"))}
 _APART = {"clamp", "clip", "fill", "floor_divide"}
 _RANDOM = {"bernoulli", "rand_like", "randn_like", "randint_like", "empty_like", "alpha_dropout"}
 
@@ -43,7 +43,7 @@ def pointwise(name: str) -> list[Case]:
     overload = _overload(name)
     needed = [a for a in overload._schema.arguments if not a.has_default_value()]
 
-    def call(a: int, b: int, c: int, d: int, *, stretched: bool) -> Call:
+    def call(a: int, b: int, c: int, d: int, *, stretched: bool) -> OperatorCall:
         shapes = itertools.chain([(a, b, c)], itertools.repeat((b, 1) if stretched else (a, b, c)))
         make = (lambda *s: below(8, *s)) if name in _BITS else real
         return example(
@@ -67,7 +67,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 CASES: Mapping[str, list[Case]] = {
-    **{name: pointwise(name) for name in sorted(CURVED - _RANDOM - _APART)},
+    **{name: pointwise(name) for name in sorted(NONLINEAR - _RANDOM - _APART)},
     **{
         name: [
             partial(

@@ -14,8 +14,8 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects
 from parcompiler.graph import Graph, nbytes_of
-from parcompiler.spmd.call import Call, read
-from parcompiler.spmd.conversions import conversion, traffic
+from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.conversions import conversion, moved
 from parcompiler.spmd.placement import I, P, Placement, R, parse
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.segments import segmentations
@@ -100,19 +100,19 @@ class _Walk:
                         self.pinned[node] = placement
                         self.types[node] = (placement,)
 
-    def calls(self) -> Iterator[tuple[fx.Node, Call]]:
+    def calls(self) -> Iterator[tuple[fx.Node, OperatorCall]]:
         for node in self.graph.fx_graph.nodes:
             if node.op == "call_function":
                 yield node, read(node, self.graph.differentiable)
 
-    def possible(self, node: fx.Node, call: Call) -> list[Strategy]:
+    def possible(self, node: fx.Node, call: OperatorCall) -> list[Strategy]:
         """The strategies that the values at hand can be converted for."""
         known = strategies(
             node, self.n, differentiable=self.graph.differentiable, segments=self.segments
         )
         return [s for s in known if self._converts(node, call, s)]
 
-    def _converts(self, node: fx.Node, call: Call, strategy: Strategy) -> bool:
+    def _converts(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> bool:
         made = node.name not in self.graph.differentiable and node in self.fixed
         made = made and not call.is_item
         if made and not all(placement.is_whole for placement in strategy.outputs):
@@ -142,7 +142,7 @@ class _Walk:
                 return False
         return True
 
-    def cost(self, call: Call, strategy: Strategy) -> tuple[float, float]:
+    def cost(self, call: OperatorCall, strategy: Strategy) -> tuple[float, float]:
         """Bytes that conversions send, now and for summands later; then elements that result."""
         sent = 0.0
         for operand, wanted, carries in zip(
@@ -150,16 +150,16 @@ class _Walk:
         ):
             (source, *more) = self.types[operand.node]
             if not more and source != wanted:
-                found = traffic(source, wanted, nbytes=_size(operand.node), n=self.n,
-                                differentiable=carries)  # fmt: skip
-                assert found is not None
-                sent += found.forward + found.backward
+                row = conversion(source, wanted, differentiable=carries)
+                assert row is not None
+                nbytes = _size(operand.node)
+                sent += moved(row.forward, nbytes, self.n) + moved(row.backward, nbytes, self.n)
         sent += sum(2.0 * _size(call.node) for p in strategy.outputs if p == P)
         sent -= sum(2.0 * _size(o.node) for o in call.operands if self.types[o.node] == (P,))
         pieces = sum(p.kind == "S" for p in (*strategy.outputs, *strategy.inputs))
         return sent, -pieces if any(call.carries) else 0
 
-    def take(self, node: fx.Node, call: Call, strategy: Strategy) -> None:
+    def take(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> None:
         self.chosen[node] = strategy
         self.types[node] = strategy.outputs or (R,)
 

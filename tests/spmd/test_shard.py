@@ -10,8 +10,8 @@ from parcompiler.capture.blocks import cut
 from parcompiler.graph import Block, Graph
 from parcompiler.models import gpt
 from parcompiler.pieces import Shard
-from parcompiler.spmd.exchange import Piece, RuntimeCall
 from parcompiler.spmd.placement import P
+from parcompiler.spmd.runtime_call import Piece, RuntimeCall
 from parcompiler.spmd.shard import shard
 from parcompiler.spmd.strategy import Strategy
 from tests import zoo

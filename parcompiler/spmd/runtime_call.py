@@ -1,7 +1,7 @@
-"""What stands in a sharded graph for the functions of `parcompiler.runtime`, and local sizes.
+"""Nodes of a sharded graph that call functions of `parcompiler.runtime`, and local sizes.
 
-The graph-level half does not know the runtime: it knows the names of its functions, what they send,
-and the shapes of what they return.
+The compiler does not import the runtime: it knows the names of its functions, what they send, and
+the shapes of what they return.
 
 >>> call = RuntimeCall("all_reduce")
 >>> call, call.__name__
@@ -20,11 +20,11 @@ from typing import Any
 from torch import fx
 
 from parcompiler.pieces import Shard, piece
-from parcompiler.spmd.conversions import Action, conversion, moved
+from parcompiler.spmd.conversions import BYTES, Action, conversion, moved
 from parcompiler.spmd.placement import Placement, R, shard_of
 
 Shape = tuple[int, ...]
-Said = tuple[tuple[Action, float], ...]  # actions, each with the bytes of the whole it is about
+Actions = tuple[tuple[Action, float], ...]  # each with the bytes of the whole value
 
 
 class Piece(int):
@@ -78,12 +78,12 @@ class RuntimeCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """What the ranks of an axis of `n` tell each other in a node: its `meta["exchange"]`."""
+class NodeCollectives:
+    """What the `n` ranks of an axis send each other in a node: its `meta["exchange"]`."""
 
     n: int
-    forward: Said = ()
-    backward: Said = ()
+    forward: Actions = ()
+    backward: Actions = ()
 
     def sent_by(self, action: Action, nbytes: float) -> float:
         """Bytes that each rank sends in one action."""
@@ -93,13 +93,10 @@ class Exchange:
     def sent(self) -> tuple[float, float]:
         """Bytes that each rank sends, forward and backward."""
         forward, backward = (
-            sum(moved(action, nbytes, self.n) for action, nbytes in said)
-            for said in (self.forward, self.backward)
+            sum(moved(action, nbytes, self.n) for action, nbytes in actions)
+            for actions in (self.forward, self.backward)
         )
         return forward, backward
-
-
-TALKING = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all"})
 
 
 def is_conversion(node: fx.Node) -> bool:
@@ -111,13 +108,13 @@ def is_conversion(node: fx.Node) -> bool:
     )
 
 
-def converting(
+def conversion_call(
     source: Placement, target: Placement, shape: Shape, nbytes: int, n: int, *, carries: bool
-) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], Exchange] | None:
+) -> tuple[RuntimeCall, tuple[Any, ...], Mapping[str, Any], NodeCollectives] | None:
     """The call that converts a value of `shape` (whole); None where nothing needs to be done.
 
-    With it its arguments behind the value, and what is exchanged. `carries` says that a gradient
-    comes back.
+    Returns it with its arguments behind the value, its keywords, and its collectives. `carries`
+    says that a gradient comes back.
     """
     row = conversion(source, target, differentiable=carries)
     assert row is not None, f"there is no conversion from {source} to {target}"
@@ -126,45 +123,40 @@ def converting(
     name, args = _called(source, target, shape, n)
     partial = carries and R in (source, target) and name in ("take", "all_gather", "all_reduce")
     call = RuntimeCall(name, shares=name in ("fan_out", "take"))
-    forward: Said = ((row.forward, float(nbytes)),)
-    backward: Said = ((row.backward, float(nbytes)),)
-    exchange = Exchange(
-        n,
-        forward if row.forward in TALKING else (),
-        backward if carries and row.backward in TALKING else (),
-    )
-    return call, args, {"partial": True} if partial else {}, exchange
+    forward: Actions = ((row.forward, float(nbytes)),) if row.forward in BYTES else ()
+    returns = carries and row.backward in BYTES
+    backward: Actions = ((row.backward, float(nbytes)),) if returns else ()
+    collectives = NodeCollectives(n, forward, backward)
+    return call, args, {"partial": True} if partial else {}, collectives
 
 
 def _called(
     source: Placement, target: Placement, shape: Shape, n: int
 ) -> tuple[str, tuple[Any, ...]]:
     """The function of the runtime, and its arguments without keywords."""
-    if source.kind == "S" and target.kind == "S":
-        start, end = shard_of(source, shape[source.dim]), shard_of(target, shape[target.dim])
-        dims = (source.dim, target.dim)
-        return "all_to_all", _trimmed(*dims, _sizes(start, n, known=False), _sizes(end, n))
-    if source.kind == "S":
-        shard = shard_of(source, shape[source.dim])
-        return "all_gather", _trimmed(source.dim, _sizes(shard, n, known=False))
-    if target.kind == "S":
-        shard = shard_of(target, shape[target.dim])
+    start, end = (
+        None if placement.kind != "S" else shard_of(placement, shape[placement.dim])
+        for placement in (source, target)
+    )
+    args: tuple[Any, ...] = ()
+    if start is not None and end is not None:
+        name, args = "all_to_all", (source.dim, target.dim, _sizes(start, n), _sizes(end, n, True))
+    elif start is not None:
+        name, args = "all_gather", (source.dim, _sizes(start, n))
+    elif end is not None:
         name = "reduce_scatter" if source.kind == "P" else "take"
-        return name, _trimmed(target.dim, _sizes(shard, n))
-    if target.kind == "P":
-        return "first", ()
-    return ("all_reduce" if source.kind == "P" else "fan_out"), ()
-
-
-def _trimmed(*args: Any) -> tuple[Any, ...]:
-    """Without the None at the end."""
+        args = target.dim, _sizes(end, n, True)
+    elif target.kind == "P":
+        name = "first"
+    else:
+        name = "all_reduce" if source.kind == "P" else "fan_out"
     while args and args[-1] is None:
         args = args[:-1]
-    return args
+    return name, args
 
 
-def _sizes(shard: Shard, n: int, *, known: bool = True) -> int | tuple[int, ...] | None:
-    """What must be said of the sizes along a dimension; `known` is that of the whole."""
+def _sizes(shard: Shard, n: int, known: bool = False) -> int | tuple[int, ...] | None:
+    """The argument on the sizes along a dimension; `known` where the rank has the whole of it."""
     if len(shard.sizes) > 1:
         return shard.sizes
     return None if known or shard.even(n) else shard.whole
