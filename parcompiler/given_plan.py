@@ -10,8 +10,8 @@ from parcompiler.errors import PlanError
 from parcompiler.options import METHODS, Options
 from parcompiler.passes.decide import start
 from parcompiler.passes.recompute import check_patterns, chosen
-from parcompiler.passes.shard.kept import check_pins
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.shard.plan_entries import check_pins
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import Schedule

@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
         if operation is not None:
             self.operations.append(operation)
 
-    def add_exchange(self, said: Exchange, dtype: torch.dtype, *, backward: bool = False) -> None:
+    def add_exchange(self, said: NodeCollectives, dtype: torch.dtype, *, backward: bool = False) -> None:
         """Record the collectives of a conversion, of its forward or its backward."""
         for action, nbytes in said.backward if backward else said.forward:
             sent = said.sent_by(action, nbytes)
@@ -191,7 +191,7 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, said: Exchange, recorder: Recorder, like: Any
+        ctx: Any, value: torch.Tensor, said: NodeCollectives, recorder: Recorder, like: Any
     ) -> torch.Tensor:
         ctx.said, ctx.recorder = said, recorder
         ctx.like = value.shape, value.dtype

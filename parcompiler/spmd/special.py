@@ -134,17 +134,20 @@ def _like_loss_of_rows(
 
 
 def _loss_of_classes(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    rows, classes = call.shapes[0]
     kwargs = _loss_options(local)
     reduction = REDUCTIONS[local["reduction"]]
     if reduction != "mean":
         kwargs = {"reduction": reduction, **kwargs}
-    nbytes = float(rows * max(4, call.operands[0].value.dtype.itemsize))
-    sums = 3 if local["label_smoothing"] else 2
-    actions: Actions = (("all-reduce", nbytes), ("all-reduce", sums * nbytes))
     target = RuntimeCall("cross_entropy", likeness=_like_loss)
-    args = local["self"], local["target"], classes
-    return SpecialCall(target, args, kwargs, NodeCollectives(n, actions))
+    args = local["self"], local["target"], call.shapes[0][1]
+    return SpecialCall(target, args, kwargs, NodeCollectives(n, class_loss_actions(call)))
+
+
+def class_loss_actions(call: OperatorCall) -> Actions:
+    """The collectives of a loss of which ranks have classes: maxima, then sums of each row."""
+    nbytes = float(call.shapes[0][0] * max(4, call.operands[0].value.dtype.itemsize))
+    sums = 3 if call.arguments.get("label_smoothing") else 2
+    return (("all-reduce", nbytes), ("all-reduce", sums * nbytes))
 
 
 def _like_loss(logits: torch.Tensor, target: torch.Tensor, _size: int, **more: Any) -> torch.Tensor:

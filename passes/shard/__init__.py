@@ -1,17 +1,24 @@
-"""What each rank of the tensor axis holds and computes: an integer programme for each template.
+"""Which strategy each node has on the ranks of the tensor axis: an integer programme.
 
     Layer    linear(x, w)   ──► gelu ──► linear(y, v) ──► + x           what to split, where
              R  S(0)->S(2)      S(2)     S(2) S(1)->P     P → I: all-reduce     to exchange
 
-Every node gets one of its strategies (`spmd.strategies`), so that a micro-batch takes least time:
-arithmetic and memory traffic of what a rank has, the collectives between values, forward and
-backward, and its part of the update of the parameters that a rank holds. Blocks of one template
-decide alike, and count as often as there are of them (`fold`); the programme itself is in
-`programme`, and `telling` says what it is told of a graph.
+Given       strategies  of each node (`spmd.strategies`), with seconds of arithmetic and memory
+                        traffic, and bytes that are saved for the backward
+            conversions between the types of a value and of its readers, with seconds of their
+                        collectives, forward and backward
+            parameters  with the bytes of their states, and the seconds of their updates
+Decide      a strategy of each node, a placement of each parameter; blocks of one template decide
+            alike, and count as often as there are of them (`templates`)
+Minimize    seconds of a micro-batch, with its part of the update
+Subject to  values are converted where maker and reader differ
+            a parameter is in pieces only where all its readers take the same pieces
+            states, and what the micro-batches in flight save, fit into 90 % of the memory of all
+            stages together, because which block goes where is decided later
 
-What is kept must fit: 90 % of the memory of all stages together, because which block goes where is
-decided later. Where it does not fit, blocks may be recomputed; where that does not help either, the
-division with least memory is taken, and the stage pass says what is missing.
+`ilp_builder` makes the programme from the graph, and `ilp` has it in letters. Where nothing fits,
+blocks may be recomputed; where that does not help either, the sharding with least memory is taken,
+and the stage pass says what is missing.
 """
 
 from __future__ import annotations
@@ -24,16 +31,14 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.shard import pins as demands
-from parcompiler.passes.shard.assign import assignment, check
+from parcompiler.passes.shard import pins as pinning
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.fold import fold
-from parcompiler.passes.shard.form import sharding
-from parcompiler.passes.shard.keeping import Memory
+from parcompiler.passes.shard.ilp import Answer, decide
+from parcompiler.passes.shard.ilp_builder import BuiltProgramme, MemoryBudget, StateCost, build
+from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
-from parcompiler.passes.shard.price import Prices
-from parcompiler.passes.shard.programme import Answer, decide
-from parcompiler.passes.shard.telling import State, Told, tell
+from parcompiler.passes.shard.plan_entries import assignment, check, sharding
+from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import Assignment
@@ -54,13 +59,13 @@ class ShardPass(Pass):
     def run(self, problem: Problem, plan: Plan) -> Plan:
         """Split what pays."""
         if problem.mesh.tensor == 1:
-            demands.read(problem.options.sharding, problem.graph)  # pins must name something
+            pinning.read(problem.options.sharding, problem.graph)  # pins must name something
             return plan
         if plan.sharding is not None:
             return plan
-        # It is the same whatever the vocabulary's method.
-        found = problem.once(("sharding", self.part), lambda: decided(problem, self.part))
-        return dataclasses.replace(plan, sharding=found)
+        # The vocabulary's method changes nothing of it.
+        chosen = problem.once(("sharding", self.part), lambda: decided(problem, self.part))
+        return dataclasses.replace(plan, sharding=chosen)
 
 
 def decided(problem: Problem, part: float = 0.9) -> Sharding:
@@ -69,87 +74,87 @@ def decided(problem: Problem, part: float = 0.9) -> Sharding:
     Raises InputError for a pin that names nothing, InfeasibleError for pins that exclude each
     other.
     """
-    pins = demands.read(problem.options.sharding, problem.graph)
+    pins = pinning.read(problem.options.sharding, problem.graph)
     candidates = _candidates(problem, pins)
-    told, answer = _fitting(problem, candidates, pins, part)
-    return sharding(candidates, told, answer, problem.mesh.pipeline)
+    built, answer = _fitting(problem, candidates, pins, part)
+    return sharding(candidates, built, answer, problem.mesh.pipeline)
 
 
 def _candidates(problem: Problem, pins: Pins) -> Candidates:
-    """What is open to the nodes: the same for every mesh with so many tensor ranks of a device."""
+    """The choices of the nodes, found once for all meshes with so many tensor ranks of a device."""
     graph, device, ranks = problem.graph, problem.slowest_device, problem.mesh.tensor
 
     def find() -> Candidates:
-        return Candidates(fold(graph, pins.wish), Prices(graph, device, ranks), pins.wish)
+        return Candidates(fold(graph, pins.text), ShardCosts(graph, device, ranks), pins.text)
 
     return graph.once(("candidates", repr(problem.options.sharding), device, ranks), find)
 
 
 def _fitting(
     problem: Problem, candidates: Candidates, pins: Pins, part: float
-) -> tuple[Told, Answer]:
+) -> tuple[BuiltProgramme, Answer]:
     """The fastest that fits; if none does, with blocks recomputed; if none does, the smallest."""
     states = _states(problem)
     wanted = problem.options.recompute
-    told: Told | None = None
-    for again in {"none": (False,), "full": (True,)}.get(str(wanted), (False, True)):
-        told = tell(candidates, pins, states, _memory(problem, part, again=again))
+    built: BuiltProgramme | None = None
+    for recomputed in {"none": (False,), "full": (True,)}.get(str(wanted), (False, True)):
+        built = build(candidates, pins, states, _budget(problem, part, recomputed=recomputed))
         with suppress(InfeasibleError):
-            return told, decide(told.programme)
-    assert told is not None
-    unlimited = dataclasses.replace(told.programme, budget=None)
+            return built, decide(built.programme)
+    assert built is not None
+    unlimited = dataclasses.replace(built.programme, budget=None)
     try:
-        return told, decide(unlimited, least_memory=True)
+        return built, decide(unlimited, least_memory=True)
     except InfeasibleError as error:
         raise InfeasibleError(_conflict(candidates, pins, states)) from error
 
 
-def _states(problem: Problem) -> dict[str, State]:
+def _states(problem: Problem) -> dict[str, StateCost]:
     """What an element of each parameter and buffer costs: all its states are read and, but for the
     gradient, written once a step."""
     device, options = problem.slowest_device, problem.options
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth * options.microbatches
-    found = {}
+    costs = {}
     for item in problem.graph.parameters:
         trains = item.trainable and options.optimizer != "none"
         each = problem.element_bytes(item)
         update = (2 * each - item.dtype.itemsize) / bandwidth if trains else 0.0
-        found[item.name] = State(each, update)
-    return found
+        costs[item.name] = StateCost(each, update)
+    return costs
 
 
-def _memory(problem: Problem, part: float, *, again: bool) -> Memory:
+def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
     """What fits on the ranks of a pipeline.
 
     As many micro-batches are in flight as the first rank of 1F1B has; all of them under schedules
     that run every forward first.
     """
     mesh, options = problem.mesh, problem.options
-    flying = min(mesh.pipeline, options.microbatches)
+    in_flight = min(mesh.pipeline, options.microbatches)
     if options.schedule in ("gpipe", "naive"):
-        flying = options.microbatches
+        in_flight = options.microbatches
     each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
     free = each * part - problem.bucket_bytes
-    return Memory(max(1.0, free), mesh.pipeline, flying, whole_blocks=again)
+    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, recomputed)
 
 
-def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, State]) -> str:
-    """The pins that exclude each other, and what they name: without any one, the rest can be."""
+def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:
+    """A minimal set of pins that exclude each other, and the parameters that they name."""
     for pattern in pins.placements:
         fewer = pins.without(pattern)
         if not _possible(candidates, fewer, states):
             pins = fewer
-    for holder in candidates.folded.holders:
-        fewer = pins.sparing({item.name for item in holder.items})
+    for tensor in candidates.folded.tensor_groups:
+        fewer = pins.sparing({item.name for item in tensor.items})
         if not _possible(candidates, fewer, states):
             pins = fewer
     return f"sharding pins {pins} exclude each other for {pins.named()}: loosen one of them"
 
 
-def _possible(candidates: Candidates, pins: Pins, states: Mapping[str, State]) -> bool:
-    """Whether something keeps to these pins."""
+def _possible(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> bool:
+    """Whether some assignment agrees with these pins."""
     try:
-        decide(tell(candidates, pins, states, None).programme)
+        decide(build(candidates, pins, states, None).programme)
     except InfeasibleError:
         return False
     return True

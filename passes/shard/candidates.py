@@ -9,43 +9,44 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 
 from parcompiler.capture.effects import mutated_operands
-from parcompiler.passes.shard.fold import Fold
-from parcompiler.passes.shard.price import Prices, Work
+from parcompiler.passes.shard.node_costs import NodeWork, ShardCosts
+from parcompiler.passes.shard.templates import FoldedGraph
 from parcompiler.spmd import Placement, Strategy, strategies
 from parcompiler.spmd.call import OperatorCall, Shape, read
 from parcompiler.spmd.segments import segmentations
 
 LOOKUPS = frozenset({"embedding", "embedding_bag"})
 LINE = 128  # bytes that an accelerator's cache fetches at once
+_NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
 
 
 @dataclass(frozen=True)
-class Site:
-    """A node that stands for others: its call, what it does, and what is open to it."""
+class NodeChoices:
+    """A node that stands for others: its call, its work, and the strategies that it may take."""
 
     node: fx.Node
     call: OperatorCall
-    work: Work
-    open: tuple[Strategy, ...]
+    work: NodeWork
+    strategies: tuple[Strategy, ...]
 
 
 @dataclass(frozen=True)
-class Party:
-    """Nodes that are decided together; `choices` are their strategies, in the order of `sites`."""
+class NodeGroup:
+    """Nodes that are decided together; a choice is a strategy of each, in order."""
 
-    sites: tuple[Site, ...]
+    members: tuple[NodeChoices, ...]
     choices: tuple[tuple[Strategy, ...], ...]
 
     @property
     def name(self) -> str:
-        """That of its first node."""
-        return self.sites[0].node.name
+        """The name of its first node."""
+        return self.members[0].node.name
 
     def types(self, node: fx.Node, result: int) -> tuple[Placement, ...]:
         """The type of a result of one of its nodes under each choice."""
@@ -58,46 +59,48 @@ class Party:
         return tuple(choice[place].inputs[operand] for choice in self.choices)
 
     def _place(self, node: fx.Node) -> int:
-        return next(place for place, site in enumerate(self.sites) if site.node is node)
+        return next(place for place, member in enumerate(self.members) if member.node is node)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The sites and parties of a folded graph; `wish` says what the user demands of a parameter."""
+    """The choices of the nodes of a folded graph; `pin` is what the user pins a parameter to."""
 
-    folded: Fold
-    prices: Prices
-    wish: Callable[[str], str] = lambda name: ""
-    _sites: dict[fx.Node, Site] = field(default_factory=dict, repr=False, compare=False)
+    folded: FoldedGraph
+    costs: ShardCosts
+    pin: Callable[[str], str] = lambda name: ""
 
     @cached_property
-    def sites(self) -> Mapping[fx.Node, Site]:
+    def nodes(self) -> Mapping[fx.Node, NodeChoices]:
         """Every node that stands for others, in order."""
-        return {site.node: site for site in self._all()}
+        return {choices.node: choices for choices in self._all()}
 
     @cached_property
-    def parties(self) -> tuple[Party, ...]:
+    def groups(self) -> tuple[NodeGroup, ...]:
         """The nodes that are decided together."""
-        found: dict[fx.Node, list[Site]] = {}
+        members: dict[fx.Node, list[NodeChoices]] = {}
         leader: dict[fx.Node, fx.Node] = {}
-        for node, site in self.sites.items():
-            followed = self._followed(site)
+        for node, member in self.nodes.items():
+            followed = self._followed(member)
             leader[node] = node if followed is None else leader[followed]
-            found.setdefault(leader[node], []).append(site)
-        return tuple(Party(tuple(sites), tuple(_together(sites))) for sites in found.values())
+            members.setdefault(leader[node], []).append(member)
+        return tuple(NodeGroup(tuple(x), tuple(_together(x))) for x in members.values())
 
-    def _all(self) -> Iterator[Site]:
+    def _all(self) -> Iterator[NodeChoices]:
         """The strategies of each node that stands for others."""
-        differentiable, n = self.folded.graph.differentiable, self.prices.n
-        classes = set(vocabularies(self.folded))
+        differentiable, n = self.folded.graph.differentiable, self.costs.n
+        nodes = [node for template in self.folded.templates for node in template.first.nodes]
+        losses = (x for x in nodes if getattr(x.target, "_opname", "") == "cross_entropy_loss")
+        classes = {read(loss).shapes[0][-1] for loss in losses}
         for template in self.folded.templates:
             segments = segmentations(template.first.nodes)
             for node in template.first.nodes:
                 call = read(node, differentiable)
                 found = strategies(node, n, differentiable=differentiable, segments=segments)
-                allowed = [s for s in found if is_offered(call, s, n, classes)]
+                allowed = [s for s in found if _is_offered(call, s, n, classes)]
                 allowed = [s for s in allowed if not self._is_narrow(call, s)]
-                yield Site(node, call, self._work(node, call), tuple(self._sound(call, allowed)))
+                work = _NO_WORK if call.is_item else self.costs.work(node)
+                yield NodeChoices(node, call, work, tuple(self._sound(call, allowed)))
 
     def _is_narrow(self, call: OperatorCall, strategy: Strategy) -> bool:
         """Whether ranks look up pieces of rows that are shorter than what memory yields at once.
@@ -108,14 +111,9 @@ class Candidates:
             return False
         table = call.operands[0]
         item = self.folded.graph.by_node.get(table.node.name)
-        if item is None or self.wish(item.name) or strategy.inputs[0].dim == 0:
+        if item is None or self.pin(item.name) or strategy.inputs[0].dim == 0:
             return False
-        return table.shape[1] * table.value.itemsize < self.prices.n * LINE
-
-    def _work(self, node: fx.Node, call: OperatorCall) -> Work:
-        if call.is_item:
-            return Work((), (), frozenset(), keeps_result=False, inner=0)
-        return self.prices.work(node)
+        return table.shape[1] * table.value.itemsize < self.costs.n * LINE
 
     def _sound(self, call: OperatorCall, found: Sequence[Strategy]) -> Iterator[Strategy]:
         """Without strategies under which an update in place would reach a copy.
@@ -135,50 +133,50 @@ class Candidates:
             ):
                 yield strategy
 
-    def _followed(self, site: Site) -> fx.Node | None:
-        """The node that a site follows."""
-        call, home = site.call, self.folded.home
-        if len(call.operands) != 1 or home.get(call.operands[0].node) != home[site.node]:
+    def _followed(self, member: NodeChoices) -> fx.Node | None:
+        """The node that a member follows."""
+        call, home = member.call, self.folded.home
+        if len(call.operands) != 1 or home.get(call.operands[0].node) != home[member.node]:
             return None
         producer = call.operands[0].node
         if call.is_item:
             return producer
-        maker = self.sites[producer]
-        if not site.work.is_free or len(call.results) != 1 or len(maker.call.results) != 1:
+        maker = self.nodes[producer]
+        if not member.work.is_free or len(call.results) != 1 or len(maker.call.results) != 1:
             return None
-        alone = len(producer.users) == 1 and len(site.node.users) == 1
-        if not alone or producer in self.folded.fixed or site.node in self.folded.fixed:
+        alone = len(producer.users) == 1 and len(member.node.users) == 1
+        if not alone or producer in self.folded.fixed or member.node in self.folded.fixed:
             return None
-        given = {strategy.outputs[0] for strategy in maker.open}
-        taken = [strategy.inputs[0] for strategy in site.open]
-        kind = all(s.inputs[0].kind == s.outputs[0].kind for s in site.open)
-        return producer if kind and all(taken.count(t) == 1 for t in given) else None
+        made = {strategy.outputs[0] for strategy in maker.strategies}
+        taken = [strategy.inputs[0] for strategy in member.strategies]
+        kind = all(s.inputs[0].kind == s.outputs[0].kind for s in member.strategies)
+        return producer if kind and all(taken.count(t) == 1 for t in made) else None
 
 
-def _together(sites: Sequence[Site]) -> Iterator[tuple[Strategy, ...]]:
-    """The choices of sites of which each, but the first, follows one before it."""
-    number = {site.node: place for place, site in enumerate(sites)}
+def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
+    """The choices of members of which each, but the first, follows one before it."""
+    number = {member.node: place for place, member in enumerate(members)}
 
     def extended(chosen: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:
-        if len(chosen) == len(sites):
+        if len(chosen) == len(members):
             yield chosen
             return
-        site = sites[len(chosen)]
-        producer = chosen[number[site.call.operands[0].node]]
-        given = producer.outputs[item_of(site.call)]
-        fitting = [strategy for strategy in site.open if strategy.inputs == (given,)]
+        member = members[len(chosen)]
+        producer = chosen[number[member.call.operands[0].node]]
+        made = producer.outputs[result_index(member.call)]
+        fitting = [strategy for strategy in member.strategies if strategy.inputs == (made,)]
         for strategy in fitting[:1]:
             yield from extended((*chosen, strategy))
 
-    return itertools.chain.from_iterable(extended((strategy,)) for strategy in sites[0].open)
+    return itertools.chain.from_iterable(extended((strategy,)) for strategy in members[0].strategies)
 
 
-def item_of(call: OperatorCall) -> int:
+def result_index(call: OperatorCall) -> int:
     """Which of the tensors of a node with several a call takes; 0 for other calls.
 
     >>> from parcompiler.spmd.simulate import example
     >>> import torch
-    >>> item_of(example(torch.ops.aten.relu.default, torch.ones(2)))
+    >>> result_index(example(torch.ops.aten.relu.default, torch.ones(2)))
     0
     """
     if not call.is_item:
@@ -190,15 +188,7 @@ def item_of(call: OperatorCall) -> int:
     return sum(1 for value in before if hasattr(value, "dtype"))
 
 
-def vocabularies(folded: Fold) -> Iterator[int]:
-    """The numbers of classes of the losses."""
-    for template in folded.templates:
-        for node in template.first.nodes:
-            if getattr(node.target, "_opname", "") == "cross_entropy_loss":
-                yield read(node).shapes[0][-1]
-
-
-def is_offered(call: OperatorCall, strategy: Strategy, n: int, classes: Collection[int]) -> bool:
+def _is_offered(call: OperatorCall, strategy: Strategy, n: int, classes: Collection[int]) -> bool:
     """Whether pieces are of one size, but for those of a vocabulary."""
     if strategy.special.startswith("vocabulary"):
         return True

@@ -1,4 +1,4 @@
-"""What the user demands of parameters: `{"*.mlp.*": "S(0)"}`, patterns of names and placements.
+"""Placements that the user pins: `{"*.mlp.*": "S(0)"}`, patterns of names and placements.
 
 `R` and `I` both say whole; `S(0)` says in pieces along dimension 0, within segments or not.
 """
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.graph import Graph, Parameter
-from parcompiler.passes.shard.fold import Holder
+from parcompiler.passes.shard.templates import TensorGroup
 from parcompiler.spmd import Placement
 from parcompiler.spmd.placement import parse
 
@@ -24,8 +24,8 @@ class Pins:
     matches: Mapping[str, frozenset[str]]
     placements: Mapping[str, Placement]
 
-    def wish(self, name: str) -> str:
-        """What is demanded of a parameter, as text; empty where nothing is."""
+    def text(self, name: str) -> str:
+        """The pin of a parameter; empty where there is none."""
         patterns = self.of(name)
         return str(self.placements[patterns[0]]) if patterns else ""
 
@@ -33,33 +33,33 @@ class Pins:
         """The patterns that name a parameter."""
         return tuple(pattern for pattern, names in self.matches.items() if name in names)
 
-    def allowed(self, holder: Holder, types: Sequence[Placement]) -> tuple[Placement, ...]:
+    def allowed(self, tensor: TensorGroup, types: Sequence[Placement]) -> tuple[Placement, ...]:
         """The types that agree with what is demanded.
 
         Raises InfeasibleError, naming the patterns, when none does.
         """
-        patterns = sorted({p for item in holder.items for p in self.of(item.name)})
+        patterns = sorted({p for item in tensor.items for p in self.of(item.name)})
         agreeing = tuple(
             t for t in types if all(agrees(t, self.placements[pattern]) for pattern in patterns)
         )
         if not agreeing:
-            raise InfeasibleError(_refusal(holder.items[0], patterns, self.placements, types))
+            raise InfeasibleError(_refusal(tensor.items[0], patterns, self.placements, types))
         return agreeing
 
     def without(self, pattern: str) -> Pins:
-        """All but one."""
-        kept = {name: found for name, found in self.matches.items() if name != pattern}
-        return Pins(kept, {name: self.placements[name] for name in kept})
+        """The pins but one."""
+        matches = {name: names for name, names in self.matches.items() if name != pattern}
+        return Pins(matches, {name: self.placements[name] for name in matches})
 
     def sparing(self, names: Collection[str]) -> Pins:
-        """All, but not for these parameters."""
-        kept = {pattern: found - set(names) for pattern, found in self.matches.items()}
-        return Pins(kept, self.placements)
+        """The pins, but not on these parameters."""
+        matches = {pattern: known - set(names) for pattern, known in self.matches.items()}
+        return Pins(matches, self.placements)
 
     def named(self) -> str:
         """A parameter of each kind that they name: those of the first layer."""
         first: dict[str, str] = {}
-        for name in sorted({name for found in self.matches.values() for name in found}):
+        for name in sorted({name for names in self.matches.values() for name in names}):
             first.setdefault(re.sub(r"\d+", "#", name), name)
         return ", ".join(first.values())
 
@@ -68,11 +68,11 @@ class Pins:
         return " and ".join(f"{name!r}: '{at}'" for name, at in self.placements.items())
 
 
-def read(given: str | Mapping[str, str], graph: Graph) -> Pins:
+def read(option: str | Mapping[str, str], graph: Graph) -> Pins:
     """The pins of an option. Raises InputError for a pattern that names no parameter."""
-    if isinstance(given, str):
+    if isinstance(option, str):
         return Pins({}, {})
-    matches = {pattern: frozenset(_named(pattern, graph.parameters)) for pattern in given}
+    matches = {pattern: frozenset(_named(pattern, graph.parameters)) for pattern in option}
     for pattern, names in matches.items():
         if not names:
             known = ", ".join(item.name for item in graph.parameters if not item.buffer)
@@ -81,10 +81,10 @@ def read(given: str | Mapping[str, str], graph: Graph) -> Pins:
                 f"{known[:300]}{'...' if len(known) > 300 else ''})"
             )
             raise InputError(message)
-    return Pins(matches, {pattern: parse(text) for pattern, text in given.items()})
+    return Pins(matches, {pattern: parse(text) for pattern, text in option.items()})
 
 
-def agrees(found: Placement, wanted: Placement) -> bool:
+def agrees(placement: Placement, wanted: Placement) -> bool:
     """Whether a type is what a pin demands.
 
     >>> from parcompiler.spmd import I, R, S
@@ -92,9 +92,9 @@ def agrees(found: Placement, wanted: Placement) -> bool:
     (True, True, False)
     """
     if wanted.is_whole:
-        return found.is_whole
-    pieces = found.kind == "S" and found.dim == wanted.dim
-    return pieces and wanted.segments in ((), found.segments)
+        return placement.is_whole
+    pieces = placement.kind == "S" and placement.dim == wanted.dim
+    return pieces and wanted.segments in ((), placement.segments)
 
 
 def _named(pattern: str, parameters: Collection[Parameter]) -> Iterator[str]:

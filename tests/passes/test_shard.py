@@ -22,11 +22,11 @@ from parcompiler.models import dlrm, gpt, llama, moe
 from parcompiler.options import Options
 from parcompiler.passes.shard import ShardPass, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.fold import fold
+from parcompiler.passes.shard.ilp import LinearModel, decide
+from parcompiler.passes.shard.ilp_builder import build
+from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
-from parcompiler.passes.shard.price import Prices
-from parcompiler.passes.shard.programme import decide, size
-from parcompiler.passes.shard.telling import tell
+from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Shape, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
@@ -219,14 +219,15 @@ def test_stacked_experts_are_split_by_experts(n: int) -> None:
 
 def told(layers: int) -> tuple[Candidates, Any]:
     graph = captured("gpt", 256, 64, layers=layers, vocabulary=512)
-    candidates = Candidates(fold(graph), Prices(graph, H100, 2))
-    return candidates, tell(candidates, Pins({}, {}), {}, None).programme
+    candidates = Candidates(fold(graph), ShardCosts(graph, H100, 2))
+    return candidates, build(candidates, Pins({}, {}), {}, None).programme
 
 
 def test_the_programme_of_many_layers_is_that_of_two() -> None:
     few, many = told(2)[1], told(12)[1]
-    assert size(few) == size(many)
-    assert [len(group.seconds) for group in few.groups] == [len(g.seconds) for g in many.groups]
+    sizes = [(len(m.variables), len(m.rows)) for m in (LinearModel(x).model for x in (few, many))]
+    assert sizes[0] == sizes[1]
+    assert [len(x.seconds) for x in few.decisions] == [len(x.seconds) for x in many.decisions]
     layers = [decide(data).solution.objective for data in (few, many)]
     assert 3 < layers[1] / layers[0] < 6
     assert decide(few).choices == decide(many).choices
@@ -235,8 +236,8 @@ def test_the_programme_of_many_layers_is_that_of_two() -> None:
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_the_programme_of_a_template_is_solved_within_a_second(kind: str) -> None:
     graph = captured(kind)
-    candidates = Candidates(fold(graph), Prices(graph, H100, 4))
-    data = tell(candidates, Pins({}, {}), {}, None).programme
+    candidates = Candidates(fold(graph), ShardCosts(graph, H100, 4))
+    data = build(candidates, Pins({}, {}), {}, None).programme
     start = time.process_time()
     assert decide(data).solution.status == "optimal"
     assert time.process_time() - start < 1

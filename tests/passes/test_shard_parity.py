@@ -20,12 +20,12 @@ from parcompiler.graph import Graph
 from parcompiler.options import Options
 from parcompiler.passes.shard import Assignment, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.fold import fold
-from parcompiler.passes.shard.form import sharding
+from parcompiler.passes.shard.ilp import Programme, decide
+from parcompiler.passes.shard.ilp_builder import build
+from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
-from parcompiler.passes.shard.price import Prices
-from parcompiler.passes.shard.programme import Programme, decide
-from parcompiler.passes.shard.telling import tell
+from parcompiler.passes.shard.plan_entries import sharding
+from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Shape, Sharding
 from parcompiler.problem import Problem
 from tests import architectures, zoo
@@ -153,10 +153,10 @@ def test_memory_that_is_updated_in_place_keeps_its_type(n: int) -> None:
     found = capture(Filled().double(), {"x": x})
     expected, expected_gradients = whole(found, {found.inputs[0].node: x})
     for seed in range(12):
-        candidates = Candidates(fold(found), Prices(found, eager(), n))
-        told = tell(candidates, Pins({}, {}), {}, None)
-        data = priced_by_chance(told.programme, seed)
-        chosen = assignment(found, plan(sharding(candidates, told, decide(data), 1), n))
+        candidates = Candidates(fold(found), ShardCosts(found, eager(), n))
+        built = build(candidates, Pins({}, {}), {}, None)
+        data = priced_by_chance(built.programme, seed)
+        chosen = assignment(found, plan(sharding(candidates, built, decide(data), 1), n))
         loss, gradients = sharded(found, chosen, n, {found.inputs[0].node: x})
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
         for name, gradient in expected_gradients.items():
@@ -166,17 +166,17 @@ def test_memory_that_is_updated_in_place_keeps_its_type(n: int) -> None:
 def priced_by_chance(data: Programme, seed: int) -> Programme:
     """The programme with random costs of the choices alone."""
     chance = random.Random(seed)
-    groups = tuple(
+    decisions = tuple(
         dataclasses.replace(group, seconds=tuple(chance.random() for _ in group.seconds))
-        for group in data.groups
+        for group in data.decisions
     )
-    return Programme(groups, data.edges, ())
+    return Programme(decisions, data.edges, ())
 
 
 def anything(name: str, n: int, seed: int) -> Iterator[Assignment]:
     """An assignment that random prices make the best."""
-    candidates = Candidates(fold(graph(name)), Prices(graph(name), eager(), n))
-    told = tell(candidates, Pins({}, {}), {}, None)
-    data = priced_by_chance(told.programme, seed)
-    found = sharding(candidates, told, decide(data), 1)
+    candidates = Candidates(fold(graph(name)), ShardCosts(graph(name), eager(), n))
+    built = build(candidates, Pins({}, {}), {}, None)
+    data = priced_by_chance(built.programme, seed)
+    found = sharding(candidates, built, decide(data), 1)
     yield assignment(graph(name), plan(found, n))

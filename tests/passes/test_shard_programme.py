@@ -9,29 +9,45 @@ import random
 import pytest
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.shard.programme import (
-    Charge,
-    Choosing,
+from parcompiler.passes.shard.ilp import (
+    ChoiceEvent,
+    Decision,
     Edge,
-    End,
+    EdgeEnd,
+    EdgeEvent,
     Event,
-    Group,
-    Passing,
+    LinearModel,
     Programme,
+    SharedCost,
     bytes_of,
     decide,
-    is_possible,
-    seconds_of,
-    size,
+    due,
+    pair_of,
 )
 from parcompiler.spmd import I, P, R, S
 
 TYPES = (R, I, P, S(0), S(1))
 
 
+def is_possible(data: Programme, choices: tuple[int, ...]) -> bool:
+    """Whether every edge leads through a pair that is allowed, and memory suffices."""
+    leads = all(pair_of(edge, choices) in edge.allowed for edge in data.edges)
+    return leads and (data.budget is None or bytes_of(data, choices) <= data.budget)
+
+
+def seconds_of(data: Programme, choices: tuple[int, ...]) -> float:
+    """The objective."""
+    decided = (x.seconds[s] for x, s in zip(data.decisions, choices, strict=True))
+    return sum(decided) + sum(cost.seconds for cost in due(data, choices))
+
+
+def variables(data: Programme) -> int:
+    return len(LinearModel(data).model.variables)
+
+
 def tried(data: Programme) -> float | None:
     """The fewest seconds of all choices that are possible; None if none is."""
-    every = itertools.product(*(range(len(group.seconds)) for group in data.groups))
+    every = itertools.product(*(range(len(group.seconds)) for group in data.decisions))
     possible = [seconds_of(data, choices) for choices in every if is_possible(data, choices)]
     return min(possible, default=None)
 
@@ -40,7 +56,7 @@ def some(seed: int) -> Programme:
     """A random programme: a chain or a net of a few groups, with shared conversions."""
     chance = random.Random(seed)
     groups = tuple(
-        Group(
+        Decision(
             f"g{number}",
             tuple(chance.randrange(20) * 1e-6 for _ in range(count)),
             tuple(chance.randrange(20) * 1e3 for _ in range(count)),
@@ -48,11 +64,11 @@ def some(seed: int) -> Programme:
         for number, count in enumerate(chance.choices((1, 2, 3, 4), k=chance.randint(2, 6)))
     )
 
-    def end(number: int) -> End:
-        return End(number, tuple(chance.choice(TYPES) for _ in groups[number].seconds))
+    def end(number: int) -> EdgeEnd:
+        return EdgeEnd(number, tuple(chance.choice(TYPES) for _ in groups[number].seconds))
 
     edges: list[Edge] = []
-    charges: list[Charge] = []
+    charges: list[SharedCost] = []
     for source in range(len(groups) - 1):
         start = end(source)
         readers = chance.sample(range(source + 1, len(groups)), chance.randint(1, 2)
@@ -65,12 +81,12 @@ def some(seed: int) -> Programme:
             allowed |= {(a, t) for a, t in pairs if a == t}
             edges.append(Edge(f"{source}.{reader}", start, target, frozenset(allowed)))
         for pair in itertools.product(TYPES, TYPES):
-            events: list[Event] = [Passing(k, frozenset({pair})) for k in own]
+            events: list[Event] = [EdgeEvent(k, frozenset({pair})) for k in own]
             if chance.random() < 0.2:
-                events.append(Choosing(source, frozenset({0})))
+                events.append(ChoiceEvent(source, frozenset({0})))
             if pair[0] != pair[1]:
                 charge = chance.randrange(9) * 1e-6, chance.randrange(9) * 1e3
-                charges.append(Charge(tuple(events), *charge))
+                charges.append(SharedCost(tuple(events), *charge))
     budget = chance.choice((None, None, 40e3, 60e3, 90e3))
     return Programme(groups, tuple(edges), tuple(charges), budget)
 
@@ -109,24 +125,24 @@ def test_random_programmes_are_of_every_sort() -> None:
 def test_an_edge_with_one_type_at_an_end_has_no_variables() -> None:
     wide, narrow = (R, S(0), S(1)), (R,)
     every = frozenset(itertools.product(wide, wide))
-    groups = tuple(Group(f"g{k}", (0.0,) * 3, (0.0,) * 3) for k in range(2))
-    edge = Edge("k", End(0, wide), End(1, wide), every)
-    assert size(Programme(groups, (edge,), ()))[0] == 6 + 9
-    constant = Edge("k", End(0, wide), End(1, narrow * 3), every)
-    assert size(Programme(groups, (constant,), ()))[0] == 6
+    groups = tuple(Decision(f"g{k}", (0.0,) * 3, (0.0,) * 3) for k in range(2))
+    edge = Edge("k", EdgeEnd(0, wide), EdgeEnd(1, wide), every)
+    assert variables(Programme(groups, (edge,), ())) == 6 + 9
+    constant = Edge("k", EdgeEnd(0, wide), EdgeEnd(1, narrow * 3), every)
+    assert variables(Programme(groups, (constant,), ())) == 6
 
 
 def test_a_conversion_that_two_readers_share_is_paid_once() -> None:
-    groups = (Group("a", (0.0,), (0.0,)), *(Group(f"b{k}", (0.0,), (0.0,)) for k in range(2)))
+    groups = (Decision("a", (0.0,), (0.0,)), *(Decision(f"b{k}", (0.0,), (0.0,)) for k in range(2)))
     edges = tuple(
-        Edge(f"k{k}", End(0, (P,)), End(k + 1, (I,)), frozenset({(P, I)})) for k in range(2)
+        Edge(f"k{k}", EdgeEnd(0, (P,)), EdgeEnd(k + 1, (I,)), frozenset({(P, I)})) for k in range(2)
     )
-    events = tuple(Passing(k, frozenset({(P, I)})) for k in range(2))
-    assert decide(Programme(groups, edges, (Charge(events, 1.0),))).solution.objective == 1.0
+    events = tuple(EdgeEvent(k, frozenset({(P, I)})) for k in range(2))
+    assert decide(Programme(groups, edges, (SharedCost(events, 1.0),))).solution.objective == 1.0
 
 
 def test_the_least_memory_is_found_where_nothing_fits() -> None:
-    groups = (Group("a", (1.0, 2.0, 3.0), (30e6, 10e6, 20e6)),)
+    groups = (Decision("a", (1.0, 2.0, 3.0), (30e6, 10e6, 20e6)),)
     data = Programme(groups, (), (), budget=5e6)
     with pytest.raises(InfeasibleError):
         decide(data)

@@ -13,12 +13,12 @@ from parcompiler.graph import Graph
 from parcompiler.options import Options
 from parcompiler.passes.shard import Assignment, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
-from parcompiler.passes.shard.fold import fold
-from parcompiler.passes.shard.form import sharding
+from parcompiler.passes.shard.ilp import decide
+from parcompiler.passes.shard.ilp_builder import build
+from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
-from parcompiler.passes.shard.price import Prices
-from parcompiler.passes.shard.programme import decide
-from parcompiler.passes.shard.telling import tell
+from parcompiler.passes.shard.plan_entries import sharding
+from parcompiler.passes.shard.templates import fold
 from parcompiler.problem import Problem
 from parcompiler.spmd.placement import I
 from parcompiler.spmd.shard import shard
@@ -56,10 +56,10 @@ def test_what_is_decided_for_the_trunk_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_any_answer_for_the_trunk_computes_the_same(name: str) -> None:
     for seed in range(3):
-        candidates = Candidates(fold(spread(name)), Prices(spread(name), eager(), 2))
-        told = tell(candidates, Pins({}, {}), {}, None)
-        data = priced_by_chance(told.programme, seed)
-        found = sharding(candidates, told, decide(data), 1)
+        candidates = Candidates(fold(spread(name)), ShardCosts(spread(name), eager(), 2))
+        built = build(candidates, Pins({}, {}), {}, None)
+        data = priced_by_chance(built.programme, seed)
+        found = sharding(candidates, built, decide(data), 1)
         check(name, assignment(spread(name), plan(found, 2)), 2)
 
 

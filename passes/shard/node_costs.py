@@ -1,4 +1,4 @@
-"""What a strategy and a conversion cost on one rank: seconds by the roofline, bytes by the types.
+"""Seconds of a strategy and of a conversion on one rank, by the roofline model.
 
 A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks with the piece that
 a rank has of what is split, and the bytes that it moves with those of its operands and results: a
@@ -29,6 +29,7 @@ from parcompiler.spmd import Placement, Strategy
 from parcompiler.spmd.call import OperatorCall, Shape, shape_of
 from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import local_shape
+from parcompiler.spmd.special import class_loss_actions
 
 TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "index"})
 
@@ -39,18 +40,18 @@ WHOLE = 1e-11
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a node does, whole: its kernels, and what it keeps for its backward.
+class NodeWork:
+    """The kernels of a node when it is whole, and what it saves for its backward.
 
-    `keeps` are its operands that are kept, `keeps_result` says that its result is, and `inner` are
-    the bytes of what is kept besides.
+    `saves` are the operands that it saves, `saves_result` says that it saves its result, and
+    `saved_besides` are the bytes of other tensors that it saves.
     """
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    keeps: frozenset[fx.Node]
-    keeps_result: bool
-    inner: int
+    saves: frozenset[fx.Node]
+    saves_result: bool
+    saved_besides: int
 
     @property
     def is_free(self) -> bool:
@@ -59,7 +60,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Prices:
+class ShardCosts:
     """The costs of the nodes of a graph on `n` ranks of a device."""
 
     graph: Graph
@@ -73,21 +74,21 @@ class Prices:
         return trained, frozenset(item.node for item in self.graph.parameters) - trained
 
     @cached_property
-    def _line(self) -> RankGroup:
-        """The ranks of a tensor axis."""
+    def _ranks(self) -> RankGroup:
+        """The tensor-parallel group."""
         return neighbours(self.n, self.device)
 
-    def work(self, node: fx.Node) -> Work:
-        """What a node does when it is whole: the same on every device."""
+    def work(self, node: fx.Node) -> NodeWork:
+        """The work of a node when it is whole, which is the same on every device."""
         return self.graph.once(("work", node), lambda: self._work(node))
 
-    def _work(self, node: fx.Node) -> Work:
+    def _work(self, node: fx.Node) -> NodeWork:
         inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
         cost = trace_block([node], inputs, [node], *self._parameters, self.graph.differentiable)
         forward, backward = cost.forward, cost.backward
         if getattr(node.target, "_opname", "") == "rms_norm" and len(forward) > 1:
             forward, backward = _fused(node, forward, 2), _fused(node, backward, 3)
-        return Work(
+        return NodeWork(
             forward,
             backward,
             frozenset(inputs[place] for place in cost.kept_inputs),
@@ -95,33 +96,27 @@ class Prices:
             cost.saved - cost.saved_outputs,
         )
 
-    def node(self, call: OperatorCall, work: Work, strategy: Strategy) -> float:
-        """Seconds of a node, forward and backward, with what it exchanges inside."""
+    def strategy_seconds(self, call: OperatorCall, work: NodeWork, strategy: Strategy) -> float:
+        """Seconds of a node, forward and backward, with the collectives inside it."""
         arithmetic, traffic = shares(call, strategy, self.n)
         split = arithmetic if strategy.special == "vocabulary lookup" else None
         forward = work.forward if split else _scaled(work.forward, arithmetic, traffic)
         backward = _scaled(work.backward, split or arithmetic, split or traffic)
         inside = _masks(call) if split else ()
         total = seconds((*forward, *backward, *inside), self.device)
-        return total + self.inside(call, strategy) + WHOLE * traffic * (not work.is_free)
+        if strategy.special == "classes":
+            total += sum(self._action(*action) for action in class_loss_actions(call))
+        return total + WHOLE * traffic * (not work.is_free)
 
-    def inside(self, call: OperatorCall, strategy: Strategy) -> float:
-        """Seconds of the collectives inside a strategy: those of a loss on pieces of the logits."""
-        if strategy.special != "classes":
-            return 0.0
-        rows = call.shapes[0][0] * max(4, call.operands[0].value.dtype.itemsize)
-        sums = 3 if call.arguments.get("label_smoothing") else 2
-        return self._action("all-reduce", rows) + self._action("all-reduce", sums * rows)
-
-    def conversion(
-        self, source: Placement, target: Placement, nbytes: float, *, flows: bool
+    def conversion_seconds(
+        self, source: Placement, target: Placement, nbytes: float, *, carries: bool
     ) -> float | None:
-        """Seconds of a conversion of a value of `nbytes`, and of its backward if a gradient flows
-        there; None where there is no such conversion."""
-        row = conversion(source, target, differentiable=flows)
+        """Seconds of a conversion of a value of `nbytes`, and of its backward if it carries a
+        gradient; None where there is no such conversion."""
+        row = conversion(source, target, differentiable=carries)
         if row is None:
             return None
-        backward = self._action(row.backward, nbytes) if flows else 0.0
+        backward = self._action(row.backward, nbytes) if carries else 0.0
         return self._action(row.forward, nbytes) + backward
 
     def _action(self, action: Action, nbytes: float) -> float:
@@ -137,7 +132,7 @@ class Prices:
         copied = touched * nbytes / bandwidth + self.device.launch_overhead
         if action not in BYTES:
             return copied
-        sent = collective.seconds(action, nbytes, self._line, self.device)
+        sent = collective.seconds(action, nbytes, self._ranks, self.device)
         return copied + sent + self.device.launch_overhead + COLLECTIVE
 
 
@@ -158,16 +153,17 @@ def shares(call: OperatorCall, strategy: Strategy, n: int) -> tuple[float, float
     types = [*strategy.inputs, *strategy.outputs]
     parts = [share(s, p, n) for s, p in zip(shapes, types, strict=True)]
     split = [part for part, p in zip(parts, types, strict=True) if p.kind == "S"]
-    sizes = list(map(_nbytes, [operand.value for operand in call.operands]))
-    sizes += map(_nbytes, call.results)
+    sizes = list(map(nbytes_of, [operand.value for operand in call.operands]))
+    sizes += map(nbytes_of, call.results)
     if call.base in TABLES and call.operands:  # no more of a table is read than is yielded
         sizes[0] = min(sizes[0], sizes[len(call.operands)])
     total = sum(sizes)
-    held = sum(part * size for part, size in zip(parts, sizes, strict=True))
-    return max(split, default=1.0), held / total if total else 1.0
+    local = sum(part * size for part, size in zip(parts, sizes, strict=True))
+    return max(split, default=1.0), local / total if total else 1.0
 
 
-def _nbytes(value: torch.Tensor) -> int:
+def nbytes_of(value: torch.Tensor) -> int:
+    """Bytes of a value; sizes that are not known before the step are left out."""
     return math.prod(size for size in shape_of(value) if size >= 0) * value.itemsize
 
 
@@ -185,14 +181,14 @@ def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Op
         return ()
     value: torch.Tensor = node.meta["val"]
     most = max(item.flops for item in kernels)
-    nbytes = float(passes * _nbytes(value))
+    nbytes = float(passes * nbytes_of(value))
     return (Operation(str(node.target), "other", most, nbytes, kernels[0].dtype),)
 
 
 def _masks(call: OperatorCall) -> Sequence[Operation]:
     """What a lookup in a piece of a table does besides: it masks its rows and their gradients."""
     (result,) = call.results[:1]
-    both = 2.0 * _nbytes(result)
+    both = 2.0 * nbytes_of(result)
     mask = Operation("masked_fill", "other", float(result.numel()), both, result.dtype)
     indices = dataclasses.replace(mask, flops=0.0, nbytes=0.0)
     return (*[indices] * 3, mask, mask)

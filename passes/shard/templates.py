@@ -25,9 +25,9 @@ MORE = 1.25  # so many times the fewest nodes are few as well
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """Blocks that decide alike; the first stands for all. `mark` tells those apart that have the
-    same name because they are pinned differently."""
+class BlockTemplate:
+    """Blocks that decide alike; the first stands for all. `mark` distinguishes templates of one
+    name that are pinned differently."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -38,17 +38,12 @@ class Template:
         """The block that stands for all."""
         return self.blocks[0]
 
-    @property
-    def count(self) -> int:
-        """How many blocks there are."""
-        return len(self.blocks)
-
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Tensors in the same place of the blocks of a template: of one kind in all that follows.
+class TensorGroup:
+    """Tensors in the same place of the blocks of a template, which are held with one placement.
 
-    A tensor that is read in several places (tied weights) makes one holder of these. `node` is the
+    A tensor that is read in several places (tied weights) makes one group of these. `node` is the
     placeholder of the first.
     """
 
@@ -58,12 +53,12 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Fold:
+class FoldedGraph:
     """The templates of a graph at a granularity, and how values lead between them."""
 
     graph: Graph
     level: int
-    templates: tuple[Template, ...]
+    templates: tuple[BlockTemplate, ...]
     prologue: tuple[fx.Node, ...]
 
     @cached_property
@@ -97,14 +92,14 @@ class Fold:
         return shared_nodes(self.graph)
 
     @cached_property
-    def holders(self) -> tuple[Holder, ...]:
+    def tensor_groups(self) -> tuple[TensorGroup, ...]:
         """The parameters and buffers that blocks read, together where they must be alike."""
-        return tuple(dict.fromkeys(self.holder_of.values()))
+        return tuple(dict.fromkeys(self.group_of.values()))
 
     @cached_property
-    def holder_of(self) -> Mapping[str, Holder]:
-        """The holder of each parameter and buffer that a block reads, by its name."""
-        return _holders(self)
+    def group_of(self) -> Mapping[str, TensorGroup]:
+        """The group of each parameter and buffer that a block reads, by its name."""
+        return _tensor_groups(self)
 
     @cached_property
     def fixed(self) -> frozenset[fx.Node]:
@@ -120,26 +115,26 @@ class Fold:
         )
 
 
-def fold(graph: Graph, pinned: Callable[[str], str] = lambda name: "", level: int = 0) -> Fold:
+def fold(graph: Graph, pin: Callable[[str], str] = lambda name: "", level: int = 0) -> FoldedGraph:
     """Fold a graph; at the coarsest level (or the one given) where templates have few nodes.
 
-    `pinned` says what the user wants of a parameter: blocks of which he wants other things are
-    other templates.
+    `pin` is the user's pin of a parameter, as text: blocks with different pins are different
+    templates.
     """
     tried = {at: cut(graph, at) for at in ((level,) if level else levels(graph))}
     fewest = min(map(_distinct, tried.values()))
     best = next(at for at in sorted(tried) if _distinct(tried[at]) <= MORE * fewest)
     groups: dict[tuple[str, ...], list[Block]] = {}
     for block in tried[best].blocks:
-        wishes = [pinned(binding.name) for binding in block.tensors]
-        groups.setdefault((block.template, *(wishes if any(wishes) else ())), []).append(block)
+        pins = [pin(binding.name) for binding in block.tensors]
+        groups.setdefault((block.template, *(pins if any(pins) else ())), []).append(block)
     seen: Counter[str] = Counter()
     templates = []
     for (name, *_), blocks in groups.items():
         seen[name] += 1
         mark = f"#{seen[name]}" if seen[name] > 1 else ""
-        templates.append(Template(name, tuple(blocks), mark))
-    return Fold(graph, best, tuple(templates), tried[best].prologue)
+        templates.append(BlockTemplate(name, tuple(blocks), mark))
+    return FoldedGraph(graph, best, tuple(templates), tried[best].prologue)
 
 
 def shared_nodes(graph: Graph) -> frozenset[fx.Node]:
@@ -158,7 +153,7 @@ def _distinct(parts: Cut) -> int:
     return sum({block.template: len(block.nodes) for block in parts.blocks}.values())
 
 
-def _holders(folded: Fold) -> dict[str, Holder]:
+def _tensor_groups(folded: FoldedGraph) -> dict[str, TensorGroup]:
     """Tensors in the same place of a template, or read in two places, are of one kind."""
     leader: dict[str, str] = {}
 
@@ -180,6 +175,6 @@ def _holders(folded: Fold) -> dict[str, Holder]:
     found = {}
     for items in members.values():
         outside = any(nodes[item.node] in read for item in items)
-        holder = Holder(tuple(items), nodes[items[0].node], outside)
-        found.update({item.name: holder for item in items})
+        group = TensorGroup(tuple(items), nodes[items[0].node], outside)
+        found.update({item.name: group for item in items})
     return found

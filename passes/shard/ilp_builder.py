@@ -1,0 +1,426 @@
+"""Builds the integer programme of a folded graph: decisions, edges, and costs that edges share.
+
+Conversions are made once in each block that needs them, for each type that it needs, as
+`spmd.shard` makes them. A tensor of the model is held in pieces only where all who read it take the
+same pieces, else whole (`I`, or `R` without a gradient).
+
+Memory is that of all stages together, divided by their number: the parameters with gradient and
+optimizer states, and the values that are saved for the backward of each micro-batch in flight. A
+saved value counts once for each form that it is saved in: as its maker makes it, and as it is
+converted (whole and gathered from pieces, say). Views share it with their base.
+
+    add ─► x ──────────────► layer_norm      saves x as it was made: one cost for each type of x,
+             └─ all-gather ─► linear         due with any of its events; and saves the gathered x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import fx
+
+from parcompiler.passes.shard.candidates import Candidates, NodeChoices, NodeGroup, result_index
+from parcompiler.passes.shard.ilp import (
+    ChoiceEvent,
+    Decision,
+    Edge,
+    EdgeEnd,
+    EdgeEvent,
+    Event,
+    Pair,
+    Programme,
+    SharedCost,
+)
+from parcompiler.passes.shard.node_costs import WHOLE, nbytes_of, share
+from parcompiler.passes.shard.pins import Pins
+from parcompiler.passes.shard.templates import TensorGroup, end_of
+from parcompiler.spmd import I, Placement, R, Strategy
+from parcompiler.spmd.conversions import conversion
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank.
+
+    `recomputed` says that blocks are recomputed, and save no more than their inputs.
+    """
+
+    nbytes: float
+    stages: int
+    in_flight: int
+    recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """One element of a tensor of the model: its bytes with gradient and optimizer states, and the
+    seconds of its update, a micro-batch's part of them."""
+
+    nbytes: float
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class BuiltProgramme:
+    """The programme, and what its decisions are about: groups of nodes, then tensors."""
+
+    programme: Programme
+    groups: tuple[NodeGroup, ...]
+    tensors: Mapping[TensorGroup, tuple[Placement, ...]]
+
+
+def build(
+    candidates: Candidates,
+    pins: Pins,
+    states: Mapping[str, StateCost],
+    memory: MemoryBudget | None,
+) -> BuiltProgramme:
+    """The programme of a folded graph; `states` say what elements of its tensors cost, if known."""
+    builder = _Builder(candidates, pins, states, memory)
+    builder.add_edges()
+    decisions, shared = tuple(builder.decisions()), tuple(builder.shared_costs())
+    budget = None if memory is None else memory.nbytes * memory.stages
+    programme = Programme(decisions, tuple(builder.edges), shared, budget)
+    return BuiltProgramme(programme, candidates.groups, builder.tensors)
+
+
+class _Source(NamedTuple):
+    """Where an edge starts. `key` identifies the value, `carries` says that it has a gradient.
+
+    `node` is the node of a block that makes it; `stored` says that it is a tensor of the model,
+    and `pinned` that the user demands something of it.
+    """
+
+    key: object
+    name: str
+    end: EdgeEnd
+    nbytes: int
+    convertible: bool
+    carries: bool = True
+    stored: bool = False
+    pinned: bool = False
+    node: fx.Node | None = None
+
+
+@dataclass
+class _SharedConversions:
+    """The edges of one value into one template: each block converts it once for all of them.
+
+    `count` blocks read it so, `carries` says that gradients come back, and `saving` are the edges
+    to the nodes that save the value for their backward.
+    """
+
+    count: int
+    nbytes: int
+    carries: bool
+    edges: list[int] = field(default_factory=list)
+    saving: list[int] = field(default_factory=list)
+
+
+class _Builder:
+    """The programme while it is put together."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        pins: Pins,
+        states: Mapping[str, StateCost],
+        memory: MemoryBudget | None,
+    ) -> None:
+        self.candidates = candidates
+        self.folded = candidates.folded
+        self.costs = candidates.costs
+        self.pins = pins
+        self.states = states
+        self.memory = memory
+        self.edges: list[Edge] = []
+        self.conversions: dict[tuple[object, ...], _SharedConversions] = {}
+        self.number = {
+            member.node: number
+            for number, group in enumerate(candidates.groups)
+            for member in group.members
+        }
+        first = len(candidates.groups)
+        self.tensor_number = {t: first + k for k, t in enumerate(self.folded.tensor_groups)}
+        # For each node that makes memory the edges through which it, or a view of it, is saved;
+        # and the nodes whose memory one of their own group saves.
+        self.saved_by: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+        self.saved_inside: set[fx.Node] = set()
+
+    @cached_property
+    def tensors(self) -> dict[TensorGroup, tuple[Placement, ...]]:
+        """How each tensor of the model may be held: whole, or in pieces that someone reads."""
+        pieces: dict[TensorGroup, set[Placement]] = {t: set() for t in self.folded.tensor_groups}
+        for member in self.candidates.nodes.values():
+            for place, operand in enumerate(member.call.operands):
+                item = self.folded.graph.by_node.get(operand.node.name)
+                if item is not None:
+                    types = (strategy.inputs[place] for strategy in member.strategies)
+                    split = (placement for placement in types if placement.kind == "S")
+                    pieces[self.folded.group_of[item.name]].update(split)
+        found = {}
+        for tensor, types_of_pieces in pieces.items():
+            whole = I if tensor.node.name in self.folded.graph.differentiable else R
+            possible = (whole, *(() if tensor.outside else sorted(types_of_pieces, key=str)))
+            found[tensor] = self.pins.allowed(tensor, possible)
+        return found
+
+    # Decisions
+
+    def decisions(self) -> Iterator[Decision]:
+        """The groups of nodes, the tensors, and who reads the loss."""
+        for group in self.candidates.groups:
+            count = self._count(group.members[0].node)
+            seconds, nbytes = (
+                tuple(count * sum(map(cost, group.members, choice)) for choice in group.choices)
+                for cost in (self._seconds, self._saved_besides)
+            )
+            yield Decision(group.name, seconds, nbytes)
+        for tensor, types in self.tensors.items():
+            costs = [self._state(tensor, placement) for placement in types]
+            seconds, nbytes = tuple(c.seconds for c in costs), tuple(c.nbytes for c in costs)
+            yield Decision(tensor.items[0].name, seconds, nbytes)
+        yield Decision("loss", (0.0,), (0.0,))
+
+    def _count(self, node: fx.Node) -> int:
+        """The number of blocks that a node stands for."""
+        return len(self.folded.templates[self.folded.home[node]].blocks)
+
+    def _seconds(self, member: NodeChoices, strategy: Strategy) -> float:
+        return self.costs.strategy_seconds(member.call, member.work, strategy)
+
+    def _saved_besides(self, member: NodeChoices, strategy: Strategy) -> float:
+        """Bytes that a node saves besides operands and results, of the micro-batches in flight."""
+        if self.memory is None or self.memory.recomputed or not member.work.saved_besides:
+            return 0.0
+        part = share(member.call.result_shapes[0], strategy.outputs[0], self.costs.n)
+        return member.work.saved_besides * part * self.memory.in_flight
+
+    def _state(self, tensor: TensorGroup, placement: Placement) -> StateCost:
+        """What the tensors of a group cost on a rank."""
+        nbytes, seconds = 0.0, 0.0
+        for item in tensor.items:
+            part = share(item.shape, placement, self.costs.n)
+            each = self.states.get(item.name, StateCost(0.0))
+            nbytes += each.nbytes * item.numel * part
+            seconds += each.seconds * item.numel * part + WHOLE * part
+        return StateCost(0.0 if self.memory is None else nbytes, seconds)
+
+    # Edges
+
+    def add_edges(self) -> None:
+        """An edge for each value that a node reads, by each way that leads there; the loss, or what
+        a shared head reads, comes out whole, with a whole gradient."""
+        for number, template in enumerate(self.folded.templates):
+            inputs = {node: place for place, node in enumerate(template.first.inputs)}
+            for node in template.first.nodes:
+                member = self.candidates.nodes[node]
+                for place in range(len(member.call.operands)):
+                    self._add_operand(number, inputs, member, place)
+        source = self._result(self.folded.stands_for[end_of(self.folded.graph)], 0)
+        source = source._replace(convertible=True)
+        edge = self._add_edge(source, "loss", self._whole(source.carries), source.carries)
+        shared = _SharedConversions(1, source.nbytes, source.carries, [edge])
+        self.conversions[source.key, "loss"] = shared
+
+    def _add_operand(
+        self, number: int, inputs: Mapping[fx.Node, int], reader: NodeChoices, place: int
+    ) -> None:
+        """The edges that lead to one operand of a node."""
+        node, count = reader.call.operands[place].node, len(self.folded.templates[number].blocks)
+        if node.name in self.folded.graph.by_node:
+            self._connect(self._tensor(node.name), reader, place, count, number)
+        elif node in inputs:
+            for source, times in self.folded.sources(number, inputs[node]).items():
+                if source is not None:
+                    shared = source in self.folded.shared
+                    make = self._received if shared else self._made
+                    self._connect(make(source, reader, place), reader, place, times, number)
+        elif node in self.number and self.number[node] != self.number[reader.node]:
+            self._connect(self._made(node, reader, place), reader, place, count, number)
+        elif self.memory is not None and node in reader.work.saves:
+            if node in self.number and not self.memory.recomputed:
+                self.saved_inside.add(self._base(node))
+
+    def _made(self, node: fx.Node, reader: NodeChoices, place: int) -> _Source:
+        """The edge start of the result of a node that an operand is."""
+        return self._result(node, _operand_result(reader, place))
+
+    def _result(self, node: fx.Node, result: int) -> _Source:
+        """The edge start of a result of a node."""
+        maker, number = self.candidates.nodes[node], self.number[node]
+        unknown = -1 in maker.call.result_shapes[result]
+        fixed = unknown or node in self.folded.fixed or len(maker.call.results) > 1
+        return _Source(
+            (node, result),
+            node.name,
+            EdgeEnd(number, self.candidates.groups[number].types(node, result)),
+            nbytes_of(maker.call.results[result]),
+            convertible=not fixed,
+            carries=node.name in self.folded.graph.differentiable,
+            node=node,
+        )
+
+    def _received(self, node: fx.Node, reader: NodeChoices, place: int) -> _Source:
+        """The edge start of a looked-up value, which the vocabulary's ranks yield whole."""
+        nbytes = nbytes_of(reader.call.operands[place].value)
+        convertible = node not in self.folded.fixed
+        return _Source(node, node.name, self._whole(carries=True), nbytes, convertible)
+
+    def _tensor(self, name: str) -> _Source:
+        """The edge start of a tensor of the model."""
+        item = self.folded.graph.by_node[name]
+        tensor = self.folded.group_of[item.name]
+        return _Source(
+            item.name,
+            tensor.items[0].name,
+            EdgeEnd(self.tensor_number[tensor], self.tensors[tensor]),
+            item.nbytes,
+            convertible=tensor.node not in self.folded.fixed,
+            stored=True,
+            pinned=any(self.pins.of(each.name) for each in tensor.items),
+        )
+
+    def _whole(self, carries: bool) -> EdgeEnd:
+        """What leaves the blocks, or comes from none of them: whole, with a whole gradient."""
+        return EdgeEnd(
+            len(self.candidates.groups) + len(self.tensor_number), (I if carries else R,)
+        )
+
+    def _connect(
+        self, source: _Source, reader: NodeChoices, place: int, count: int, number: int
+    ) -> None:
+        """The edge of a value to one who reads it in `count` blocks of a template."""
+        operand, group = reader.call.operands[place], self.number[reader.node]
+        carries = reader.call.gradients[place] and source.carries
+        target = EdgeEnd(group, self.candidates.groups[group].needs(reader.node, place))
+        edge = self._add_edge(source, reader.node.name, target, carries)
+        key = source.key, operand.node, number, carries
+        new = _SharedConversions(count, source.nbytes, carries)
+        shared = self.conversions.setdefault(key, new)
+        shared.edges.append(edge)
+        if not source.stored and self._is_saved(source, reader, operand.node, number, count):
+            shared.saving.append(edge)
+            if source.node is not None:
+                self.saved_by.setdefault(self._base(source.node), []).append((source.node, edge))
+
+    def _is_saved(
+        self, source: _Source, reader: NodeChoices, operand: fx.Node, number: int, count: int
+    ) -> bool:
+        """Whether a reader saves a value; a block that is recomputed saves its inputs."""
+        if self.memory is None:
+            return False
+        if not self.memory.recomputed:
+            return operand in reader.work.saves
+        template = self.folded.templates[number]
+        return source.node not in template.first.nodes or count != len(template.blocks)
+
+    def _add_edge(self, source: _Source, reader: str, target: EdgeEnd, carries: bool) -> int:
+        """Add an edge with the pairs of types that may stand at its ends."""
+        pairs = {(a, t) for a in source.end.types for t in target.types}
+        allowed = frozenset(pair for pair in pairs if _is_allowed(source, *pair, carries))
+        self.edges.append(Edge(f"{source.name}.{reader}", source.end, target, allowed))
+        return len(self.edges) - 1
+
+    # Costs that edges share
+
+    def shared_costs(self) -> Iterator[SharedCost]:
+        """Conversions, and what is saved for the backward: values as they are made, and as they are
+        converted."""
+        for shared in self.conversions.values():
+            for pair, events in _by_pair(shared.edges, self.edges).items():
+                nbytes, carries = shared.nbytes, shared.carries
+                once = self.costs.conversion_seconds(*pair, nbytes, carries=carries)
+                if once and pair[0] != pair[1]:
+                    yield SharedCost(events, shared.count * once)
+        if self.memory is None:
+            return
+        for base in self.candidates.nodes:
+            yield from self._saved_as_made(base, self.memory)
+        for shared in self.conversions.values():
+            for (a, t), events in _by_pair(shared.saving, self.edges).items():
+                if not _is_same_memory(a, t):
+                    saved = self._in_flight(shared.count * shared.nbytes, t)
+                    yield SharedCost(events, 0.0, saved)
+
+    def _saved_as_made(self, base: fx.Node, memory: MemoryBudget) -> Iterator[SharedCost]:
+        """The memory that a node makes, where it, or one who reads it or a view, saves it."""
+        member, number = self.candidates.nodes[base], self.number[base]
+        saves_itself = member.work.saves_result and not memory.recomputed
+        for result, value in enumerate(member.call.results):
+            by_type: dict[Placement, set[int]] = {}
+            for choice, made in enumerate(self.candidates.groups[number].types(base, result)):
+                by_type.setdefault(made, set()).add(choice)
+            for placement, choices in by_type.items():
+                events: list[Event] = []
+                if saves_itself or base in self.saved_inside:
+                    events.append(ChoiceEvent(number, frozenset(choices)))
+                for node, edge in self.saved_by.get(base, ()):
+                    if result == 0 or node is base:
+                        events += _read_as_made(self.edges[edge], edge, choices)
+                if events:
+                    nbytes = self._in_flight(self._count(base) * nbytes_of(value), placement)
+                    yield SharedCost(tuple(dict.fromkeys(events)), 0.0, nbytes)
+
+    def _in_flight(self, nbytes: int, placement: Placement) -> float:
+        """Bytes of values of that type on a rank, for the micro-batches in flight."""
+        assert self.memory is not None
+        part = 1 / self.costs.n if placement.kind == "S" else 1.0
+        return nbytes * part * self.memory.in_flight
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        """The node whose memory a value lies in, as far as its group goes."""
+        member = self.candidates.nodes[node]
+        while not member.call.is_item and member.work.is_free and len(member.call.operands) == 1:
+            before = member.call.operands[0].node
+            if self.number.get(before) != self.number[node]:
+                break
+            member = self.candidates.nodes[before]
+        return member.node
+
+
+def _is_allowed(source: _Source, a: Placement, t: Placement, carries: bool) -> bool:
+    """Whether a value of type `a` may be read as type `t`."""
+    if source.pinned and a.is_whole and t.kind == "S":
+        return False  # what is pinned whole is read whole: pieces of it would be held as such
+    if a == t or (a.is_whole and t.is_whole and not carries):
+        return True
+    if not source.convertible or (source.stored and a.kind == "S"):
+        return False
+    if a.kind == t.kind == "S" and (a.dim == t.dim or a.segments or t.segments):
+        return False
+    return conversion(a, t, differentiable=carries) is not None
+
+
+def _by_pair(numbers: Sequence[int], edges: Sequence[Edge]) -> dict[Pair, tuple[Event, ...]]:
+    """For each pair of types the events that one of these edges leads through it."""
+    found: dict[Pair, list[Event]] = {}
+    for number in numbers:
+        for pair in sorted(edges[number].allowed, key=str):
+            found.setdefault(pair, []).append(EdgeEvent(number, frozenset({pair})))
+    return {pair: tuple(events) for pair, events in found.items()}
+
+
+def _read_as_made(edge: Edge, number: int, choices: set[int]) -> Iterator[EdgeEvent]:
+    """The event that an edge reads memory as one of these choices makes it."""
+    types = {edge.source.types[choice] for choice in choices}
+    pairs = frozenset(p for p in edge.allowed if p[0] in types and _is_same_memory(*p))
+    if pairs:
+        yield EdgeEvent(number, pairs)
+
+
+def _is_same_memory(a: Placement, t: Placement) -> bool:
+    """Whether converting makes no new memory."""
+    return a == t or (a.is_whole and t.is_whole)
+
+
+def _operand_result(reader: NodeChoices, place: int) -> int:
+    """Which result of its maker an operand is: a list of tensors is one operand for each."""
+    call = reader.call
+    if call.is_item:
+        return result_index(call)
+    where = [(operand.node, operand.argument, operand.index) for operand in call.operands]
+    return where[:place].count(where[place])

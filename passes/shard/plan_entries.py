@@ -1,0 +1,248 @@
+"""Strategies as the lines of a plan's sharding: written from the programme's answer, read, checked.
+
+>>> _types("R S(0) -> S(2), size[2] = 4 split")
+'R S(0) -> S(2)'
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from parcompiler.errors import PlanError
+from parcompiler.graph import Graph
+from parcompiler.passes.shard.candidates import Candidates, NodeChoices, result_index
+from parcompiler.passes.shard.ilp import Answer
+from parcompiler.passes.shard.ilp_builder import BuiltProgramme
+from parcompiler.passes.shard.pins import agrees, read
+from parcompiler.passes.shard.templates import BlockTemplate, end_of, fold, shared_nodes
+from parcompiler.plan import Plan, Sharding, Shards
+from parcompiler.problem import Problem
+from parcompiler.spmd import I, Placement, Strategy, strategies
+from parcompiler.spmd.call import OperatorCall, call_of
+from parcompiler.spmd.conversions import conversion
+from parcompiler.spmd.rules import is_unknown, written_rule
+from parcompiler.spmd.segments import segmentations
+from parcompiler.spmd.shard import Assignment, stored
+
+# Writing
+
+
+def sharding(
+    candidates: Candidates, built: BuiltProgramme, answer: Answer, stages: int
+) -> Sharding:
+    """The plan's field: a line for each node of each template."""
+    folded = candidates.folded
+    chosen = {
+        member.node: strategy
+        for group, choice in zip(built.groups, answer.choices, strict=False)
+        for member, strategy in zip(group.members, group.choices[choice], strict=True)
+    }
+    number = len(built.groups)
+    placements = {
+        item.name: types[answer.choices[number + k]]
+        for k, (tensor, types) in enumerate(built.tensors.items())
+        for item in tensor.items
+    }
+    several = Counter(template.name for template in folded.templates)
+    return Sharding(
+        level=folded.level,
+        templates=tuple(
+            _entry(candidates, template, chosen, placements, named=several[template.name] > 1)
+            for template in folded.templates
+        ),
+        solution=answer.solution,
+        memory=round(answer.nbytes / stages) or None,
+    )
+
+
+def _entry(
+    candidates: Candidates,
+    template: BlockTemplate,
+    chosen: Mapping[fx.Node, Strategy],
+    placements: Mapping[str, Placement],
+    *,
+    named: bool,
+) -> Shards:
+    """The entry of one template."""
+    members = [candidates.nodes[node] for node in template.first.nodes]
+    return Shards(
+        template=template.name,
+        nodes=tuple(_line(member, chosen[member.node]) for member in members),
+        tensors=tuple(f"{b.attribute}: {placements[b.name]}" for b in template.first.tensors),
+        blocks=tuple(block.name for block in template.blocks) if named else (),
+        whole=tuple(
+            f"{member.node.name}: {_reason(member, candidates.costs.n)}"
+            for member in members
+            if member.call.operands and not member.work.is_free and _is_never_split(member)
+        ),
+    )
+
+
+def _types(text: str) -> str:
+    """The types alone of a strategy that is written out."""
+    return text.partition(",")[0]
+
+
+def _line(member: NodeChoices, strategy: Strategy) -> str:
+    """A node and its strategy: the types, and the rest where these are not enough."""
+    types = _types(str(strategy))
+    alone = sum(_types(str(other)) == types for other in member.strategies) == 1
+    return f"{member.node.name}: {types if alone and not strategy.special else strategy}"
+
+
+def _is_never_split(member: NodeChoices) -> bool:
+    """Whether every rank computes the whole under all strategies, be it of summands."""
+    return not any(
+        placement.kind == "S"
+        for strategy in member.strategies
+        for placement in (*strategy.inputs, *strategy.outputs)
+    )
+
+
+def _reason(member: NodeChoices, n: int) -> str:
+    """Why no strategy splits a node."""
+    operator, call = str(member.node.target), member.call
+    if not call.is_plain:
+        return f"{operator} has sizes that are not known before the step"
+    if is_unknown(call):
+        return f"no rule is known for {operator}"
+    if written_rule(call) is None:
+        return f"no rule is known for these arguments of {operator}"
+    shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in call.shapes)
+    return f"{n} divides no dimension of {shapes} that {operator} can split"
+
+
+# Reading
+
+
+def assignment(graph: Graph, plan: Plan) -> dict[fx.Node, Strategy]:
+    """The strategy of every node of a graph under a plan that decides its sharding.
+
+    Raises PlanError, naming the node, for a line that is none of its strategies, and for a value
+    that would have to be converted where that is impossible.
+    """
+    assert plan.sharding is not None, "the plan decides no sharding"
+    n, differentiable = plan.mesh.tensor, graph.differentiable
+    if plan.sharding.level < 1:
+        message = f"the plan's sharding has level {plan.sharding.level}: levels count from 1"
+        raise PlanError(message)
+    assigned: dict[fx.Node, Strategy] = {}
+    folded = fold(graph, level=plan.sharding.level)
+    for node in folded.prologue:
+        assigned[node] = strategies(node, n, differentiable=differentiable)[0]
+    for template in folded.templates:
+        # The lines of an entry have the names of the first block that it is about.
+        by_entry: dict[Shards, tuple[Strategy, ...]] = {}
+        for block in template.blocks:
+            entry = _entry_of(plan.sharding, template.name, block.name)
+            if entry not in by_entry:
+                segments = segmentations(block.nodes)
+                known = [
+                    strategies(node, n, differentiable=differentiable, segments=segments)
+                    for node in block.nodes
+                ]
+                by_entry[entry] = tuple(_strategies(entry, block.nodes, known))
+            assigned.update(zip(block.nodes, by_entry[entry], strict=True))
+    check(graph, assigned)
+    return assigned
+
+
+def _entry_of(sharding: Sharding, template: str, block: str) -> Shards:
+    """The entry of a plan that is about a block: one that names it, or one that names none."""
+    entries = [entry for entry in sharding.templates if entry.template == template]
+    for entry in sorted(entries, key=lambda entry: block not in entry.blocks):
+        if block in entry.blocks or not entry.blocks:
+            return entry
+    message = f"the plan's sharding says nothing of block {block!r} (template {template!r})"
+    raise PlanError(message)
+
+
+def _strategies(
+    entry: Shards, nodes: Sequence[fx.Node], known: Sequence[Sequence[Strategy]]
+) -> Iterator[Strategy]:
+    """The strategies that the lines of an entry name, in the order of the nodes."""
+    if len(entry.nodes) != len(nodes):
+        message = (
+            f"the plan's sharding has {len(entry.nodes)} lines for template {entry.template!r}, "
+            f"whose blocks have {len(nodes)} nodes"
+        )
+        raise PlanError(message)
+    for node, text, possible in zip(nodes, entry.nodes, known, strict=True):
+        name, _, wanted = text.partition(": ")
+        if name != node.name:
+            message = f"the plan's sharding has {text!r} where node {node.name!r} stands"
+            raise PlanError(message)
+        yield _named(node, wanted, possible)
+
+
+def _named(node: fx.Node, wanted: str, known: Sequence[Strategy]) -> Strategy:
+    """The strategy of a node that a text names, in full or by its types."""
+    for strategy in known:
+        if str(strategy) == wanted:
+            return strategy
+    alike = [strategy for strategy in known if _types(str(strategy)) == wanted]
+    if len(alike) == 1:
+        return alike[0]
+    offer = "; ".join(map(str, known))
+    why = "may mean several strategies" if alike else "is no strategy"
+    message = f"the plan's sharding: {wanted!r} {why} of node {node.name!r} (there are: {offer})"
+    raise PlanError(message)
+
+
+# Checking
+
+
+def check(graph: Graph, assigned: Assignment) -> None:
+    """Raise PlanError, naming the node, where a value cannot become what a node needs."""
+    placements = stored(graph, assigned) | dict.fromkeys(shared_nodes(graph), I)
+    for node, strategy in assigned.items():
+        call = call_of(node, graph)
+        for place, (operand, wanted) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
+            source = operand.node
+            actual = placements.get(source) or _output(assigned[source], call, place)
+            carries = call.gradients[place] and source.name in graph.differentiable
+            if conversion(actual, wanted, differentiable=carries) is None:
+                message = (
+                    f"the plan's sharding: node {node.name!r} needs {source.name!r} as "
+                    f"{wanted}, which is {actual}: there is no such conversion"
+                )
+                raise PlanError(message)
+    end = end_of(graph)
+    last = assigned[end].outputs[0]
+    if conversion(last, I, differentiable=end.name in graph.differentiable) is None:
+        name = "the loss" if end is graph.loss else "the head's input"
+        message = f"the plan's sharding: {name} {end.name!r} is {last}, which is not whole"
+        raise PlanError(message)
+
+
+def _output(maker: Strategy, call: OperatorCall, place: int) -> Placement:
+    """The type of an operand that `maker` yields; one of several for an item."""
+    if call.is_item and len(maker.outputs) > 1:
+        return maker.outputs[result_index(call)]
+    return maker.outputs[min(place, len(maker.outputs) - 1)]
+
+
+def check_pins(problem: Problem, plan: Plan) -> None:
+    """Refuse a given plan under which ranks hold a parameter otherwise than a pin demands.
+
+    Raises PlanError, naming the pin and the parameter; InputError for a pin that names nothing.
+    """
+    pins, graph = read(problem.options.sharding, problem.graph), problem.graph
+    if not pins.placements or plan.sharding is None:
+        return
+    for node, placement in stored(graph, assignment(graph, plan)).items():
+        item = graph.by_node.get(node.name)
+        if item is None:
+            continue
+        for pattern in pins.of(item.name):
+            wanted = pins.placements[pattern]
+            if not agrees(placement, wanted):
+                shape = " x ".join(map(str, item.shape))
+                message = (
+                    f"the plan holds {item.name} ({shape}) as {placement}, but sharding pins "
+                    f"{pattern!r}: '{wanted}': change the pin, or compile without plan="
+                )
+                raise PlanError(message)
