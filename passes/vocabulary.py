@@ -27,7 +27,7 @@ from parcompiler.passes.stage import StagePass, ideal
 from parcompiler.plan import Method, Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules import Schedule
-from parcompiler.vocabulary import Found, find
+from parcompiler.vocabulary import VocabularyMatch, find
 
 CANDIDATES = ("whole", "vocab-2", "vocab-1")
 ALONE = "there is one pipeline rank (on tensor ranks, the sharding splits it)"
@@ -128,7 +128,7 @@ def _spread(problem: Problem) -> VocabularyChoice:
     ranks = problem.mesh.pipeline * problem.mesh.tensor
     found = find(problem.graph, ranks)
     kept = found.kept
-    if problem.options.vocabulary in METHODS and found == Found():
+    if problem.options.vocabulary in METHODS and found == VocabularyMatch():
         kept = (f"{problem.graph.name}: {NOTHING}",)
     return VocabularyChoice(
         method="",

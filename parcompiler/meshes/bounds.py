@@ -41,7 +41,7 @@ from parcompiler.passes.vocabulary import choices_for
 from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.vocabulary import find
-from parcompiler.vocabulary.reading import name_of
+from parcompiler.vocabulary.nodes import name_of
 
 VOCABULARY = ("embedding", "cross_entropy_loss")
 ROUNDING = 1 - 1e-9  # sums of the same numbers in another order

@@ -1,36 +1,125 @@
-"""Which layers of a graph are the vocabulary's: found by what they compute, never by their names.
+"""The vocabulary's layers in a graph: matched by what they compute, never by their names.
 
     tokens ──► embedding(W [V, h]) ──► ... layers ... ──► x W'ᵀ ──► soft cap ──► cross_entropy
 
 A table can be divided among all ranks when every reader of it is such a lookup or such a head. What
-looks like one and is not, or would not pay, is named with the reason.
+looks like one and is not, or would not pay, is named with the reason. The graph is not changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
-from parcompiler.capture.effects import effects_of
+from parcompiler.capture.blocks import is_sendable
+from parcompiler.capture.effects import Effects, effects_of, is_random
+from parcompiler.capture.prologue import cone
 from parcompiler.graph import Graph, Parameter, shape_of
-from parcompiler.vocabulary.chain import Chain, WholeError, follow, keep_whole
-from parcompiler.vocabulary.computed import CONSTANT, obstacle
-from parcompiler.vocabulary.criterion import CROSS_ENTROPIES, Criterion, criterion
-from parcompiler.vocabulary.found import Found, FoundHead, FoundLookup, Whole
-from parcompiler.vocabulary.product import product
-from parcompiler.vocabulary.reading import arguments, held, name_of, readers, source
+from parcompiler.vocabulary.head_pattern import (
+    CROSS_ENTROPIES,
+    Chain,
+    Criterion,
+    RowOperation,
+    WholeError,
+    keep_whole,
+    match_chain,
+    match_loss,
+    match_product,
+)
+from parcompiler.vocabulary.nodes import arguments, name_of, readers, source, tensor_of
 
 NOTICEABLE = 0.05  # of what a rank has of the other parameters
+CONSTANT = "are constants"
 
 
-def find(graph: Graph, ranks: int) -> Found:
+@dataclass(frozen=True, slots=True)
+class LookupMatch:
+    """An embedding: `node` yields rows of the parameter `weight` [V, h] for `index`."""
+
+    node: fx.Node
+    weight: str
+    index: fx.Node
+    padding_idx: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatch:
+    """From `x`, the operand of `product`, to the loss.
+
+    `rows` are the operations on rows, `functions` those on each logit, both in order. The classes
+    are dimension `dim` behind all `rows`; `bias` and `class_weight` are names in the model.
+    """
+
+    product: fx.Node
+    x: fx.Node
+    weight: str
+    targets: fx.Node
+    rows: tuple[RowOperation, ...]
+    functions: tuple[fx.Node, ...]
+    dim: int
+    bias: str | None = None
+    class_weight: str | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    scale: float = 1.0
+
+
+class WholeTable(NamedTuple):
+    """A table that looks like the vocabulary's and stays on its stage, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        """A line for a report."""
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyMatch:
+    """The layers of the vocabulary that all ranks can share."""
+
+    lookups: tuple[LookupMatch, ...] = ()
+    head: HeadMatch | None = None
+    whole: tuple[WholeTable, ...] = ()
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the parameters that are looked up in."""
+        return tuple(dict.fromkeys(item.weight for item in self.lookups))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """A line for each table that stays whole."""
+        return tuple(map(str, self.whole))
+
+
+def find(graph: Graph, ranks: int) -> VocabularyMatch:
     """The vocabulary layers of `graph` that `ranks` ranks can share, and what stays whole."""
-    return graph.once(("vocabulary", ranks), lambda: _Finding(graph, ranks).found())
+    return graph.once(("vocabulary", ranks), lambda: _Matching(graph, ranks).match())
 
 
-class _Finding:
-    """What is known of one graph while its layers are found."""
+def obstacle(graph: Graph, node: fx.Node, effects: Effects) -> str | None:
+    """Why not every rank can compute `node` (indices, targets) from its batch; None when it can."""
+    members = cone(node, effects)
+    leaves = {operand for item in members for operand in item.all_input_nodes} - members
+    leaves |= {node} - members
+    tensors = (graph.by_node.get(leaf.name) for leaf in leaves)
+    if any(item is not None and (not item.buffer or item.mutated) for item in tensors):
+        return "depend on parameters"
+    if any(is_random(item) or not is_sendable(item) for item in members):
+        return "depend on chance"
+    if not any(leaf.name in graph.input_nodes for leaf in leaves):
+        return CONSTANT
+    return None
+
+
+class _Matching:
+    """What is known of one graph while its layers are matched."""
 
     def __init__(self, graph: Graph, ranks: int) -> None:
         self.graph = graph
@@ -39,8 +128,8 @@ class _Finding:
         self.nodes = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
         self.whole: dict[str, str] = {}
 
-    def found(self) -> Found:
-        """The layers that are left when all reasons are known."""
+    def match(self) -> VocabularyMatch:
+        """The layers that remain when all reasons are known."""
         lookups = [item for node in self.graph.fx_graph.nodes for item in self._lookup(node)]
         head = self._head({item.weight for item in lookups})
         names = [item.weight for item in lookups] + ([head.weight] if head else [])
@@ -48,111 +137,108 @@ class _Finding:
             reason = self._reason(name, lookups, head)
             if reason is not None:
                 self.whole.setdefault(name, reason)
-        return Found(
+        return VocabularyMatch(
             tuple(item for item in lookups if item.weight not in self.whole),
             head if head is not None and head.weight not in self.whole else None,
-            tuple(Whole(name, reason) for name, reason in self.whole.items()),
+            tuple(WholeTable(name, reason) for name, reason in self.whole.items()),
         )
 
-    def _lookup(self, node: fx.Node) -> Iterator[FoundLookup]:
+    def _lookup(self, node: fx.Node) -> Iterator[LookupMatch]:
         """An embedding of something in the batch; one that must stay whole is noted."""
         if name_of(node) not in ("embedding", "embedding_bag", "_embedding_bag"):
             return
-        given = arguments(node)
-        known = held(self.graph, given["weight"])
-        index = given["indices"]
-        if known is None or len(known.shape) != 2 or not isinstance(index, fx.Node):
+        values = arguments(node)
+        table, index = tensor_of(self.graph, values["weight"]), values["indices"]
+        if table is None or len(table.shape) != 2 or not isinstance(index, fx.Node):
             return
         why = obstacle(self.graph, index, self.effects)
         if why == CONSTANT:
             return  # positions
         if name_of(node) != "embedding":
-            self.whole[known.name] = "a sum over bags of rows"
+            self.whole[table.name] = "a sum over bags of rows"
         elif why is not None:
-            self.whole[known.name] = f"its indices {why}"
-        elif given["scale_grad_by_freq"]:
-            self.whole[known.name] = "a gradient that is scaled by frequency"
+            self.whole[table.name] = f"its indices {why}"
+        elif values["scale_grad_by_freq"]:
+            self.whole[table.name] = "a gradient that is scaled by frequency"
         elif node.name not in self.graph.differentiable:
-            self.whole[known.name] = "frozen"
+            self.whole[table.name] = "frozen"
         else:
-            padding = given["padding_idx"]
-            yield FoundLookup(node, known.name, index, None if padding == -1 else padding)
+            padding = values["padding_idx"]
+            yield LookupMatch(node, table.name, index, None if padding == -1 else padding)
 
-    def _head(self, looked_up: set[str]) -> FoundHead | None:
-        """The head; what the model ends with and looks like one is noted."""
-        end = criterion(self.graph)
+    def _head(self, looked_up: set[str]) -> HeadMatch | None:
+        """The head; a table at the end of the model that looks like one is noted."""
         try:
-            if isinstance(end, str):
-                keep_whole(end)
-            return self._checked(end, follow(self.graph, end))
+            criterion = match_loss(self.graph)
+            return self._checked(criterion, match_chain(self.graph, criterion))
         except WholeError as stop:
             for item in self._last_products(looked_up):
                 self.whole.setdefault(item.name, stop.reason)
             return None
 
-    def _checked(self, end: Criterion, chain: Chain) -> FoundHead:
+    def _checked(self, criterion: Criterion, chain: Chain) -> HeadMatch:
         """The head when all around it is as ranks need it. Raises WholeError."""
-        known = chain.product.weight
-        size = known.shape[0]
-        bias = self._own(chain.bias, size, "bias")
-        classes = self._own(end.weight, size, "class weights")
+        table = chain.product.weight
+        size = table.shape[0]
+        bias = self._per_class(chain.bias, size, "bias")
+        classes = self._per_class(criterion.weight, size, "class weights")
         if classes is not None and self.graph.by_name[classes].trainable:
             keep_whole("its class weights are trained")
-        why = obstacle(self.graph, end.targets, self.effects)
+        why = obstacle(self.graph, criterion.targets, self.effects)
         if why is not None:
             keep_whole(f"its targets {why}")
         x = source(chain.product.x)
         if x.op != "call_function" or x.name not in self.graph.differentiable:
             keep_whole("its input carries no gradient")
-        if name_of(x) == "embedding" and held(self.graph, x.args[0]) is not None:
+        if name_of(x) == "embedding" and tensor_of(self.graph, x.args[0]) is not None:
             keep_whole("its input is no value of a layer")
-        if shape_of(chain.product.x)[-1] != known.shape[1] and not chain.product.rows:
+        if shape_of(chain.product.x)[-1] != table.shape[1] and not chain.product.rows:
             keep_whole("its input is of another width")
-        return FoundHead(
+        return HeadMatch(
             product=chain.product.node,
             x=chain.product.x,
-            weight=known.name,
-            targets=end.targets,
+            weight=table.name,
+            targets=criterion.targets,
             rows=tuple(chain.rows),
             functions=tuple(chain.functions),
             dim=chain.dim,
             bias=bias,
             class_weight=classes,
-            ignore_index=end.ignore_index,
-            label_smoothing=end.label_smoothing,
-            reduction=end.reduction,
-            scale=end.scale,
+            ignore_index=criterion.ignore_index,
+            label_smoothing=criterion.label_smoothing,
+            reduction=criterion.reduction,
+            scale=criterion.scale,
         )
 
-    def _own(self, node: fx.Node | None, size: int, what: str) -> str | None:
+    def _per_class(self, node: fx.Node | None, size: int, role: str) -> str | None:
         """The name of a tensor with a number for each class that only the head reads."""
         if node is None:
             return None
-        known = held(self.graph, node)
-        if known is None or known.numel != size:
-            keep_whole(f"its {what} is no tensor of the model with a number for each class")
-        if known.mutated or len(list(readers(self.nodes[known.node]))) != 1:
-            keep_whole(f"its {what} is also used elsewhere")
-        return known.name
+        tensor = tensor_of(self.graph, node)
+        if tensor is None or tensor.numel != size:
+            keep_whole(f"its {role} is no tensor of the model with a number for each class")
+        if tensor.mutated or len(list(readers(self.nodes[tensor.node]))) != 1:
+            keep_whole(f"its {role} is also used elsewhere")
+        return tensor.name
 
-    def _reason(self, name: str, lookups: list[FoundLookup], head: FoundHead | None) -> str | None:
-        """Why a table that is found stays whole; None when it need not."""
-        known = self.graph.by_name[name]
-        mine = {item.node for item in lookups if item.weight == name}
+    def _reason(self, name: str, lookups: list[LookupMatch], head: HeadMatch | None) -> str | None:
+        """Why a matched table stays whole; None when it need not."""
+        table = self.graph.by_name[name]
         is_head = head is not None and head.weight == name
-        others = set(readers(self.nodes[known.node])) - mine
+        others = set(readers(self.nodes[table.node]))
+        others -= {item.node for item in lookups if item.weight == name}
         if head is not None and is_head:
             others.discard(head.product)
-        if known.shape[0] < self.ranks:
-            return f"V ({known.shape[0]}) is smaller than the number of ranks ({self.ranks})"
-        if known.mutated:
+        if table.shape[0] < self.ranks:
+            return f"V ({table.shape[0]}) is smaller than the number of ranks ({self.ranks})"
+        if table.mutated:
             return "its rows are changed in the forward (max_norm)"
         if others:
             first = min(node.name for node in others)
             return f"its weight is also read by {first!r}, which is no such layer"
-        if not known.trainable:
+        if not table.trainable:
             return "frozen"
-        if not is_head and not self._is_noticeable(known):
+        if not is_head and not self._is_noticeable(table):
             return "small beside the other parameters"
         return None
 
@@ -165,21 +251,17 @@ class _Finding:
         """The tables that look like a head's: of the last products before a cross-entropy, or else
         the loss, if they are looked up in, or are large and have more rows than columns."""
         ends = [node for node in self.graph.fx_graph.nodes if name_of(node) in CROSS_ENTROPIES]
-        for item in self._products_before(ends or [self.graph.loss]):
-            large = item.shape[0] > item.shape[1] and self._is_noticeable(item)
-            if item.trainable and (item.name in looked_up or large):
-                yield item
-
-    def _products_before(self, ends: list[fx.Node]) -> Iterator[Parameter]:
-        """The tables of the products from which there is a way to `ends` without another."""
-        pending, seen = list(ends), set()
+        pending, seen = ends or [self.graph.loss], set()
         while pending:
             node = pending.pop()
             if node in seen or node.op != "call_function":
                 continue
             seen.add(node)
-            made = product(self.graph, node)
-            if made is None:
+            product = match_product(self.graph, node)
+            if product is None:
                 pending.extend(node.all_input_nodes)
-            else:
-                yield made.weight
+                continue
+            table = product.weight
+            large = table.shape[0] > table.shape[1] and self._is_noticeable(table)
+            if table.trainable and (table.name in looked_up or large):
+                yield table

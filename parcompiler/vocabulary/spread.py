@@ -1,4 +1,4 @@
-"""A graph -> the same with its vocabulary layers as single nodes, which belong to no stage.
+"""Rewrites a graph so that each layer of its vocabulary is one node, which belongs to no stage.
 
     captured  tokens ─► embedding ─► layers ─► linear ─► cap ─► view ─► cross_entropy ◄─ labels
     spread    tokens ─► lookup    ─► layers ─► view ─► head ◄─ labels
@@ -18,15 +18,13 @@ from torch import fx
 
 from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import drop_dead, keep_names
-from parcompiler.capture.effects import effects_of
+from parcompiler.capture.effects import Effects, effects_of, overload_name
+from parcompiler.capture.prologue import cone
 from parcompiler.errors import InputError
-from parcompiler.graph import Graph, Head, Lookup, Vocabulary, shape_of
+from parcompiler.graph import Graph, Head, Lookup, Vocabulary, dtype_of, shape_of
 from parcompiler.plan import VocabularyChoice
 from parcompiler.vocabulary import operators
-from parcompiler.vocabulary.computed import extract
-from parcompiler.vocabulary.find import find
-from parcompiler.vocabulary.found import Found, FoundHead, FoundLookup
-from parcompiler.vocabulary.logits import logits_graph
+from parcompiler.vocabulary.find import HeadMatch, LookupMatch, VocabularyMatch, find
 
 
 def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int) -> Graph:
@@ -35,27 +33,27 @@ def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int)
     A choice may be the names of weights: all that reads them is spread. Raises InputError for one
     that `ranks` ranks cannot share, with the reason.
     """
-    found = find(graph, ranks)
+    matched = find(graph, ranks)
     if isinstance(choice, VocabularyChoice):
         names = {*choice.lookups, *([choice.head] if choice.head else [])}
-        _check(found, set(choice.lookups) - set(found.tables))
-        _check(found, {choice.head} - {found.head.weight if found.head else None, None})
+        _check(matched, set(choice.lookups) - set(matched.tables))
+        _check(matched, {choice.head} - {matched.head.weight if matched.head else None, None})
     else:
         names = set(choice)
-    lookups = tuple(item for item in found.lookups if item.weight in names)
-    head = found.head if found.head and found.head.weight in names else None
-    spread_now = {item.weight for item in lookups} | ({head.weight} if head else set())
-    _check(found, names - spread_now)
+    lookups = tuple(item for item in matched.lookups if item.weight in names)
+    head = matched.head if matched.head and matched.head.weight in names else None
+    shared = {item.weight for item in lookups} | ({head.weight} if head else set())
+    _check(matched, names - shared)
     if not lookups and not head:
         return graph
     key = "spread", frozenset(item.weight for item in lookups), head.weight if head else None
     return graph.once(key, lambda: _Spreading(graph, lookups, head).graph())
 
 
-def _check(found: Found, missing: Collection[str | None]) -> None:
+def _check(matched: VocabularyMatch, missing: Collection[str | None]) -> None:
     """Refuse names of tables that cannot be spread."""
     for name in sorted(filter(None, missing)):
-        reason = next((item.reason for item in found.whole if item.name == name), None)
+        reason = next((item.reason for item in matched.whole if item.name == name), None)
         message = (
             f"the vocabulary layer {name!r} cannot be spread over the ranks "
             f"({reason or 'no lookup or head reads it'}): leave it out of the plan"
@@ -67,7 +65,7 @@ class _Spreading:
     """The rewriting of one graph."""
 
     def __init__(
-        self, graph: Graph, lookups: tuple[FoundLookup, ...], head: FoundHead | None
+        self, graph: Graph, lookups: tuple[LookupMatch, ...], head: HeadMatch | None
     ) -> None:
         self.whole = graph
         self.lookups = lookups
@@ -97,7 +95,7 @@ class _Spreading:
             vocabulary=Vocabulary(lookups, head),
         )
 
-    def _lookup(self, item: FoundLookup) -> Lookup:
+    def _lookup(self, item: LookupMatch) -> Lookup:
         """One node for an embedding, of what it reads of the batch and the table."""
         indices = extract(self.whole.fx_graph, item.index, self.effects)
         old = self.nodes[item.node]
@@ -125,7 +123,7 @@ class _Spreading:
         home = {inner: b for b, block in enumerate(finest.blocks) for inner in block.nodes}
         return len({home[user] for user in node.users if user in home}) > 1
 
-    def _head(self, item: FoundHead) -> Head:
+    def _head(self, item: HeadMatch) -> Head:
         """One node for all from the product to the loss, and the rows of its input before it."""
         old = self.nodes[self.whole.loss]
         targets = extract(self.whole.fx_graph, item.targets, self.effects)
@@ -151,7 +149,7 @@ class _Spreading:
             scale=item.scale,
         )
 
-    def _rows(self, item: FoundHead) -> fx.Node:
+    def _rows(self, item: HeadMatch) -> fx.Node:
         """The head's input [n, h], contiguous: the operand of the product, with its rows as the
         loss reads those of the logits."""
         x = self.nodes[item.x]
@@ -206,6 +204,62 @@ class _Spreading:
             name = f"{wish}_{count}"
         self.taken.add(name)
         return name
+
+
+def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
+    """The computation of `node` from the batch by itself, in the order that updates in place need.
+
+    Placeholders have the names of those in the model's graph.
+    """
+    members = cone(node, effects)
+    needed = {operand for item in members for operand in item.all_input_nodes} | {node}
+    copies: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    for item in graph.nodes:
+        if item.op == "placeholder" and item in needed:
+            copies[item] = made.placeholder(item.name)
+            copies[item].meta = dict(item.meta)
+        elif item in members:
+            copies[item] = made.node_copy(item, copies.__getitem__)
+        else:
+            continue
+        copies[item].name = item.name
+    # The source's lines go on with its readers, see naming/source.py.
+    copies[node].meta = {**copies[node].meta, "readers": tuple(node.users)}
+    made.output(copies[node])
+    return made
+
+
+def logits_graph(head: HeadMatch, rows: int, classes: int) -> fx.Graph | None:
+    """The functions between the head's product and its loss as a small graph of logits [n, V]:
+    soft caps, scales and casts in order, none of them in place; None when there are none."""
+    if not head.functions:
+        return None
+    graph = fx.Graph()
+    value = graph.placeholder("logits")
+    value.meta["val"] = head.product.meta["val"].new_empty(rows, classes)
+    for node in head.functions:
+        value = _copied(graph, node, value)
+    graph.output(value)
+    return graph
+
+
+def _copied(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+    """One function of `value` instead of the operand that it has in the model."""
+    target, name = node.target, overload_name(node)
+    if name == "type_as":
+        made = graph.call_function(torch.ops.aten.to.dtype, (value, dtype_of(node)))
+    else:
+        if name.endswith("_"):
+            assert isinstance(target, torch._ops.OpOverload)
+            packet = getattr(torch.ops.aten, name.removesuffix("_"))
+            target = getattr(packet, target._overloadname)
+        args = fx.map_arg((node.args, node.kwargs), lambda item: value)
+        assert callable(target)
+        made = graph.call_function(target, *args)
+    made.meta = {k: v for k, v in node.meta.items() if k != "val"}
+    made.meta["val"] = value.meta["val"].to(dtype_of(node))
+    return made
 
 
 def _flatten_targets(graph: fx.Graph) -> None:

@@ -168,7 +168,9 @@ def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
         for strategy in fitting[:1]:
             yield from extended((*chosen, strategy))
 
-    return itertools.chain.from_iterable(extended((strategy,)) for strategy in members[0].strategies)
+    return itertools.chain.from_iterable(
+        extended((strategy,)) for strategy in members[0].strategies
+    )
 
 
 def result_index(call: OperatorCall) -> int:

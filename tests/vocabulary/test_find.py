@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parcompiler.capture import capture
-from parcompiler.vocabulary import Found, find
+from parcompiler.vocabulary import VocabularyMatch, find
 from tests.vocabulary import endings
 from tests.vocabulary.endings import SPREAD, WHOLE, V, case
 from tests.vocabulary.running import graph
@@ -135,7 +135,7 @@ def test_a_table_with_a_gradient_or_rows_of_its_own_stays_whole(
 def test_a_vocabulary_with_fewer_words_than_ranks_stays_whole() -> None:
     model, inputs = case(endings.plain)
     found = find(capture(model, inputs), V + 1)
-    assert found == Found(whole=found.whole)
+    assert found == VocabularyMatch(whole=found.whole)
     assert f"head.weight: V ({V}) is smaller than the number of ranks ({V + 1})" in found.kept
 
 
@@ -194,7 +194,7 @@ def _forward(self: endings.Model, tokens: torch.Tensor, labels: torch.Tensor) ->
     return self.ending(self, x, labels)
 
 
-def seen(ending: endings.Loss, **options: object) -> Found:
+def seen(ending: endings.Loss, **options: object) -> VocabularyMatch:
     """What is found of a small model for two ranks."""
     model, inputs = case(ending, **options)  # type: ignore[arg-type]
     return find(capture(model, inputs), 2)

@@ -1,4 +1,4 @@
-"""Reading nodes: their arguments by name, and the tensor of the model that an operand is.
+"""Reading nodes: their arguments by name, copies and transposes, and tensors of the model.
 
 >>> graph = fx.Graph()
 >>> x = graph.placeholder("x")
@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
+from parcompiler.spmd.call import bound
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
-_SAME = frozenset("alias contiguous clone to _to_copy float double".split())
+_COPIES = frozenset("alias contiguous clone to _to_copy float double".split())
 
 
 def name_of(node: fx.Node) -> str:
@@ -30,30 +31,27 @@ def name_of(node: fx.Node) -> str:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an ATen node by name, with the defaults of those that are not given."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return dict(node.kwargs)
-    found = {item.name: item.default_value for item in target._schema.arguments}
-    found |= dict(zip((item.name for item in target._schema.arguments), node.args, strict=False))
-    return found | dict(node.kwargs)
+    return bound(node.target, node.args, node.kwargs)
 
 
-def is_same(node: fx.Node) -> bool:
+def is_copy(node: fx.Node) -> bool:
     """Whether a node yields the values of its first operand as they are, in the same dtype."""
-    if name_of(node) not in _SAME or not isinstance(node.args[0], fx.Node):
+    if name_of(node) not in _COPIES or not isinstance(node.args[0], fx.Node):
         return False
     return dtype_of(node) == dtype_of(node.args[0])
 
 
 def source(node: fx.Node) -> fx.Node:
     """Where a value comes from that was only copied."""
-    while is_same(node):
+    while is_copy(node):
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     return node
 
 
-def turned(node: fx.Node) -> fx.Node | None:
+def transposed(node: fx.Node) -> fx.Node | None:
     """The matrix that a node is the transpose of; None when it is something else."""
     node = source(node)
     name = name_of(node)
@@ -62,45 +60,35 @@ def turned(node: fx.Node) -> fx.Node | None:
     operand = node.args[0]
     if len(shape_of(operand)) != 2:
         return None
-    if name in ("t", "numpy_T", "mT", "matrix_H"):
-        return source(operand)
-    given = arguments(node)
-    if name == "transpose" and {given["dim0"] % 2, given["dim1"] % 2} == {0, 1}:
-        return source(operand)
-    if name == "permute" and [dim % 2 for dim in given["dims"]] == [1, 0]:
-        return source(operand)
-    return None
+    values = arguments(node)
+    is_transpose = name in ("t", "numpy_T", "mT", "matrix_H")
+    if name == "transpose":
+        is_transpose = values["dim0"] % 2 != values["dim1"] % 2
+    elif name == "permute":
+        is_transpose = [dim % 2 for dim in values["dims"]] == [1, 0]
+    return source(operand) if is_transpose else None
 
 
-def held(graph: Graph, node: object) -> Parameter | None:
+def tensor_of(graph: Graph, node: object) -> Parameter | None:
     """The parameter or buffer that an operand is, perhaps with dimensions of size 1 around it."""
     while isinstance(node, fx.Node) and node.op == "call_function":
-        if not is_same(node) and name_of(node) not in _VIEWS:
+        if not is_copy(node) and name_of(node) not in _VIEWS:
             return None
         operand = node.args[0]
-        if not isinstance(operand, fx.Node) or not _alike(operand, node):
+        if not isinstance(operand, fx.Node):
+            return None
+        shapes = [[size for size in shape_of(item) if size != 1] for item in (operand, node)]
+        if shapes[0] != shapes[1]:
             return None
         node = operand
     return graph.by_node.get(node.name) if isinstance(node, fx.Node) else None
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two shapes differ in dimensions of size 1 alone."""
-    shapes = [[size for size in shape_of(item) if size != 1] for item in (one, other)]
-    return shapes[0] == shapes[1]
-
-
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a tensor of the model, or a copy, view or transpose of it."""
     for user in node.users:
-        if _passes_on(user):
+        calls = user.op == "call_function"
+        if calls and (is_copy(user) or transposed(user) is not None or name_of(user) in _VIEWS):
             yield from readers(user)
         else:
             yield user
-
-
-def _passes_on(node: fx.Node) -> bool:
-    """Whether a node only copies, views or transposes."""
-    if node.op != "call_function":
-        return False
-    return is_same(node) or turned(node) is not None or name_of(node) in _VIEWS

@@ -1,0 +1,363 @@
+"""The end of a model, matched from the loss backwards to the product with the vocabulary's table.
+
+    x ──► product ──► + bias ──► functions of each logit, casts ──► views, slices ──► cross_entropy
+
+The loss is a cross-entropy, or log-softmax and nll, perhaps times a constant. Functions and
+operations on rows may come in any order, for they do not touch: the rows can be taken of x, before
+the product. The product may be written in several ways:
+
+    linear(x, W, b)   matmul(x, Wᵀ)   mm(x, Wᵀ)   addmm(b, x, Wᵀ)   einsum("bsh,vh->bsv", x, W)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from parcompiler.capture.effects import overload_name
+from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
+from parcompiler.vocabulary.nodes import (
+    arguments,
+    is_copy,
+    name_of,
+    source,
+    tensor_of,
+    transposed,
+)
+
+CROSS_ENTROPIES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+_REDUCTIONS = ("none", "mean", "sum")
+_FUNCTIONS = frozenset(
+    "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
+    "relu abs sqrt square asinh nan_to_num type_as to _to_copy float double half bfloat16".split()
+)
+_RESHAPES = frozenset("view reshape flatten unflatten unsqueeze squeeze _unsafe_view".split())
+
+
+class WholeError(Exception):
+    """The reason why what looks like a head cannot be shared."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def keep_whole(reason: str) -> NoReturn:
+    """Raise the reason."""
+    raise WholeError(reason)
+
+
+def _needs_logits(operator: str) -> NoReturn:
+    keep_whole(f"a loss that needs whole logits ({operator})")
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperation:
+    """An operation on rows of the logits, as one on rows of the head's input.
+
+    `args` stand behind that input; `node` is the one of the logits.
+    """
+
+    node: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+
+
+# The cross-entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """loss = scale · cross_entropy(logits, targets, ...); the classes are dimension 1 (or 0).
+
+    The logits must be log-probabilities already where `normalized`.
+    """
+
+    node: fx.Node
+    logits: fx.Node
+    targets: fx.Node
+    weight: fx.Node | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float = 0.0
+    scale: float = 1.0
+    normalized: bool = False
+
+
+def match_loss(graph: Graph) -> Criterion:
+    """The cross-entropy that the loss of `graph` is. Raises WholeError with why it is none."""
+    node, scale, reduction = graph.loss, 1.0, ""  # a reduction behind that of the cross-entropy
+    while (criterion := _cross_entropy(node)) is None:
+        name = name_of(node)
+        operand, number = (*node.args, None, None)[:2]
+        if name in ("add", "sub", "add_") and len(node.all_input_nodes) > 1:
+            others = any(name_of(item) in CROSS_ENTROPIES for item in graph.fx_graph.nodes)
+            terms = "the loss has other terms besides the cross-entropy"
+            keep_whole(terms if others else "the loss is no cross-entropy")
+        if not isinstance(operand, fx.Node) or len(operand.users) != 1:
+            _needs_logits(name or node.name)
+        if name in ("mul", "div") and isinstance(number, int | float):
+            if node.kwargs.get("rounding_mode") is not None:
+                _needs_logits(name)
+            scale = scale * number if name == "mul" else scale / number
+        elif name == "neg":
+            scale = -scale
+        elif name in ("mean", "sum") and not (reduction or shape_of(node) or len(node.args) > 1):
+            if dtype_of(node) != dtype_of(operand):
+                _needs_logits(name)
+            reduction = name
+        elif not is_copy(node):
+            single = name in ("view", "reshape", "squeeze", "unsqueeze", "flatten")
+            if not single or operand.meta["val"].numel() != 1:
+                _needs_logits(name)
+        node = operand
+    if criterion.reduction != "none":  # what follows is the sum or mean of one number
+        return replace(criterion, scale=scale)
+    count = math.prod(shape_of(criterion.targets))
+    if not reduction and count != 1:
+        keep_whole("a loss that needs that of each token")
+    scale = scale / count if reduction == "mean" else scale
+    return replace(criterion, reduction="sum", scale=scale)
+
+
+def _cross_entropy(node: fx.Node) -> Criterion | None:
+    """The criterion of one node; None for a node of another kind."""
+    name, values = name_of(node), arguments(node)
+    if name not in CROSS_ENTROPIES:
+        return None
+    if values["target"].meta["val"].is_floating_point():
+        keep_whole("targets that are probabilities need whole logits")
+    normalized = name != "cross_entropy_loss"
+    return Criterion(
+        node=node,
+        logits=values["self"],
+        targets=values["target"],
+        weight=values["weight"],
+        reduction=_REDUCTIONS[values["reduction"]],
+        ignore_index=values["ignore_index"],
+        label_smoothing=0.0 if normalized else float(values["label_smoothing"]),
+        normalized=normalized,
+    )
+
+
+# The product
+
+
+@dataclass(frozen=True, slots=True)
+class TableProduct:
+    """x Wᵀ for a parameter W [V, h]: `dim` is the dimension of V in the result.
+
+    `rows` bring the dimension of h in x there. A product with a parameter [h, V] has no `dim`.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight: Parameter
+    dim: int | None
+    bias: fx.Node | None = None
+    rows: tuple[RowOperation, ...] = ()
+
+
+def match_product(graph: Graph, node: fx.Node) -> TableProduct | None:
+    """The product with a table that a node is; None when it is something else."""
+    name, bias = name_of(node), None
+    if name == "einsum":
+        return _einsum(graph, node)
+    if name in ("matmul", "mm"):
+        x, table = node.args[:2]
+    elif name == "linear":
+        values = arguments(node)
+        x, table, bias = values["input"], values["weight"], values["bias"]
+    elif name == "addmm":
+        values = arguments(node)
+        if not values["beta"] == values["alpha"] == 1:
+            return None
+        x, table, bias = values["mat1"], values["mat2"], values["self"]
+    else:
+        return None
+    if not isinstance(x, fx.Node) or not isinstance(table, fx.Node):
+        return None
+    matrix = transposed(table)
+    tensor = graph.by_node.get((source(table) if matrix is None else matrix).name)
+    if tensor is None or len(tensor.shape) != 2:
+        return None
+    has_rows = (matrix is not None) == (name != "linear")  # the model has it as [V, h]
+    dim = len(shape_of(node)) - 1 if has_rows else None
+    return TableProduct(node, x, tensor, dim, bias if isinstance(bias, fx.Node) else None)
+
+
+def _einsum(graph: Graph, node: fx.Node) -> TableProduct | None:
+    """A product of two, one of which is the table: no other letters are summed."""
+    equation, operands = node.args[0], node.args[1]
+    if not isinstance(equation, str) or not isinstance(operands, list | tuple):
+        return None
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != 2 or len(operands) != 2 or "." in equation or not result:
+        return None
+    for place in (1, 0):
+        table, x = operands[place], operands[1 - place]
+        letters, other = terms[place], terms[1 - place]
+        assert isinstance(table, fx.Node)
+        assert isinstance(x, fx.Node)
+        tensor = graph.by_node.get(source(table).name)
+        if tensor is None or len(letters) != 2:
+            continue
+        new = [letter for letter in letters if letter in result and letter not in other]
+        summed = [letter for letter in letters if letter in other and letter not in result]
+        if len(new) != 1 or len(summed) != 1:
+            continue
+        if sorted(result.replace(new[0], summed[0])) != sorted(other):
+            continue
+        order = [other.index(summed[0] if letter == new[0] else letter) for letter in result]
+        moved = RowOperation(node, torch.ops.aten.permute.default, (order,))
+        rows = () if order == list(range(len(order))) else (moved,)
+        dim = result.index(new[0]) if letters[0] == new[0] else None
+        return TableProduct(node, x, tensor, dim, rows=rows)
+    return None
+
+
+# Between the product and the loss
+
+
+@dataclass
+class Chain:
+    """The way from the product to the loss: `dim` is where the classes are now."""
+
+    product: TableProduct
+    dim: int
+    rows: list[RowOperation] = field(default_factory=list)
+    functions: list[fx.Node] = field(default_factory=list)
+    bias: fx.Node | None = None
+    normalized: bool = False
+
+
+def match_chain(graph: Graph, criterion: Criterion) -> Chain:
+    """The chain behind a criterion. Raises WholeError with the reason why there is none."""
+    between: list[fx.Node] = []
+    node = criterion.logits
+    while True:
+        product = match_product(graph, node)
+        operands = node.all_input_nodes
+        if node.op != "call_function" or not (product or operands):
+            keep_whole("its logits are no product with a parameter")
+        if len(node.users) != 1:
+            keep_whole("a loss that needs whole logits (they are read twice)")
+        if node.meta.get("contexts"):
+            keep_whole("its logits are computed under autocast or no_grad")
+        if product is not None:
+            break
+        between.append(node)
+        first = node.args[0]
+        node = max(operands, key=lambda item: (_numel(item), item is first))
+    if product.dim is None:
+        keep_whole("its weight is stored as [h, V]")
+    chain = Chain(product, product.dim, rows=list(product.rows), bias=product.bias)
+    for item in reversed(between):
+        _add(graph, chain, item)
+    while chain.functions and _widens(chain.functions[-1]):
+        chain.functions.pop()  # the softmax of logits is in float32 anyway
+    if criterion.normalized and not chain.normalized:
+        keep_whole("an nll that reads no log-softmax")
+    if chain.dim != min(1, len(shape_of(criterion.logits)) - 1):
+        keep_whole("the classes of the loss are not its rows")
+    return chain
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a node casts 16 bits to float32."""
+    (operand,) = node.all_input_nodes[:1]
+    cast = overload_name(node) in ("to", "_to_copy", "type_as", "float")
+    return cast and dtype_of(operand).itemsize == 2 and dtype_of(node) == torch.float32
+
+
+def _numel(node: fx.Node) -> int:
+    """Elements of a value; none of a list."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _add(graph: Graph, chain: Chain, node: fx.Node) -> None:
+    """Add one node behind those before it."""
+    name = overload_name(node).removesuffix("_")
+    if is_copy(node):
+        return
+    if name == "add" and len(node.all_input_nodes) == 2:
+        _add_bias(graph, chain, node)
+    elif name in ("log_softmax", "_log_softmax"):
+        _add_softmax(chain, node)
+    elif name in _FUNCTIONS and (name == "type_as" or len(node.all_input_nodes) == 1):
+        if chain.normalized:
+            _needs_logits(f"{name} of log-probabilities")
+        chain.functions.append(node)
+    else:
+        chain.rows.append(_row_operation(chain, node, name))
+
+
+def _add_bias(graph: Graph, chain: Chain, node: fx.Node) -> None:
+    """The sum with a number for each class."""
+    first, second = node.args[:2]
+    assert isinstance(first, fx.Node)
+    assert isinstance(second, fx.Node)
+    bias = second if _numel(first) >= _numel(second) else first
+    shape, bias_shape = shape_of(node), shape_of(bias)
+    behind = len(shape) - chain.dim
+    aligned = len(bias_shape) >= behind and bias_shape[-behind] == shape[chain.dim]
+    one_each = math.prod(bias_shape) == shape[chain.dim]
+    if tensor_of(graph, bias) is None or not aligned or not one_each:
+        keep_whole("something else is added to its logits")
+    if chain.functions or chain.normalized or chain.bias is not None:
+        keep_whole("its bias is not added to the product itself")
+    if node.kwargs.get("alpha", 1) != 1 or dtype_of(bias) != dtype_of(node):
+        keep_whole("its bias is scaled or of another precision")
+    chain.bias = bias
+
+
+def _add_softmax(chain: Chain, node: fx.Node) -> None:
+    """A log-softmax over the classes: the cross-entropy has one of its own."""
+    values = arguments(node)
+    if values["dim"] % len(shape_of(node)) != chain.dim:
+        keep_whole("a log-softmax of another dimension")
+    if values.get("dtype") is not None or values.get("half_to_float"):
+        (operand,) = node.all_input_nodes
+        if dtype_of(operand) != dtype_of(node):
+            keep_whole("its log-softmax is in another precision")
+    chain.normalized = True
+
+
+def _row_operation(chain: Chain, node: fx.Node, name: str) -> RowOperation:
+    """An operation on rows, with -1 for the size of the classes; moves `dim`."""
+    operand = node.args[0]
+    if not isinstance(operand, fx.Node):
+        _needs_logits(name)
+    before, after, dim = shape_of(operand), shape_of(node), chain.dim
+    values = arguments(node)
+    if name in _RESHAPES:
+        ahead = math.prod(before[:dim])
+        places = [i for i, size in enumerate(after)
+                  if size == before[dim] and math.prod(after[:i]) == ahead]  # fmt: skip
+        if not places:
+            keep_whole("its classes are divided")
+        chain.dim = places[0]
+        sizes = [-1 if i == chain.dim else size for i, size in enumerate(after)]
+        return RowOperation(node, torch.ops.aten.reshape.default, (sizes,))
+    if name in ("transpose", "permute", "t", "swapaxes"):
+        order = list(range(len(before)))
+        if name == "permute":
+            order = [place % len(before) for place in values["dims"]]
+        else:
+            one, other = (values["dim0"], values["dim1"]) if name == "transpose" else (0, -1)
+            order[one], order[other] = order[other], order[one]
+        chain.dim = order.index(dim)
+        return RowOperation(node, torch.ops.aten.permute.default, (order,))
+    if name in ("slice", "select", "narrow", "index_select"):
+        along = values["dim"] % len(before)
+        if along == dim:
+            keep_whole("its classes are divided")
+        chain.dim -= name == "select" and along < dim
+        return RowOperation(node, node.target, tuple(node.args[1:]))
+    _needs_logits(name or node.name)
