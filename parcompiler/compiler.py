@@ -46,7 +46,7 @@ from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.runtime.device import rank_device
 from parcompiler.schedules import Schedule
-from parcompiler.verifier import Memory, verify
+from parcompiler.verifier import MemoryLimits, verify
 
 
 def compile(
@@ -137,7 +137,7 @@ def compile(
         with steps("verify"):
             limits = list(problem.memories)
             own_costs = stage_costs(own, plan, lowered)
-            verify(lowered, Memory(own_costs, limits, vocabulary_cost(own, plan)))
+            verify(lowered, MemoryLimits(own_costs, limits, vocabulary_cost(own, plan)))
     return Program(captured, problem, plan, lowered, source, criterion)
 
 

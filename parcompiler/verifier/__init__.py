@@ -5,7 +5,7 @@ of a pass, of lowering, or of a plan edited by hand is found all the same.
 """
 
 from parcompiler.verifier.fault import Fault
-from parcompiler.verifier.held import Memory
+from parcompiler.verifier.memory_ledger import MemoryLimits
 from parcompiler.verifier.verify import faults, verify
 
-__all__ = ["Fault", "Memory", "faults", "verify"]
+__all__ = ["Fault", "MemoryLimits", "faults", "verify"]

@@ -6,9 +6,12 @@ data flows forward: embed (stage 1) feeds head (stage 0)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 LISTED = 4  # micro-batches that a message names before it only counts them
 
 
@@ -33,3 +36,22 @@ def numbers(microbatches: Collection[int]) -> str:
     shown = ", ".join(str(i) for i in sorted(microbatches)[:LISTED])
     more = f" … ({len(microbatches)} of them)" if len(microbatches) > LISTED else ""
     return f"mb {shown}{more}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """The numbers of ranks.
+
+    >>> ranks((1,)), ranks((0, 2))
+    ('rank 1', 'ranks 0, 2')
+    """
+    listed = ", ".join(map(str, numbers))
+    return f"ranks {listed}" if "," in listed else f"rank {listed}"
+
+
+def repeated(items: Iterable[T]) -> Iterator[tuple[T, int]]:
+    """The items that stand more than once, and how often.
+
+    >>> list(repeated("abcab"))
+    [('a', 2), ('b', 2)]
+    """
+    return ((item, count) for item, count in Counter(items).items() if count > 1)

@@ -19,7 +19,7 @@ from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard
 from parcompiler.plan import Plan
 from parcompiler.spmd.placement import Placement, local_shape, shard_of
-from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.fault import Fault, repeated
 from parcompiler.verifier.wiring import Wiring
 
 COUNTED = "degrees and micro-batches are positive"
@@ -88,12 +88,10 @@ def _listed(wiring: Wiring, placeholders: list[fx.Node]) -> Iterator[Fault]:
         for name in names:
             if name not in known:
                 yield Fault(rule, f"{name} is listed, and the graph has none")
-    for key, count in Counter(item.key for item in graph.inputs).items():
-        if count > 1:
-            yield Fault(BATCH, f"{count} inputs are {key!r} of the batch")
-    for name, count in Counter(item.name for item in graph.parameters).items():
-        if count > 1:
-            yield Fault(TENSORS, f"{count} tensors have the name {name}")
+    for key, count in repeated(item.key for item in graph.inputs):
+        yield Fault(BATCH, f"{count} inputs are {key!r} of the batch")
+    for name, count in repeated(item.name for item in graph.parameters):
+        yield Fault(TENSORS, f"{count} tensors have the name {name}")
 
 
 def _inputs(wiring: Wiring, nodes: dict[str, fx.Node]) -> Iterator[Fault]:

@@ -11,7 +11,6 @@ compute of the vocabulary is on no stage; what is looked up is received, and the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,7 +21,7 @@ from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.graph import Block, order_of
 from parcompiler.lower.lowered import Call, Stage, Value
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.fault import Fault, repeated
 from parcompiler.verifier.wiring import Wiring
 
 PLACED = "every stage is on a rank"
@@ -177,9 +176,8 @@ class _StageRules:
             if node is None or node.name not in self.wiring.graph.input_nodes:
                 detail = f"stage {self.j} takes {name} from the batch, which has no such tensor"
                 yield Fault(THERE, detail)
-        for name, count in Counter((*self.stage.inputs, *self.stage.receives)).items():
-            if count > 1:
-                yield Fault(THERE, f"stage {self.j} takes {name} {count} times")
+        for name, count in repeated((*self.stage.inputs, *self.stage.receives)):
+            yield Fault(THERE, f"stage {self.j} takes {name} {count} times")
 
     def _prologue(self) -> Iterator[Fault]:
         """The prologue is a function of the batch and of buffers that stay as they are."""

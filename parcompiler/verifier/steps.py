@@ -1,4 +1,4 @@
-"""One program of all ranks, training or evaluation, read once: where every instruction stands.
+"""An index of the instructions of all ranks, in training or evaluation: where each one stands.
 
 The other rules ask here, so that each costs a look-up per instruction. What is not well formed is
 reported and left out, and so no other rule meets a stage or rank that does not exist.
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
-from parcompiler.lower.lowered import Lowered
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
 
@@ -26,7 +25,7 @@ Way = tuple[int, int, str, bool]  # source rank, target rank, value, whether its
 Label = tuple[str, bool, int]  # value, whether its gradient, micro-batch
 
 
-class Part(NamedTuple):
+class Phase(NamedTuple):
     """A line that every rank has for the vocabulary, of any micro-batch."""
 
     kind: Kind
@@ -48,13 +47,13 @@ class Pair(NamedTuple):
 
 
 @dataclass(slots=True)
-class End:
+class ChannelEnd:
     """What one rank does with a channel: its messages in order, and where each stands."""
 
     labels: list[Label] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
-    def common(self, other: End) -> list[int]:
+    def common(self, other: ChannelEnd) -> list[int]:
         """The numbers of the messages that the other end has too."""
         if self.labels == other.labels:
             return list(range(len(self.labels)))
@@ -74,11 +73,11 @@ class End:
 class Channel:
     """All messages from one rank to another; they are matched by their order alone."""
 
-    sends: End = field(default_factory=End)
-    receives: End = field(default_factory=End)
+    sends: ChannelEnd = field(default_factory=ChannelEnd)
+    receives: ChannelEnd = field(default_factory=ChannelEnd)
 
 
-class Step:
+class StepIndex:
     """Where everything stands that is well formed."""
 
     def __init__(
@@ -93,7 +92,7 @@ class Step:
         self.sent: dict[Way, Places] = defaultdict(dict)
         self.received: dict[Way, Places] = defaultdict(dict)
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-        self.parts: list[dict[Part, Places]] = [{} for _ in lists]  # of each rank
+        self.parts: list[dict[Phase, Places]] = [{} for _ in lists]  # of each rank
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
         self.shares: list[int | None] = [None for _ in lists]
         self.faults: list[Fault] = []
@@ -109,7 +108,7 @@ class Step:
         """An instruction by where it stands."""
         return self.lists[rank][position]
 
-    def places(self, rank: int, part: Part) -> Places:
+    def places(self, rank: int, part: Phase) -> Places:
         """Where a rank has a line for the vocabulary."""
         return self.parts[rank].get(part, {})
 
@@ -197,7 +196,7 @@ class Step:
             return self._no_microbatch()
         if not self.training and (line.gradient or line.kind in (Kind.T, Kind.EMBED_BACKWARD)):
             return "there are no gradients"
-        part = Part(line.kind, line.value or "", line.gradient)
+        part = Phase(line.kind, line.value or "", line.gradient)
         self._place(self.parts[rank].setdefault(part, {}), line.microbatch, rank, position, line)
         return None
 
@@ -238,12 +237,6 @@ class Step:
     def _no_microbatch(self) -> str:
         """The problem of a micro-batch that does not exist."""
         return f"there is no such micro-batch (micro-batches: {_span(len(self.microbatches))})"
-
-
-def steps_of(wiring: Wiring, lowered: Lowered) -> Iterator[Step]:
-    """The training step and the evaluation."""
-    yield Step(wiring, lowered.instructions, training=True)
-    yield Step(wiring, lowered.evaluation, training=False)
 
 
 def _span(count: int) -> str:

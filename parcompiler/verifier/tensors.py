@@ -3,19 +3,22 @@
 A parameter that several ranks hold stays the same on all of them only if its gradients are summed
 over exactly those ranks; where every backward is followed by an update there is no such sum, and so
 only one stage may hold it. Memory that is updated in place cannot be shared by two ranks at all.
+
+Which parameters data ranks sum is read off the operators, and where they are off the stages. That a
+bucket is summed after the last backward of its stages is a rule of `compute.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from torch import fx
 
 from parcompiler.graph import Parameter
-from parcompiler.lower.lowered import Stage, Tied
+from parcompiler.lower.lowered import Bucket, Stage, Tied
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.fault import Fault, ranks, repeated
 from parcompiler.verifier.wiring import Wiring
 
 HELD = "every tensor is on a stage that reads it"
@@ -23,6 +26,7 @@ SUMMED = "every parameter has one gradient"
 ALONE = "an asynchronous step updates every parameter on one stage"
 IN_PLACE = "what is updated in place stays on one stage"
 IN_ORDER = "updates in place keep their order"
+AVERAGED = "every gradient is averaged over the data ranks"
 
 EVERY = -2  # the home of what every stage computes for itself; NOWHERE is that of all ranks
 
@@ -40,17 +44,8 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
             yield from _sum(wiring, parameter, tied.get(parameter.name, []))
     yield from _ties(wiring)
     for root, writers in wiring.effects.writers.items():
-        yield from _Memory(wiring, root, writers).faults()
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """The numbers of ranks.
-
-    >>> ranks((1,)), ranks((0, 2))
-    ('rank 1', 'ranks 0, 2')
-    """
-    listed = ", ".join(map(str, numbers))
-    return f"ranks {listed}" if "," in listed else f"rank {listed}"
+        yield from _UpdatedMemory(wiring, root, writers).faults()
+    yield from _data_sums(wiring)
 
 
 def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
@@ -105,12 +100,11 @@ def _ties(wiring: Wiring) -> Iterator[Fault]:
         if parameter is None or not parameter.trainable:
             kind = "the model does not have" if parameter is None else "is not trained"
             yield Fault(SUMMED, f"{item.label} sums gradients of {item.name}, which {kind}")
-    for label, count in Counter(item.label for item in wiring.lowered.tied).items():
-        if count > 1:
-            yield Fault(SUMMED, f"{count} parameters have the label {label}")
+    for label, count in repeated(item.label for item in wiring.lowered.tied):
+        yield Fault(SUMMED, f"{count} parameters have the label {label}")
 
 
-class _Memory:
+class _UpdatedMemory:
     """The rules on memory that some node updates in place. `root` is the node that made it.
 
     `members` write it, or share it before the last update; `readers` use it; `homes` are the stages
@@ -190,3 +184,72 @@ def _place(home: int) -> str:
     ('stage 2', 'the prologue', 'all ranks')
     """
     return {EVERY: "the prologue", NOWHERE: "all ranks"}.get(home, f"stage {home}")
+
+
+def _data_sums(wiring: Wiring) -> Iterator[Fault]:
+    """Every gradient is summed over the data ranks once, with those of its rank."""
+    if wiring.lowered.data == 1:
+        for item in wiring.lowered.buckets:
+            yield Fault(AVERAGED, f"there is one data rank, and {item.label} sums over several")
+        return
+    buckets: dict[str, list[Bucket]] = defaultdict(list)
+    for item in wiring.lowered.buckets:
+        yield from _formed(wiring, item)
+        for name in item.names:
+            buckets[name].append(item)
+    for parameter in wiring.graph.parameters:
+        if parameter.trainable and wiring.is_read(parameter):
+            name = parameter.name
+            check = _in_rows if name in wiring.rows else _in_bucket
+            yield from check(wiring, name, buckets[name])
+    for label, count in repeated(item.label for item in wiring.lowered.sums):
+        yield Fault(AVERAGED, f"{count} sums have the label {label}")
+
+
+def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
+    """A parameter that one rank holds is in one bucket of that rank; others are in none."""
+    holders = wiring.ranks_of(name)
+    listed = ", ".join(item.label for item in buckets)
+    if len(holders) > 1:
+        if buckets:
+            yield Fault(AVERAGED, f"{name} is on {ranks(holders)}, and also in {listed}")
+        return
+    if not buckets:
+        yield Fault(AVERAGED, f"{name} is in no bucket of {ranks(holders)}")
+    if len(buckets) > 1:
+        yield Fault(AVERAGED, f"{name} is summed {len(buckets)} times ({listed})")
+    for item in buckets:
+        if item.ranks != holders:
+            detail = f"{name} is on {ranks(holders)}, and {item.label} is of {ranks(item.ranks)}"
+            yield Fault(AVERAGED, detail)
+
+
+def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
+    """Rows of a parameter that all ranks share are in one bucket of each rank."""
+    counts = Counter(item.ranks for item in buckets)
+    for rank in range(wiring.lowered.size):
+        count = counts.pop((rank,), 0)
+        if count != 1:
+            times = f"{count} times" if count else "in no bucket"
+            yield Fault(AVERAGED, f"the rows of {name} on rank {rank} are summed {times}")
+    for held in counts:
+        yield Fault(AVERAGED, f"all ranks hold rows of {name}, and it is summed on {ranks(held)}")
+
+
+def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
+    """A bucket has parameters that are trained, all of one dtype."""
+    if not item.names:
+        yield Fault(AVERAGED, f"{item.label} is empty")
+    known = {name: wiring.graph.by_name.get(name) for name in item.names}
+    for name, parameter in known.items():
+        if parameter is None or not parameter.trainable:
+            kind = "the model does not have" if parameter is None else "is not trained"
+            yield Fault(AVERAGED, f"{item.label} sums gradients of {name}, which {kind}")
+    for name, count in repeated(item.names):
+        yield Fault(AVERAGED, f"{item.label} has {name} {count} times")
+    if item.stage != NOWHERE and (wiring.rank_of(item.stage),) != item.ranks:
+        detail = f"{item.label} waits for stage {item.stage}, which is not on {ranks(item.ranks)}"
+        yield Fault(AVERAGED, detail)
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in known.values() if p is not None})
+    if len(dtypes) > 1:
+        yield Fault(AVERAGED, f"{item.label} has gradients of several dtypes ({', '.join(dtypes)})")

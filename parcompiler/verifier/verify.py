@@ -8,72 +8,55 @@ from collections.abc import Iterator
 from parcompiler.errors import PlanError
 from parcompiler.lower.lowered import Lowered
 from parcompiler.verifier import (
-    buckets,
-    collectives,
-    computes,
-    held,
-    messages,
-    parts,
+    communication,
+    compute,
+    deadlock,
+    memory_ledger,
+    shared_vocabulary,
     signature,
     stages,
     tensors,
-    vocabulary,
-    waiting,
 )
 from parcompiler.verifier.fault import Fault
-from parcompiler.verifier.held import Memory
-from parcompiler.verifier.steps import Step, steps_of
+from parcompiler.verifier.memory_ledger import MemoryLimits
+from parcompiler.verifier.steps import StepIndex
 from parcompiler.verifier.wiring import Wiring
 
 SHOWN = 20  # faults that an error lists; one mistake may break many rules
 
 
-def verify(lowered: Lowered, memory: Memory | None = None) -> None:
-    """Prove a lowered program, and that it fits into memory where a limit is given.
+def verify(lowered: Lowered, memory: MemoryLimits | None = None) -> None:
+    """Prove a lowered program, and that it fits into memory where limits are given.
 
-    Raises PlanError that lists what is wrong.
+    Raises PlanError that lists all faults.
     """
-    found = list(faults(lowered, memory))
-    if found:
-        raise PlanError(_summary(found))
+    broken = list(faults(lowered, memory))
+    if not broken:
+        return
+    lines = [f"the lowered program breaks {len(broken)} rule{'s' if len(broken) > 1 else ''}:"]
+    lines += [f"  * {fault}" for fault in broken[:SHOWN]]
+    if len(broken) > SHOWN:
+        lines.append(f"  … and {len(broken) - SHOWN} more (parcompiler.verifier.faults yields all)")
+    raise PlanError("\n".join(lines))
 
 
-def faults(lowered: Lowered, memory: Memory | None = None) -> Iterator[Fault]:
+def faults(lowered: Lowered, memory: MemoryLimits | None = None) -> Iterator[Fault]:
     """Every fault of a lowered program; none if it does what the model does."""
     wiring = Wiring(lowered)
-    yield from signature.faults(wiring)
-    yield from stages.faults(wiring)
-    yield from tensors.faults(wiring)
-    yield from vocabulary.faults(wiring)
-    yield from buckets.faults(wiring)
+    for of_program in (signature, stages, tensors):
+        yield from of_program.faults(wiring)
+    yield from shared_vocabulary.layer_faults(wiring)
     if len(lowered.evaluation) != lowered.size:
         return  # as `stages` has said
-    for step in steps_of(wiring, lowered):
-        for fault in _of_step(step, memory):
-            yield fault if step.training else _in_evaluation(fault)
+    yield from _step_faults(StepIndex(wiring, lowered.instructions, training=True), memory)
+    for fault in _step_faults(StepIndex(wiring, lowered.evaluation, training=False), memory):
+        yield dataclasses.replace(fault, detail=f"in evaluation, {fault.detail}")
 
 
-def _of_step(step: Step, memory: Memory | None) -> Iterator[Fault]:
-    """The faults of the instruction lists."""
+def _step_faults(step: StepIndex, memory: MemoryLimits | None) -> Iterator[Fault]:
+    """The faults of the instruction lists of training or of evaluation."""
     yield from step.faults
-    yield from computes.faults(step)
-    yield from messages.faults(step)
-    yield from parts.faults(step)
-    yield from collectives.faults(step)
-    yield from waiting.faults(step)
+    for of_step in (compute, communication, shared_vocabulary, deadlock):
+        yield from of_step.faults(step)
     if memory is not None:
-        yield from held.faults(step, memory)
-
-
-def _in_evaluation(fault: Fault) -> Fault:
-    """A fault that says where it is; most are in both programs or in training."""
-    return dataclasses.replace(fault, detail=f"in evaluation, {fault.detail}")
-
-
-def _summary(found: list[Fault]) -> str:
-    """What the error says."""
-    count = f"{len(found)} rule{'s' if len(found) > 1 else ''}"
-    lines = [f"  * {fault}" for fault in found[:SHOWN]]
-    if len(found) > SHOWN:
-        lines.append(f"  … and {len(found) - SHOWN} more (parcompiler.verifier.faults yields all)")
-    return "\n".join([f"the lowered program breaks {count}:", *lines])
+        yield from memory_ledger.faults(step, memory)

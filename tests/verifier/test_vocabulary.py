@@ -10,7 +10,7 @@ from parcompiler.lower import Lowered
 from parcompiler.lower.lowered import SpreadLookup
 from parcompiler.runtime.program import of_first
 from parcompiler.timeline import StageCost, VocabularyCost, simulate_lowered
-from parcompiler.verifier import Memory, faults
+from parcompiler.verifier import MemoryLimits, faults
 from tests.verifier.edits import (
     dropped,
     edited,
@@ -268,9 +268,9 @@ def test_memory_is_that_of_the_simulation_but_for_parts_that_wait_to_be_summed(m
         costs = [StageCost(1.0, 2.0, 1000, 10000 + 3 * j, 1.0) for j in range(ranks * each)]
         peaks = simulate_lowered(lowered, costs, vocabulary=cost).peak_memory
         part = lowered.values["embedding"].nbytes
-        assert list(faults(lowered, Memory(costs, peaks, cost))) == []
+        assert list(faults(lowered, MemoryLimits(costs, peaks, cost))) == []
         tight = [peak - part - 1 for peak in peaks]
-        found = [str(fault) for fault in faults(lowered, Memory(costs, tight, cost))]
+        found = [str(fault) for fault in faults(lowered, MemoryLimits(costs, tight, cost))]
         assert [text[:24] for text in found] == [
             f"memory suffices: rank {rank} " for rank in range(ranks)
         ]
@@ -279,4 +279,4 @@ def test_memory_is_that_of_the_simulation_but_for_parts_that_wait_to_be_summed(m
 def test_the_vocabulary_needs_a_cost_where_memory_is_asked_for() -> None:
     lowered = words("vocab-2")
     with pytest.raises(InputError, match="of the vocabulary needs a cost"):
-        list(faults(lowered, Memory([StageCost(1.0, 2.0, 0, 0)] * 2, [10**9] * 2)))
+        list(faults(lowered, MemoryLimits([StageCost(1.0, 2.0, 0, 0)] * 2, [10**9] * 2)))

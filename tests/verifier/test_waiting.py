@@ -10,7 +10,7 @@ from parcompiler.capture.blocks import Cut, cut
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.timeline import StageCost
-from parcompiler.verifier import Memory, faults
+from parcompiler.verifier import MemoryLimits, faults
 from tests.verifier.edits import dropped, moved, swapped, texts, with_lists
 from tests.verifier.oracle import same_meaning
 from tests.verifier.programs import WIDTH, Chain, plan, program, skipping
@@ -105,7 +105,7 @@ def test_a_large_program_is_proved_in_seconds(
     assert lowered.size == 64
     count = sum(map(len, (*lowered.instructions, *lowered.evaluation)))
     assert count > 290_000 * each * microbatches / 512
-    memory = Memory([StageCost(1.0, 2.0, 1, 1)] * 64 * each, [2**30] * 64)
+    memory = MemoryLimits([StageCost(1.0, 2.0, 1, 1)] * 64 * each, [2**30] * 64)
     start = time.process_time()
     assert list(faults(lowered, memory)) == []
     # 1.7 s, and with two stages on a rank 3.5 s, of 512 micro-batches where nothing else runs

@@ -30,9 +30,9 @@ from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 
 from parcompiler.instruction import BACKWARDS, Kind
-from parcompiler.verifier import parts
+from parcompiler.verifier import shared_vocabulary
 from parcompiler.verifier.fault import Fault, numbers
-from parcompiler.verifier.steps import Pair, Part, Places, Step
+from parcompiler.verifier.steps import Pair, Phase, Places, StepIndex
 from parcompiler.verifier.wiring import Crossing
 
 ONCE = "every stage runs every micro-batch"
@@ -41,14 +41,14 @@ IN_TURN = "buffers see the micro-batches in order"
 UPDATED = "every backward is followed by its update"
 
 
-def faults(step: Step) -> Iterator[Fault]:
+def faults(step: StepIndex) -> Iterator[Fault]:
     """All faults of the compute instructions and of what must surround them."""
     yield from _missing(step)
-    for pair in chain(_pairs(step), parts.pairs(step)):
+    for pair in chain(_pairs(step), shared_vocabulary.pairs(step)):
         yield from _swapped(step, pair)
 
 
-def _missing(step: Step) -> Iterator[Fault]:
+def _missing(step: StepIndex) -> Iterator[Fault]:
     """Every stage has its FORWARD, in training its backward, for every micro-batch."""
     if not step.microbatches:
         yield Fault(ONCE, f"there is none ({step.wiring.lowered.microbatches} micro-batches)")
@@ -69,7 +69,7 @@ def _absent(rank: int, kind: Kind, j: int, missing: set[int], why: str = "") -> 
         yield Fault(ONCE, f"rank {rank} has no {kind} stage {j} {numbers(missing)}{why}")
 
 
-def _backwards(step: Step, j: int, every: set[int]) -> Iterator[Fault]:
+def _backwards(step: StepIndex, j: int, every: set[int]) -> Iterator[Fault]:
     """A stage goes back through every micro-batch in one of the two forms, and to its end."""
     rank = step.wiring.stages[j].rank
     whole, inputs, weights = (
@@ -95,7 +95,7 @@ def _backwards(step: Step, j: int, every: set[int]) -> Iterator[Fault]:
             yield Fault(FORM, detail)
 
 
-def _swapped(step: Step, pair: Pair) -> Iterator[Fault]:
+def _swapped(step: StepIndex, pair: Pair) -> Iterator[Fault]:
     """One fault for all micro-batches of which a pair is the wrong way round."""
     wrong = [i for i, place in pair.then.items() if place < pair.first.get(i, -1)]
     if wrong:
@@ -104,7 +104,7 @@ def _swapped(step: Step, pair: Pair) -> Iterator[Fault]:
         yield Fault(pair.rule, f"rank {pair.rank}: {then} stands before {first}{more}")
 
 
-def _pairs(step: Step) -> Iterator[Pair]:
+def _pairs(step: StepIndex) -> Iterator[Pair]:
     """Everything that must stand before something else."""
     for j, stage in enumerate(step.wiring.stages):
         forward = step.computed[Kind.FORWARD, j]
@@ -122,7 +122,7 @@ def _pairs(step: Step) -> Iterator[Pair]:
     yield from _collected(step)
 
 
-def _updated(step: Step, j: int) -> Iterator[Pair]:
+def _updated(step: StepIndex, j: int) -> Iterator[Pair]:
     """The order around the updates of a stage."""
     rank, update = step.wiring.stages[j].rank, step.computed[Kind.UPDATE, j]
     forward, backward = step.computed[Kind.FORWARD, j], step.computed[Kind.BACKWARD, j]
@@ -133,7 +133,7 @@ def _updated(step: Step, j: int) -> Iterator[Pair]:
     yield Pair(rank, update, following, UPDATED)
 
 
-def _handed_over(step: Step, crossing: Crossing) -> Iterator[Pair]:
+def _handed_over(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:
     """The order around a value that stays on its rank."""
     rank, maker = crossing.source, crossing.maker
     for j in crossing.readers:
@@ -142,7 +142,7 @@ def _handed_over(step: Step, crossing: Crossing) -> Iterator[Pair]:
             yield Pair(rank, step.back[j], step.back[maker])
 
 
-def _sent(step: Step, crossing: Crossing) -> Iterator[Pair]:
+def _sent(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:
     """The order around a message and, at both ends, around that of its gradient."""
     source, target, name = crossing.source, crossing.target, crossing.name
     way, back = (source, target, name, False), (target, source, name, True)
@@ -153,7 +153,7 @@ def _sent(step: Step, crossing: Crossing) -> Iterator[Pair]:
         yield Pair(target, step.back[j], step.sent[back])
 
 
-def _collected(step: Step) -> Iterator[Pair]:
+def _collected(step: StepIndex) -> Iterator[Pair]:
     """The order around collectives: they come when all that they collect has been computed."""
     names = {item.label: item.names for item in step.wiring.lowered.sums}
     for rank in range(len(step.lists)):
@@ -171,11 +171,11 @@ def _collected(step: Step) -> Iterator[Pair]:
             yield Pair(stage.rank, forward, dict.fromkeys(forward, share))
 
 
-def _in_rows(step: Step, rank: int, names: Collection[str]) -> Iterator[Places]:
+def _in_rows(step: StepIndex, rank: int, names: Collection[str]) -> Iterator[Places]:
     """Where a rank adds to the gradients of its rows of some tensors."""
     wiring = step.wiring
     for value, item in wiring.lookups.items():
         if item.lookup.weight in names:
-            yield step.places(rank, Part(Kind.EMBED_BACKWARD, value))
+            yield step.places(rank, Phase(Kind.EMBED_BACKWARD, value))
     if wiring.head is not None and {wiring.head.head.weight, wiring.head.head.bias} & {*names}:
-        yield step.places(rank, Part(Kind.T))
+        yield step.places(rank, Phase(Kind.T))

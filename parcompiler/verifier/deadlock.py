@@ -28,9 +28,9 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from parcompiler.instruction import Kind
-from parcompiler.verifier import parts
+from parcompiler.verifier import shared_vocabulary
 from parcompiler.verifier.fault import Fault
-from parcompiler.verifier.steps import Places, Step, Way
+from parcompiler.verifier.steps import Places, StepIndex, Way
 
 NO_CIRCLE = "no ranks wait for each other"
 
@@ -57,9 +57,9 @@ class Counter(NamedTuple):
     positions: list[int]
 
 
-def faults(step: Step) -> Iterator[Fault]:
+def faults(step: StepIndex) -> Iterator[Fault]:
     """The shortest circle in which ranks are left waiting, if there is one."""
-    race = _Race(step)
+    race = _Execution(step)
     race.run()
     circle = race.circle()
     if circle:
@@ -68,10 +68,10 @@ def faults(step: Step) -> Iterator[Fault]:
         yield Fault(NO_CIRCLE, f"{len(circle)} ranks do, each for the next ({advice}):{lines}")
 
 
-class _Race:
+class _Execution:
     """The run of all ranks."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepIndex) -> None:
         self.step = step
         self.counters: list[Counter] = []
         self.halts: list[list[Halt]] = [[] for _ in step.lists]
@@ -186,7 +186,7 @@ class _Race:
 
     def _read_vocabulary(self) -> None:
         """The halts at what uses collectives of the vocabulary, and at these themselves."""
-        found = parts.sequences(self.step)
+        found = shared_vocabulary.sequences(self.step)
         places = [
             [self.step.parts[rank][part][i] for part, i in sequence]
             for rank, sequence in enumerate(found)
@@ -194,7 +194,7 @@ class _Race:
         counters = [self._counter(rank, positions) for rank, positions in enumerate(places)]
         met = [tuple(Need(counter, k) for counter in counters) for k in range(len(found[0]))]
         numbers = [{label: k for k, label in enumerate(sequence)} for sequence in found]
-        for rank, part, users in parts.uses(self.step):
+        for rank, part, users in shared_vocabulary.uses(self.step):
             for i, position in users.items():
                 k = numbers[rank].get((part, i))
                 if k is not None and places[rank][k] < position:

@@ -1,0 +1,186 @@
+"""Rules on communication: messages have two ends, collectives all of their ranks, in one order.
+
+Ranks match messages by their order on the channel and by nothing else (NCCL knows no tags), so two
+receives that are swapped give no error but wrong numbers. The ranks of a group meet in the order in
+which their collectives stand; two that are swapped on one rank would add the gradients of different
+tensors. A bucket is summed by one rank here, together with its data replicas, which have the same
+list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from parcompiler.instruction import Kind
+from parcompiler.lower.lowered import Bucket, Tied
+from parcompiler.schedules.action import NOWHERE
+from parcompiler.verifier.fault import Fault, numbers, ranks
+from parcompiler.verifier.steps import Channel, Label, StepIndex, Way
+
+TWO_ENDS = "every message is sent and received"
+WANTED = "no message is in vain"
+MESSAGES = "messages keep their order"
+REDUCED = "every copy of a parameter is reduced"
+COLLECTIVES = "collectives keep their order"
+SHARED = "every rank gets the loss"
+
+
+def faults(step: StepIndex) -> Iterator[Fault]:
+    """All faults of the messages and collectives of a step."""
+    expected = dict.fromkeys(_expected(step))
+    for way in expected:
+        yield from _ends(step, way)
+    for way in dict.fromkeys((*step.sent, *step.received)):
+        if way not in expected:
+            yield from _in_vain(step, way)
+    for (source, target), channel in step.channels.items():
+        yield from _message_order(source, target, channel)
+    if step.training:
+        sums = {item.label: item for item in step.wiring.lowered.sums}
+        for item in sums.values():
+            yield from _missing(step, item)
+        for rank in range(len(step.lists)):
+            yield from _wrong(step, rank, sums)
+        for group in dict.fromkeys(item.ranks for item in sums.values()):
+            yield from _collective_order(step, group)
+    yield from _shares(step)
+
+
+# Messages
+
+
+def _expected(step: StepIndex) -> Iterator[Way]:
+    """The messages that the stages need: a value to each other rank, its gradient back."""
+    for crossing in step.wiring.crossings:
+        if crossing.source != crossing.target:
+            yield crossing.source, crossing.target, crossing.name, False
+            if crossing.differentiable and step.training:
+                yield crossing.target, crossing.source, crossing.name, True
+
+
+def _ends(step: StepIndex, way: Way) -> Iterator[Fault]:
+    """A message that is needed is sent by one rank and received by the other."""
+    sent, received = set(step.sent.get(way, ())), set(step.received.get(way, ()))
+    source, target, name, gradient = way
+    text = f"{name}{'.grad' if gradient else ''}"
+    neither = set(step.microbatches) - sent - received
+    if received - sent:
+        detail = f"rank {source} never sends {text} {numbers(received - sent)}"
+        yield Fault(TWO_ENDS, f"{detail} to rank {target}, which receives it")
+    if sent - received:
+        detail = f"rank {target} never receives {text} {numbers(sent - received)}"
+        yield Fault(TWO_ENDS, f"{detail} from rank {source}, which sends it")
+    if neither:
+        detail = f"{text} {numbers(neither)} never goes from rank {source} to rank {target}"
+        yield Fault(TWO_ENDS, f"{detail}, which needs it")
+
+
+def _in_vain(step: StepIndex, way: Way) -> Iterator[Fault]:
+    """A message that the stages do not need: it would be taken for another one."""
+    source, target, name, gradient = way
+    text = f"{name}{'.grad' if gradient else ''}"
+    reason = _reason(step, way)
+    if step.sent.get(way):
+        detail = f"rank {source} sends {text} {numbers(step.sent[way])} to rank {target}"
+        yield Fault(WANTED, f"{detail}: {reason}")
+    if step.received.get(way):
+        detail = f"rank {target} receives {text} {numbers(step.received[way])} from rank {source}"
+        yield Fault(WANTED, f"{detail}: {reason}")
+
+
+def _reason(step: StepIndex, way: Way) -> str:
+    """Why nobody needs a message."""
+    source, target, name, gradient = way
+    maker = step.wiring.makers.get(name)
+    if maker is None:
+        return f"no stage makes {name}"
+    if maker == NOWHERE:
+        return f"all ranks make {name} together"
+    home = step.wiring.stages[maker].rank
+    ways = [(crossing.name, crossing.target) for crossing in step.wiring.crossings]
+    if gradient and not step.training:
+        return "there are no gradients"
+    if gradient and not step.wiring.differentiable(name):
+        return f"{name} carries no gradient"
+    if gradient and target == home and (name, source) in ways:
+        return f"what rank {source} makes of {name} does not lead to the loss"
+    made, used = (target, source) if gradient else (source, target)
+    if home != made:
+        return f"rank {home} makes {name}, not rank {made}"
+    return f"no stage of rank {used} receives {name}"
+
+
+def _message_order(source: int, target: int, channel: Channel) -> Iterator[Fault]:
+    """Both ends of a channel have its messages in one order; those that lack an end left out."""
+    sent = [channel.sends.labels[k] for k in channel.sends.common(channel.receives)]
+    received = [channel.receives.labels[k] for k in channel.receives.common(channel.sends)]
+    if sent == received:
+        return
+    k = next(k for k, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
+    ends = f"{_label(sent[k])} when sent and {_label(received[k])} when received"
+    yield Fault(MESSAGES, f"rank {source} -> rank {target}: message {k + 1} is {ends}")
+
+
+def _label(label: Label) -> str:
+    """A message as an instruction names it."""
+    name, gradient, i = label
+    return f"{name}{'.grad' if gradient else ''} mb {i}"
+
+
+# Collectives
+
+
+def _missing(step: StepIndex, item: Tied | Bucket) -> Iterator[Fault]:
+    """Every rank that holds a tied tensor, or the tensors of a bucket, takes part in the sum."""
+    for rank in item.ranks:
+        if 0 <= rank < len(step.lists) and item.label not in step.reductions[rank]:
+            yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
+
+
+def _named(item: Tied | Bucket) -> str:
+    """The tensors of a sum."""
+    first, *others = item.names or ("nothing",)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _wrong(step: StepIndex, rank: int, sums: Mapping[str, Tied | Bucket]) -> Iterator[Fault]:
+    """A rank takes part in sums that exist, with the ranks that belong to them."""
+    for label, position in step.reductions[rank].items():
+        line, item = step.at(rank, position), sums.get(label)
+        if item is None:
+            yield Fault(REDUCED, f"rank {rank}: {line}: no tensor has this label")
+        elif line.ranks != item.ranks:
+            yield Fault(REDUCED, f"rank {rank}: {line}: {_named(item)} is on {ranks(item.ranks)}")
+
+
+def _collective_order(step: StepIndex, group: tuple[int, ...]) -> Iterator[Fault]:
+    """The ranks of a group sum the same tensors one after the other."""
+    there = [rank for rank in group if 0 <= rank < len(step.lists)]
+    orders = {rank: _labels(step, rank, group) for rank in there}
+    common = set.intersection(*(set(labels) for labels in orders.values())) if orders else set()
+    kept = {rank: [x for x in labels if x in common] for rank, labels in orders.items()}
+    for rank in there[1:]:
+        if kept[rank] != kept[there[0]]:
+            first, other = ", ".join(kept[there[0]]), ", ".join(kept[rank])
+            yield Fault(COLLECTIVES, f"rank {there[0]} sums {first}, and rank {rank} sums {other}")
+
+
+def _labels(step: StepIndex, rank: int, group: tuple[int, ...]) -> list[str]:
+    """The sums of a rank with a group, in the order in which they stand."""
+    places = sorted((place, label) for label, place in step.reductions[rank].items())
+    return [label for place, label in places if step.at(rank, place).ranks == group]
+
+
+def _shares(step: StepIndex) -> Iterator[Fault]:
+    """Every rank is given the loss, by the rank that has it."""
+    wiring = step.wiring
+    home = next((stage.rank for stage in wiring.stages if stage.loss is not None), None)
+    if wiring.head is not None:  # every rank knows it then; that of the stage before it gives it
+        home = wiring.rank_of(wiring.head.stage)
+    for rank, position in enumerate(step.shares):
+        if position is None:
+            yield Fault(SHARED, f"rank {rank} has no {Kind.SHARE_LOSS}")
+            continue
+        line = step.at(rank, position)
+        if line.peer != home:
+            yield Fault(SHARED, f"rank {rank}: {line}: the loss is on rank {home}")

@@ -1,0 +1,249 @@
+"""The rule that memory suffices: a ledger of what is resident and in flight, at every instruction.
+
+    states of parameters           all the time
+    gradients of parameters        from the first BACKWARD on, or from the first
+                                   BACKWARD_INPUT and the first BACKWARD_WEIGHT on
+    activations of (stage, mb)     FORWARD          to   BACKWARD or BACKWARD_INPUT
+    deferred products of weights   BACKWARD_INPUT   to   BACKWARD_WEIGHT
+    workspace                      while one of these runs
+    a received value               RECV             to   the last BACKWARD or BACKWARD_INPUT
+                                                         of its readers
+    a received gradient            RECV             to   BACKWARD or BACKWARD_INPUT
+    gradients of masters           in the optimizer's step behind the list
+
+and of the vocabulary, where every rank has rows of it,
+
+    what S saves                   S                to   T
+    x, for S and T                 BROADCAST        to   T (in evaluation S or NORMALIZE)
+    the gradient of a lookup       BROADCAST        to   EMBED_BACKWARD
+    a sum, where it goes           REDUCE           to   the last of its uses, like a message
+
+These are the bytes of the simulator, in the order of the list instead of that of time: a tensor
+that is sent leaves with its SEND, and a part of a sum with its REDUCE, and so how fast the links
+are is no part of the proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import COMPUTE, HEAD, TRANSFERS, Kind
+from parcompiler.schedules.action import NOWHERE
+from parcompiler.timeline import Made, StageCost, VocabularyCost
+from parcompiler.verifier.fault import Fault
+from parcompiler.verifier.steps import Phase, Places, StepIndex
+
+SUFFICES = "memory suffices"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Bytes of each rank, and the costs of each stage.
+
+    `vocabulary` are the costs, on every rank, of the layers that all ranks share.
+    """
+
+    costs: Sequence[StageCost]
+    limits: Sequence[int]
+    vocabulary: VocabularyCost | None = None
+
+
+@dataclass(slots=True)
+class MemoryLedger:
+    """What comes and goes on a rank, by the place of the instruction that takes or frees it."""
+
+    arriving: Counter[int] = field(default_factory=Counter)  # bytes of messages
+    leaving: Counter[int] = field(default_factory=Counter)
+    begins: Counter[int] = field(default_factory=Counter)  # bytes of activations and gradients
+    ends: Counter[int] = field(default_factory=Counter)
+    gradients: dict[int, int] = field(default_factory=dict)  # of parameters, made at a place
+    # Place, stage, and whether a micro-batch begins (1) or ends (-1) there.
+    in_flight: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Moment(NamedTuple):
+    """Bytes on a rank at a place of its list, besides what is resident."""
+
+    position: int
+    activations: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.activations + self.messages
+
+
+def faults(step: StepIndex, memory: MemoryLimits) -> Iterator[Fault]:
+    """A fault for each rank that holds too much, where it holds most."""
+    stages, size = step.wiring.stages, step.wiring.lowered.size
+    counts = len(memory.costs), len(memory.limits)
+    if counts != (len(stages), size):
+        message = (
+            f"every stage needs a cost and every rank a limit ({len(stages)} and {size} wanted, "
+            f"{counts[0]} and {counts[1]} given)"
+        )
+        raise InputError(message)
+    if step.wiring.spread is not None and memory.vocabulary is None:
+        message = "what all ranks have of the vocabulary needs a cost (none given)"
+        raise InputError(message)
+    early = [memory.vocabulary.resident if memory.vocabulary else 0] * size
+    for stage, cost in zip(stages, memory.costs, strict=True):
+        if 0 <= stage.rank < size:
+            early[stage.rank] += cost.early
+    ledgers = _ledgers(step, memory.costs)
+    _add_vocabulary(step, ledgers, memory.vocabulary.saved if memory.vocabulary else 0)
+    for rank, ledger in enumerate(ledgers[:size]):
+        fullest = max(_moments(ledger), key=lambda moment: moment.total)
+        if early[rank] + fullest.total > memory.limits[rank]:
+            yield from _at_most(step, rank, ledger, early[rank], fullest, memory.limits[rank])
+        elif step.training:
+            yield from _late(step, rank, early[rank], memory)
+
+
+def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
+    """What comes and goes on each rank."""
+    ledgers = [MemoryLedger() for _ in step.lists]
+    for j, stage in enumerate(step.wiring.stages):
+        if step.training and 0 <= stage.rank < len(ledgers):
+            ledger = ledgers[stage.rank]
+            made = Made()
+            lines = [(at, kind) for kind in COMPUTE for at in step.computed[kind, j].values()]
+            for place, kind in sorted(lines):
+                before = made.of.get(j, 0)
+                begin, end = made.bytes(j, costs[j], kind)
+                ledger.begins[place] += begin
+                ledger.ends[place] += end if j in step.wiring.trained else -begin
+                ledger.gradients[place] = made.of.get(j, 0) - before
+            ledger.in_flight += ((at, j, 1) for at in step.computed[Kind.FORWARD, j].values())
+            ledger.in_flight += ((at, j, -1) for at in step.done[j].values())
+    for crossing in step.wiring.crossings:
+        value = step.wiring.lowered.values.get(crossing.name)
+        if value is None or crossing.source == crossing.target:
+            continue
+        way = (crossing.source, crossing.target, crossing.name, False)
+        readers = [
+            step.back[j] if step.training else step.computed[Kind.FORWARD, j]
+            for j in crossing.readers
+        ]
+        _arrive(ledgers, crossing.target, step.received.get(way, {}), readers, value.nbytes)
+        back = (crossing.target, crossing.source, crossing.name, True)
+        uses = [step.back[crossing.maker]]
+        _arrive(ledgers, crossing.source, step.received.get(back, {}), uses, value.nbytes)
+    return ledgers
+
+
+def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], saved: int) -> None:
+    """Enter what ranks save and receive for the layers that all share."""
+    wiring = step.wiring
+    values = wiring.lowered.values
+    for rank, ledger in enumerate(ledgers):
+        heads = [step.places(rank, Phase(kind)) for kind in sorted(HEAD)]
+        for i, place in step.places(rank, Phase(Kind.S)).items():
+            ledger.begins[place] += saved
+            ledger.ends[max(places[i] for places in heads if i in places)] -= saved
+        for part, places in step.parts[rank].items():
+            if part.kind not in TRANSFERS or part.value not in values:
+                continue
+            nbytes = values[part.value].nbytes
+            uses = heads if part.value not in wiring.lookups else []
+            if part.kind is Kind.BROADCAST and part.gradient:
+                uses = [step.places(rank, Phase(Kind.EMBED_BACKWARD, part.value))]
+            elif part.kind is Kind.REDUCE:
+                uses = _summed(step, rank, part)
+                places = {i: at for i, at in places.items() if step.at(rank, at).peer == rank}
+            _arrive(ledgers, rank, places, uses, nbytes)
+
+
+def _summed(step: StepIndex, rank: int, part: Phase) -> list[Places]:
+    """What uses a sum on the rank where it goes."""
+    wiring = step.wiring
+    if part.gradient:
+        home = wiring.head.stage if wiring.head else NOWHERE
+        return [step.back[home]] if wiring.rank_of(home) == rank else []
+    stages = [j for j in wiring.readers.get(part.value, ()) if wiring.rank_of(j) == rank]
+    if step.training:
+        return [step.back[j] for j in stages]
+    return [step.computed[Kind.FORWARD, j] for j in stages]
+
+
+def _arrive(
+    ledgers: Sequence[MemoryLedger], rank: int, places: Places, uses: Sequence[Places], nbytes: int
+) -> None:
+    """Enter the messages that a rank receives at `places`, each until the last of its uses."""
+    for i, place in places.items():
+        ledgers[rank].arriving[place] += nbytes
+        last = max((use[i] for use in uses if i in use), default=None)
+        if last is not None:
+            ledgers[rank].leaving[last] += nbytes
+
+
+def _moments(ledger: MemoryLedger) -> Iterator[Moment]:
+    """What a rank holds wherever that changes, the begin included."""
+    activations = messages = 0
+    yield Moment(0, 0, 0)
+    for place in sorted({*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}):
+        messages += ledger.arriving[place]
+        activations += ledger.begins[place]
+        yield Moment(place, activations, messages)
+        messages -= ledger.leaving[place]
+        activations += ledger.ends[place]
+
+
+def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Iterator[Fault]:
+    """A fault where a rank has too little for the optimizer's step."""
+    stages = zip(step.wiring.stages, memory.costs, strict=True)
+    costs = [cost for stage, cost in stages if stage.rank == rank]
+    resident = early + sum(cost.first.gradients for cost in costs)
+    update = sum(cost.update for cost in costs)
+    update += memory.vocabulary.update if memory.vocabulary else 0
+    if update:
+        parts = f"resident {_in_units(resident)}, gradients of masters {_in_units(update)} more"
+        where, total = "in the optimizer's step", resident + update
+        yield from _too_much(rank, total, memory.limits[rank], where, parts)
+
+
+def _at_most(
+    step: StepIndex, rank: int, ledger: MemoryLedger, early: int, fullest: Moment, limit: int
+) -> Iterator[Fault]:
+    """A fault where a rank holds most, if that is too much."""
+    place = fullest.position
+    gradients = sum(size for when, size in ledger.gradients.items() if when < place)
+    in_flight = Counter[int]()
+    for when, j, change in ledger.in_flight:
+        in_flight[j] += change if when < place or (when == place and change > 0) else 0
+    stages = [j for j, stage in enumerate(step.wiring.stages) if stage.rank == rank]
+    counts = " + ".join(str(in_flight[j]) for j in stages)
+    noun = "micro-batch" if counts == "1" else "micro-batches"
+    activations = _in_units(fullest.activations - gradients)
+    parts = (
+        f"resident {_in_units(early + gradients)}, activations of {counts} {noun} {activations}, "
+        f"messages {_in_units(fullest.messages)}"
+    )
+    where = f"at {step.at(rank, place) if step.lists[rank] else 'its begin'}"
+    yield from _too_much(rank, early + fullest.total, limit, where, parts)
+
+
+def _too_much(rank: int, total: int, limit: int, where: str, parts: str) -> Iterator[Fault]:
+    """A fault that says by how much a rank exceeds its limit, and what that consists of."""
+    if total > limit:
+        excess, parts = _in_units(total - limit), f"limit {_in_units(limit)}; {parts}"
+        detail = f"rank {rank} holds {_in_units(total)} {where}, {excess} too much ({parts})"
+        yield Fault(SUFFICES, detail)
+
+
+def _in_units(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> _in_units(3 * 2**29), _in_units(1000)
+    ('1.5 GiB', '1000 B')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -1,0 +1,355 @@
+"""Rules on a vocabulary that all ranks share: its layers, and what every rank does in a step.
+
+The graph has a node for each embedding whose table is in rows, and one for the head with the loss.
+The program says beside each which stage uses it or gives what it takes, and which tensors are rows.
+
+All ranks have the same lines for the layers of the vocabulary, every micro-batch once. On a rank,
+what stands on the left must stand before what stands on the right; e is an embedded value, used on
+rank Z, and x what the head takes, from rank L:
+
+    EMBED e                                    REDUCE e to Z
+    REDUCE e                  (on Z)           FORWARD of each stage that reads it
+    BACKWARD of each of them  (on Z)           BROADCAST e.grad from Z
+    BROADCAST e.grad                           EMBED_BACKWARD e
+    FORWARD of the maker      (on L)           BROADCAST x from L
+    BROADCAST x                                S
+    S                                          EXCHANGE maximum, or statistics
+    EXCHANGE maximum                           NORMALIZE
+    NORMALIZE                                  EXCHANGE sum
+    EXCHANGE sum or statistics                 T;  "vocab-2": and REDUCE x.grad
+    T                         ("vocab-2": no)  REDUCE x.grad to L
+    REDUCE x.grad             (on L)           BACKWARD of the maker
+    EXCHANGE sum or statistics                 SHARE_LOSS
+
+Since the collectives of all ranks meet in one order, what stands before one on a rank has been done
+before what uses it, or one behind it, on another. Neither S nor T need go through the micro-batches
+in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from parcompiler.graph import Head, Lookup, Vocabulary
+from parcompiler.instruction import TRANSFERS, Kind
+from parcompiler.lower.lowered import Spread
+from parcompiler.options import METHODS
+from parcompiler.verifier.fault import Fault, numbers, repeated
+from parcompiler.verifier.steps import Pair, Phase, Places, StepIndex
+from parcompiler.verifier.wiring import Wiring
+
+GIVEN = "all ranks compute what the graph gives them"
+USED = "what all ranks compute goes to one rank"
+ROWS = "all ranks hold rows of the tensors that they read"
+STEADY = "the vocabulary is on all ranks only where parameters stay the same in a step"
+ONCE = "every rank does its part of the vocabulary"
+WANTED = "no part of the vocabulary is in vain"
+MEETING = "what all ranks have together goes from and to the right rank"
+ORDERED = "collectives keep their order"
+
+EXCHANGES = {  # what follows S, and NORMALIZE where there is one
+    "naive": ("maximum", "sum"),
+    "interlaced": ("maximum", "sum"),
+    "vocab-1": ("statistics",),
+    "vocab-2": ("statistics",),
+}
+
+
+def layer_faults(wiring: Wiring) -> Iterator[Fault]:
+    """All faults of the layers that are on all ranks, besides those of instruction lists."""
+    if wiring.spread is not None:
+        yield from _layers(wiring, wiring.spread, wiring.graph.vocabulary or Vocabulary())
+        yield from _batch_inputs(wiring, wiring.spread)
+        yield from _lookup_homes(wiring)
+        yield from _head_input(wiring)
+        yield from _held_rows(wiring, wiring.spread)
+        if wiring.lowered.asynchronous:
+            yield Fault(STEADY, "and this step updates them after every backward")
+
+
+def _layers(wiring: Wiring, spread: Spread, wanted: Vocabulary) -> Iterator[Fault]:
+    """The layers are those of the graph, each once, under the names of what they give or take."""
+    if spread.method not in METHODS:
+        yield Fault(GIVEN, f"there is no method {spread.method!r} (known: {', '.join(METHODS)})")
+    found = [item.lookup for item in spread.lookups]
+    for item in (*found, *(x for x in wanted.lookups if x not in found)):
+        count = found.count(item)
+        if count != (item in wanted.lookups):
+            times = f"{count} times" if count else "on no rank"
+            yield Fault(GIVEN, f"{item.node.name} is looked up {times}")
+    if (spread.head.head if spread.head else None) is not wanted.head:
+        has = wanted.head.node.name if wanted.head else "none"
+        yield Fault(GIVEN, f"their head is not that of the graph ({has})")
+    for name, count in repeated(item.value for item in spread.lookups):
+        yield Fault(GIVEN, f"{count} lookups give {name}")
+    named = [(item.value, item.lookup.node) for item in spread.lookups]
+    named += [(spread.head.value, spread.head.head.x)] if spread.head else []
+    for name, node in named:
+        if wiring.nodes.get(name) is not node:
+            yield Fault(GIVEN, f"{name} stands in the place of {node.name}")
+
+
+def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
+    """What a layer takes from the batch is what its indices or targets are computed from."""
+    layers: list[tuple[str, tuple[str, ...], fx.Graph]] = [
+        (item.value, item.inputs, item.lookup.indices) for item in spread.lookups
+    ]
+    if spread.head is not None:
+        layers.append(("the head", spread.head.inputs, spread.head.head.targets))
+    for layer, names, computed in layers:
+        wanted = {node.name for node in computed.nodes if node.op == "placeholder"}
+        wanted &= wiring.graph.input_nodes
+        nodes = [wiring.nodes.get(name) for name in names]
+        found = [node.name for node in nodes if node is not None]
+        if sorted(found) != sorted(wanted) or len(found) != len(names):
+            listed = ", ".join(names) or "nothing"
+            reads = ", ".join(sorted(wanted)) or "nothing"
+            detail = f"{layer} takes {listed} from the batch, and its graph reads {reads}"
+            yield Fault(GIVEN, detail)
+
+
+def _lookup_homes(wiring: Wiring) -> Iterator[Fault]:
+    """What is looked up is summed on the one rank whose stages read it."""
+    for name, item in wiring.lookups.items():
+        home, readers = wiring.rank_of(item.stage), wiring.readers.get(name, [])
+        if item.stage not in readers:
+            yield Fault(USED, f"{name} goes to stage {item.stage}, which does not receive it")
+        for j in readers:
+            rank = wiring.rank_of(j)
+            if home is not None and rank != home:
+                detail = f"{name} goes to rank {home}, and stage {j} of rank {rank} receives it"
+                yield Fault(USED, detail)
+
+
+def _head_input(wiring: Wiring) -> Iterator[Fault]:
+    """What the head takes comes from the stage that makes it."""
+    if wiring.head is not None:
+        name, maker = wiring.head.value, wiring.makers.get(wiring.head.value)
+        if maker != wiring.head.stage:
+            made = "no stage makes" if maker is None else f"stage {maker} makes"
+            yield Fault(USED, f"the head takes {name} from stage {wiring.head.stage}; {made} it")
+
+
+def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
+    """The tensors in rows are those that the layers read, each with the size of its vocabulary."""
+    layers: list[Lookup | Head] = [item.lookup for item in spread.lookups]
+    layers += [spread.head.head] if spread.head else []
+    read = {name for layer in layers for name in _read(layer)}
+    for name in sorted(read - wiring.rows):
+        yield Fault(ROWS, f"{name} is read and not held")
+    for name, count in repeated(spread.tensors):
+        yield Fault(ROWS, f"{name} is listed {count} times")
+    if len(spread.tensors) != len(spread.sizes):
+        yield Fault(ROWS, f"{len(spread.tensors)} tensors have {len(spread.sizes)} sizes")
+    for name, size in zip(spread.tensors, spread.sizes, strict=False):
+        tensor = wiring.graph.by_name.get(name)
+        if tensor is None:
+            yield Fault(ROWS, f"{name} is held, which the model does not have")
+        elif name not in read:
+            yield Fault(ROWS, f"{name} is held, and no layer of the vocabulary reads it")
+        elif size not in tensor.shape:
+            yield Fault(ROWS, f"{name} has {size} rows, and the model's is {list(tensor.shape)}")
+        elif tensor.mutated:
+            yield Fault(ROWS, f"{name} is updated in the forward, and each rank has some of it")
+
+
+def _read(layer: Lookup | Head) -> Iterator[str]:
+    """The tensors of the model that a layer reads."""
+    yield layer.weight
+    if isinstance(layer, Head):
+        yield from filter(None, (layer.bias, layer.class_weight))
+
+
+# In a step
+
+
+class Use(NamedTuple):
+    """On `rank`, what stands at `places` uses what a collective brings."""
+
+    rank: int
+    collective: Phase
+    places: Places
+
+
+def faults(step: StepIndex) -> Iterator[Fault]:
+    """All faults of what ranks do for the vocabulary, but those of its order beside stages."""
+    if step.wiring.spread is None:
+        return
+    expected = list(parts(step))
+    for rank, found in enumerate(step.parts):
+        for part in expected:
+            missing = set(step.microbatches) - set(found.get(part, ()))
+            if missing:
+                yield Fault(ONCE, f"rank {rank} has no {part} {numbers(missing)}")
+        for part, places in found.items():
+            if part not in expected:
+                detail = f"rank {rank}: {part} {numbers(places)}: {_reason(step, part)}"
+                yield Fault(WANTED, detail)
+            elif part.kind in TRANSFERS:
+                yield from _peers(step, rank, part, places)
+    yield from _order(step)
+
+
+def parts(step: StepIndex) -> Iterator[Phase]:
+    """What every rank has for each micro-batch."""
+    wiring, training = step.wiring, step.training
+    for name in wiring.lookups:
+        yield Phase(Kind.EMBED, name)
+        yield Phase(Kind.REDUCE, name)
+        if training and wiring.differentiable(name):
+            yield Phase(Kind.BROADCAST, name, gradient=True)
+            yield Phase(Kind.EMBED_BACKWARD, name)
+    if wiring.head is not None:
+        yield Phase(Kind.BROADCAST, wiring.head.value)
+        yield Phase(Kind.S)
+        first, *second = exchanges(step)
+        yield first
+        if second:
+            yield Phase(Kind.NORMALIZE)
+            yield from second
+        if training:
+            yield Phase(Kind.T)
+            yield Phase(Kind.REDUCE, wiring.head.value, gradient=True)
+
+
+def exchanges(step: StepIndex) -> list[Phase]:
+    """The exchanges of the head: one, or two with NORMALIZE between."""
+    spread = step.wiring.spread
+    names = EXCHANGES.get(spread.method if spread else "", ("statistics",))
+    return [Phase(Kind.EXCHANGE, name) for name in names]
+
+
+def uses(step: StepIndex) -> Iterator[Use]:
+    """Everything that needs what a collective brings, on its rank."""
+    wiring, done = step.wiring, step.computed
+    for name, item in wiring.lookups.items():
+        home = wiring.rank_of(item.stage)
+        for j in wiring.readers.get(name, ()):
+            if home is not None and wiring.rank_of(j) == home:
+                yield Use(home, Phase(Kind.REDUCE, name), done[Kind.FORWARD, j])
+    if wiring.head is not None:
+        home, x = wiring.rank_of(wiring.head.stage), wiring.head.value
+        if home is not None and step.training:
+            yield Use(home, Phase(Kind.REDUCE, x, gradient=True), step.back[wiring.head.stage])
+    for rank in range(len(step.lists)):
+        yield from _uses_everywhere(step, rank)
+
+
+def _uses_everywhere(step: StepIndex, rank: int) -> Iterator[Use]:
+    """What a rank does like all others with what a collective brings."""
+    wiring = step.wiring
+    for name in wiring.lookups:
+        gradient = Phase(Kind.BROADCAST, name, gradient=True)
+        yield Use(rank, gradient, step.places(rank, Phase(Kind.EMBED_BACKWARD, name)))
+    if wiring.head is not None:
+        first, last = exchanges(step)[0], exchanges(step)[-1]
+        yield Use(rank, Phase(Kind.BROADCAST, wiring.head.value), step.places(rank, Phase(Kind.S)))
+        yield Use(rank, first, step.places(rank, Phase(Kind.NORMALIZE)))
+        yield Use(rank, last, step.places(rank, Phase(Kind.T)))
+        if (share := step.shares[rank]) is not None:
+            yield Use(rank, last, dict.fromkeys(step.microbatches, share))
+
+
+def starting(step: StepIndex, rank: int) -> Places:
+    """The collectives that go on with what another one brings, and hold nobody: those of x.grad."""
+    wiring = step.wiring
+    if wiring.spread is None or wiring.head is None or wiring.spread.method != "vocab-2":
+        return {}
+    return step.places(rank, Phase(Kind.REDUCE, wiring.head.value, gradient=True))
+
+
+def pairs(step: StepIndex) -> Iterator[Pair]:
+    """What must stand before something else, because of what collectives take and bring."""
+    for rank, collective, places in uses(step):
+        yield Pair(rank, step.places(rank, collective), places)
+    wiring = step.wiring
+    for name, item in wiring.lookups.items():
+        home = wiring.rank_of(item.stage)
+        for j in wiring.readers.get(name, ()):
+            if home is not None and wiring.rank_of(j) == home:
+                gradient = step.places(home, Phase(Kind.BROADCAST, name, gradient=True))
+                yield Pair(home, step.back[j], gradient)
+    if wiring.head is not None:
+        home, x = wiring.rank_of(wiring.head.stage), wiring.head.value
+        if home is not None:
+            made = step.computed[Kind.FORWARD, wiring.head.stage]
+            yield Pair(home, made, step.places(home, Phase(Kind.BROADCAST, x)))
+    for rank in range(len(step.lists)):
+        yield from _taken(step, rank)
+
+
+def _taken(step: StepIndex, rank: int) -> Iterator[Pair]:
+    """What a rank computes like all others, before the collective that takes it."""
+    wiring = step.wiring
+    for name in wiring.lookups:
+        embedded = step.places(rank, Phase(Kind.EMBED, name))
+        yield Pair(rank, embedded, step.places(rank, Phase(Kind.REDUCE, name)))
+    if wiring.head is not None:
+        first, *second = exchanges(step)
+        yield Pair(rank, step.places(rank, Phase(Kind.S)), step.places(rank, first))
+        for part in second:
+            yield Pair(rank, step.places(rank, Phase(Kind.NORMALIZE)), step.places(rank, part))
+        last, onward = exchanges(step)[-1], starting(step, rank)
+        yield Pair(rank, step.places(rank, last), onward)
+        if not onward:
+            returned = Phase(Kind.REDUCE, wiring.head.value, gradient=True)
+            yield Pair(rank, step.places(rank, Phase(Kind.T)), step.places(rank, returned))
+
+
+def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:
+    """The collectives of the vocabulary on each rank, in order; those that some rank lacks left
+    out."""
+    collective = {Kind.EXCHANGE, *TRANSFERS}
+    found = [
+        {(part, i): place for part, places in own.items() if part.kind in collective
+         for i, place in places.items()}
+        for own in step.parts
+    ]  # fmt: skip
+    common = set.intersection(*map(set, found)) if found else set()
+    return [sorted(common & set(own), key=own.__getitem__) for own in found]
+
+
+def _peers(step: StepIndex, rank: int, part: Phase, places: Places) -> Iterator[Fault]:
+    """A collective has the rank of the stage that uses, or gives, what all ranks have."""
+    wiring = step.wiring
+    lookup, head = wiring.lookups.get(part.value), wiring.head
+    j = lookup.stage if lookup else head.stage if head else -1
+    home = wiring.rank_of(j)
+    wrong = [i for i, place in places.items() if step.at(rank, place).peer != home]
+    if wrong:
+        line = step.at(rank, places[wrong[0]])
+        more = f" (and so for {numbers(wrong[1:])})" if wrong[1:] else ""
+        yield Fault(MEETING, f"rank {rank}: {line}: stage {j} is on rank {home}{more}")
+
+
+def _order(step: StepIndex) -> Iterator[Fault]:
+    """All ranks meet in one order."""
+    first, *others = sequences(step)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            k = next(k for k, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+            ends = [f"{part} mb {i}" for part, i in (first[k], other[k])]
+            detail = f"number {k + 1} of the vocabulary is {ends[0]} on rank 0"
+            yield Fault(ORDERED, f"{detail} and {ends[1]} on rank {rank}")
+
+
+def _reason(step: StepIndex, part: Phase) -> str:
+    """Why nobody needs a part."""
+    wiring = step.wiring
+    method = wiring.spread.method if wiring.spread else ""
+    known = {*wiring.lookups, *([wiring.head.value] if wiring.head else [])}
+    if part.kind is Kind.EXCHANGE:
+        wanted = " and ".join(item.value for item in exchanges(step))
+        return f"{method!r} exchanges {wanted}" if wiring.head else "the head is on a stage"
+    if part.kind is Kind.NORMALIZE and wiring.head:
+        return f"{method!r} has no such part"
+    if not part.value:
+        return "the head is on a stage"
+    if part.value not in known:
+        return f"the ranks have no {part.value} together"
+    if part.gradient and not wiring.differentiable(part.value):
+        return f"{part.value} carries no gradient"
+    return f"{part.value} is {'looked up' if part.value in wiring.lookups else 'for the head'}"
