@@ -38,7 +38,9 @@ def faults(step: StepIndex) -> Iterator[Fault]:
     if step.training:
         sums = {item.label: item for item in step.wiring.lowered.sums}
         for item in sums.values():
-            yield from _missing(step, item)
+            for rank in item.ranks:
+                if 0 <= rank < len(step.lists) and item.label not in step.reductions[rank]:
+                    yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
         for rank in range(len(step.lists)):
             yield from _wrong(step, rank, sums)
         for group in dict.fromkeys(item.ranks for item in sums.values()):
@@ -130,13 +132,6 @@ def _label(label: Label) -> str:
 # Collectives
 
 
-def _missing(step: StepIndex, item: Tied | Bucket) -> Iterator[Fault]:
-    """Every rank that holds a tied tensor, or the tensors of a bucket, takes part in the sum."""
-    for rank in item.ranks:
-        if 0 <= rank < len(step.lists) and item.label not in step.reductions[rank]:
-            yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
-
-
 def _named(item: Tied | Bucket) -> str:
     """The tensors of a sum."""
     first, *others = item.names or ("nothing",)
@@ -155,20 +150,17 @@ def _wrong(step: StepIndex, rank: int, sums: Mapping[str, Tied | Bucket]) -> Ite
 
 def _collective_order(step: StepIndex, group: tuple[int, ...]) -> Iterator[Fault]:
     """The ranks of a group sum the same tensors one after the other."""
-    there = [rank for rank in group if 0 <= rank < len(step.lists)]
-    orders = {rank: _labels(step, rank, group) for rank in there}
-    common = set.intersection(*(set(labels) for labels in orders.values())) if orders else set()
-    kept = {rank: [x for x in labels if x in common] for rank, labels in orders.items()}
-    for rank in there[1:]:
-        if kept[rank] != kept[there[0]]:
-            first, other = ", ".join(kept[there[0]]), ", ".join(kept[rank])
-            yield Fault(COLLECTIVES, f"rank {there[0]} sums {first}, and rank {rank} sums {other}")
-
-
-def _labels(step: StepIndex, rank: int, group: tuple[int, ...]) -> list[str]:
-    """The sums of a rank with a group, in the order in which they stand."""
-    places = sorted((place, label) for label, place in step.reductions[rank].items())
-    return [label for place, label in places if step.at(rank, place).ranks == group]
+    orders: dict[int, list[str]] = {}
+    for rank in (rank for rank in group if 0 <= rank < len(step.lists)):
+        places = sorted((place, label) for label, place in step.reductions[rank].items())
+        orders[rank] = [label for place, label in places if step.at(rank, place).ranks == group]
+    common = set.intersection(*map(set, orders.values())) if orders else set()
+    lists = [(rank, [x for x in labels if x in common]) for rank, labels in orders.items()]
+    for rank, labels in lists[1:]:
+        home, expected = lists[0]
+        if labels != expected:
+            first, other = ", ".join(expected), ", ".join(labels)
+            yield Fault(COLLECTIVES, f"rank {home} sums {first}, and rank {rank} sums {other}")
 
 
 def _shares(step: StepIndex) -> Iterator[Fault]:

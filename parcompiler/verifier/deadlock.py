@@ -194,8 +194,8 @@ class _Execution:
         counters = [self._counter(rank, positions) for rank, positions in enumerate(places)]
         met = [tuple(Need(counter, k) for counter in counters) for k in range(len(found[0]))]
         numbers = [{label: k for k, label in enumerate(sequence)} for sequence in found]
-        for rank, part, users in shared_vocabulary.uses(self.step):
-            for i, position in users.items():
+        for rank, part, _, after in shared_vocabulary.dependencies(self.step):
+            for i, position in after.items():
                 k = numbers[rank].get((part, i))
                 if k is not None and places[rank][k] < position:
                     self.halts[rank].append(Halt(position, None, met[k]))

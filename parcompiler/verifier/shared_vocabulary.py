@@ -166,12 +166,13 @@ def _read(layer: Lookup | Head) -> Iterator[str]:
 # In a step
 
 
-class Use(NamedTuple):
-    """On `rank`, what stands at `places` uses what a collective brings."""
+class Dependency(NamedTuple):
+    """On `rank`, a collective takes what stands at `before`, and brings what `after` uses."""
 
     rank: int
     collective: Phase
-    places: Places
+    before: Places
+    after: Places
 
 
 def faults(step: StepIndex) -> Iterator[Fault]:
@@ -222,81 +223,53 @@ def exchanges(step: StepIndex) -> list[Phase]:
     return [Phase(Kind.EXCHANGE, name) for name in names]
 
 
-def uses(step: StepIndex) -> Iterator[Use]:
-    """Everything that needs what a collective brings, on its rank."""
-    wiring, done = step.wiring, step.computed
+def dependencies(step: StepIndex) -> Iterator[Dependency]:
+    """The table above, but for the collectives that stand on the left."""
+    wiring, every = step.wiring, range(len(step.lists))
     for name, item in wiring.lookups.items():
+        total = Phase(Kind.REDUCE, name)
+        gradient = Phase(Kind.BROADCAST, name, gradient=True)
         home = wiring.rank_of(item.stage)
         for j in wiring.readers.get(name, ()):
             if home is not None and wiring.rank_of(j) == home:
-                yield Use(home, Phase(Kind.REDUCE, name), done[Kind.FORWARD, j])
-    if wiring.head is not None:
-        home, x = wiring.rank_of(wiring.head.stage), wiring.head.value
-        if home is not None and step.training:
-            yield Use(home, Phase(Kind.REDUCE, x, gradient=True), step.back[wiring.head.stage])
-    for rank in range(len(step.lists)):
-        yield from _uses_everywhere(step, rank)
-
-
-def _uses_everywhere(step: StepIndex, rank: int) -> Iterator[Use]:
-    """What a rank does like all others with what a collective brings."""
-    wiring = step.wiring
-    for name in wiring.lookups:
-        gradient = Phase(Kind.BROADCAST, name, gradient=True)
-        yield Use(rank, gradient, step.places(rank, Phase(Kind.EMBED_BACKWARD, name)))
-    if wiring.head is not None:
-        first, last = exchanges(step)[0], exchanges(step)[-1]
-        yield Use(rank, Phase(Kind.BROADCAST, wiring.head.value), step.places(rank, Phase(Kind.S)))
-        yield Use(rank, first, step.places(rank, Phase(Kind.NORMALIZE)))
-        yield Use(rank, last, step.places(rank, Phase(Kind.T)))
-        if (share := step.shares[rank]) is not None:
-            yield Use(rank, last, dict.fromkeys(step.microbatches, share))
-
-
-def starting(step: StepIndex, rank: int) -> Places:
-    """The collectives that go on with what another one brings, and hold nobody: those of x.grad."""
-    wiring = step.wiring
-    if wiring.spread is None or wiring.head is None or wiring.spread.method != "vocab-2":
-        return {}
-    return step.places(rank, Phase(Kind.REDUCE, wiring.head.value, gradient=True))
+                yield Dependency(home, total, {}, step.computed[Kind.FORWARD, j])
+                yield Dependency(home, gradient, step.back[j], {})
+        for rank in every:
+            yield Dependency(rank, total, step.places(rank, Phase(Kind.EMBED, name)), {})
+            embed_backward = step.places(rank, Phase(Kind.EMBED_BACKWARD, name))
+            yield Dependency(rank, gradient, {}, embed_backward)
+    if wiring.head is None:
+        return
+    stage, home = wiring.head.stage, wiring.rank_of(wiring.head.stage)
+    taken = Phase(Kind.BROADCAST, wiring.head.value)
+    returned = Phase(Kind.REDUCE, wiring.head.value, gradient=True)
+    if home is not None:
+        yield Dependency(home, taken, step.computed[Kind.FORWARD, stage], {})
+        if step.training:
+            yield Dependency(home, returned, {}, step.back[stage])
+    first, *second = exchanges(step)
+    last = second[-1] if second else first
+    early = wiring.spread is not None and wiring.spread.method == "vocab-2"  # x.grad before T
+    for rank, share in enumerate(step.shares):
+        s, normalize, t = (
+            step.places(rank, Phase(kind)) for kind in (Kind.S, Kind.NORMALIZE, Kind.T)
+        )
+        yield Dependency(rank, taken, {}, s)
+        yield Dependency(rank, first, s, normalize)
+        for part in second:
+            yield Dependency(rank, part, normalize, {})
+        yield Dependency(rank, last, {}, t)
+        if share is not None:
+            yield Dependency(rank, last, {}, dict.fromkeys(step.microbatches, share))
+        yield Dependency(rank, returned, step.places(rank, last) if early else t, {})
 
 
 def pairs(step: StepIndex) -> Iterator[Pair]:
     """What must stand before something else, because of what collectives take and bring."""
-    for rank, collective, places in uses(step):
-        yield Pair(rank, step.places(rank, collective), places)
-    wiring = step.wiring
-    for name, item in wiring.lookups.items():
-        home = wiring.rank_of(item.stage)
-        for j in wiring.readers.get(name, ()):
-            if home is not None and wiring.rank_of(j) == home:
-                gradient = step.places(home, Phase(Kind.BROADCAST, name, gradient=True))
-                yield Pair(home, step.back[j], gradient)
-    if wiring.head is not None:
-        home, x = wiring.rank_of(wiring.head.stage), wiring.head.value
-        if home is not None:
-            made = step.computed[Kind.FORWARD, wiring.head.stage]
-            yield Pair(home, made, step.places(home, Phase(Kind.BROADCAST, x)))
-    for rank in range(len(step.lists)):
-        yield from _taken(step, rank)
-
-
-def _taken(step: StepIndex, rank: int) -> Iterator[Pair]:
-    """What a rank computes like all others, before the collective that takes it."""
-    wiring = step.wiring
-    for name in wiring.lookups:
-        embedded = step.places(rank, Phase(Kind.EMBED, name))
-        yield Pair(rank, embedded, step.places(rank, Phase(Kind.REDUCE, name)))
-    if wiring.head is not None:
-        first, *second = exchanges(step)
-        yield Pair(rank, step.places(rank, Phase(Kind.S)), step.places(rank, first))
-        for part in second:
-            yield Pair(rank, step.places(rank, Phase(Kind.NORMALIZE)), step.places(rank, part))
-        last, onward = exchanges(step)[-1], starting(step, rank)
-        yield Pair(rank, step.places(rank, last), onward)
-        if not onward:
-            returned = Phase(Kind.REDUCE, wiring.head.value, gradient=True)
-            yield Pair(rank, step.places(rank, Phase(Kind.T)), step.places(rank, returned))
+    for rank, collective, before, after in dependencies(step):
+        places = step.places(rank, collective)
+        yield Pair(rank, before, places)
+        yield Pair(rank, places, after)
 
 
 def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:

@@ -92,20 +92,17 @@ def needed(wiring: Wiring) -> set[fx.Node]:
 def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
     """Every node that is needed runs somewhere; neighbours that do not are one fault."""
     wanted = needed(wiring)
-    run: list[fx.Node] = []
+    missing: list[fx.Node] = []
     for node in wiring.graph.fx_graph.nodes:
-        if node in wanted and not _is_run(wiring, node):
-            run.append(node)
-        elif node in wanted and run:
-            yield Fault(ONCE, f"no stage runs {_described(run)}")
-            run = []
-    if run:
-        yield Fault(ONCE, f"no stage runs {_described(run)}")
-
-
-def _is_run(wiring: Wiring, node: fx.Node) -> bool:
-    """Whether some stage, or all ranks together, compute a node."""
-    return node in wiring.homes or node in wiring.recomputed or node in wiring.everywhere
+        if node not in wanted:
+            continue
+        if not any(node in x for x in (wiring.homes, wiring.recomputed, wiring.everywhere)):
+            missing.append(node)
+        elif missing:
+            yield Fault(ONCE, f"no stage runs {_described(missing)}")
+            missing = []
+    if missing:
+        yield Fault(ONCE, f"no stage runs {_described(missing)}")
 
 
 def _repeated_nodes(wiring: Wiring) -> Iterator[Fault]:

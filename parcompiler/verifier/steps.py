@@ -7,7 +7,7 @@ reported and left out, and so no other rule meets a stage or rank that does not 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -99,7 +99,8 @@ class StepIndex:
         self._repeated: Counter[tuple[int, Instruction]] = Counter()
         for rank, lines in enumerate(lists):
             self._read(rank, lines)
-        self.faults += self._repetitions()
+        for (rank, line), more in self._repeated.items():
+            self.faults.append(Fault(ONCE, f"rank {rank}: {line} stands {more + 1} times"))
         stages = range(len(wiring.stages))
         self.back = [self._either(Kind.BACKWARD_INPUT, j) for j in stages]
         self.done = [self._either(Kind.BACKWARD_WEIGHT, j) for j in stages]
@@ -228,11 +229,6 @@ class StepIndex:
             self._repeated[rank, line] += 1
         else:
             places[i] = position
-
-    def _repetitions(self) -> Iterator[Fault]:
-        """A fault for each instruction that stands more than once."""
-        for (rank, line), more in self._repeated.items():
-            yield Fault(ONCE, f"rank {rank}: {line} stands {more + 1} times")
 
     def _no_microbatch(self) -> str:
         """The problem of a micro-batch that does not exist."""

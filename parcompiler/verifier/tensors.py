@@ -118,14 +118,18 @@ class _UpdatedMemory:
         views = wiring.views[root]
         self.writers = set(writers)
         self.last = max(self.position[node] for node in writers)
-        self.members = {n for n in (*views, *writers) if self._is_member(n)}
+        last = self.last if root.op != "placeholder" else len(self.position)
+        nodes = (node for node in (*views, *writers) if node.op == "call_function")
+        self.members = {node for node in nodes if self.position[node] <= last}
         self.readers = {u for node in views for u in node.users if u.op == "call_function"}
-        self.homes = dict(self._homes())
-
-    def _is_member(self, node: fx.Node) -> bool:
-        """Whether a node that writes this memory or shares it must stay with the updates."""
-        settled = self.root.op != "placeholder" and self.position[node] > self.last
-        return node.op == "call_function" and not settled
+        self.homes: dict[fx.Node, int] = {}
+        for node in self.members | self.readers:
+            if node in wiring.homes:
+                self.homes[node] = wiring.homes[node][0][0]
+            elif node in wiring.recomputed:
+                self.homes[node] = EVERY
+            elif node in wiring.everywhere:
+                self.homes[node] = NOWHERE
 
     def faults(self) -> Iterator[Fault]:
         """All faults of this memory."""
@@ -137,16 +141,6 @@ class _UpdatedMemory:
             yield from self._strangers(places.pop())
             for j, stage in enumerate(self.wiring.stages):
                 yield from self._order(j, stage)
-
-    def _homes(self) -> Iterator[tuple[fx.Node, int]]:
-        """The stage that runs each node."""
-        for node in self.members | self.readers:
-            if node in self.wiring.homes:
-                yield node, self.wiring.homes[node][0][0]
-            elif node in self.wiring.recomputed:
-                yield node, EVERY
-            elif node in self.wiring.everywhere:
-                yield node, NOWHERE
 
     def _name(self) -> str:
         """What a user would call this memory."""
@@ -197,8 +191,9 @@ def _data_sums(wiring: Wiring) -> Iterator[Fault]:
         yield from _formed(wiring, item)
         for name in item.names:
             buckets[name].append(item)
+    read = {operand.name for node in wiring.position for operand in node.all_input_nodes}
     for parameter in wiring.graph.parameters:
-        if parameter.trainable and wiring.is_read(parameter):
+        if parameter.trainable and parameter.node in read:
             name = parameter.name
             check = _in_rows if name in wiring.rows else _in_bucket
             yield from check(wiring, name, buckets[name])

@@ -6,7 +6,6 @@ were written by others and are compared with this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,7 +121,19 @@ class Wiring:
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
         """Every value that another stage reads, once per rank that does."""
-        return tuple(self._crossings())
+        crossings = []
+        for name, everyone in self.readers.items():
+            maker, readers = self.makers[name], [j for j in everyone if j != NOWHERE]
+            if maker == NOWHERE:
+                continue
+            source = self.stages[maker].rank
+            for target in sorted({self.stages[j].rank for j in readers}):
+                there = tuple(j for j in readers if self.stages[j].rank == target)
+                back = self.differentiable(name) and (
+                    source == target or any(self.leads(name, j) for j in there)
+                )
+                crossings.append(Crossing(name, maker, source, there, target, back))
+        return tuple(crossings)
 
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -132,15 +143,6 @@ class Wiring:
             for name in dict.fromkeys(stage.tensors):
                 found.setdefault(name, []).append(j)
         return {name: tuple(stages) for name, stages in found.items()}
-
-    @cached_property
-    def _operands(self) -> frozenset[str]:
-        """The names of the nodes that some node reads."""
-        return frozenset(o.name for node in self.position for o in node.all_input_nodes)
-
-    def is_read(self, item: Parameter) -> bool:
-        """Whether some operator reads a parameter."""
-        return item.node in self._operands
 
     def rank_of(self, j: int) -> int | None:
         """The rank of a stage, if there are both."""
@@ -177,17 +179,3 @@ class Wiring:
         """Whether a stage leaves something behind that its next micro-batch reads."""
         known = (self.graph.by_name.get(name) for name in stage.tensors)
         return any(item.mutated for item in known if item is not None)
-
-    def _crossings(self) -> Iterator[Crossing]:
-        """The crossings, value by value."""
-        for name, everyone in self.readers.items():
-            maker, readers = self.makers[name], [j for j in everyone if j != NOWHERE]
-            if maker == NOWHERE:
-                continue
-            source = self.stages[maker].rank
-            for target in sorted({self.stages[j].rank for j in readers}):
-                there = tuple(j for j in readers if self.stages[j].rank == target)
-                back = self.differentiable(name) and (
-                    source == target or any(self.leads(name, j) for j in there)
-                )
-                yield Crossing(name, maker, source, there, target, back)

@@ -79,7 +79,7 @@ def build(
     memory: MemoryBudget | None,
 ) -> BuiltProgramme:
     """The programme of a folded graph; `states` say what elements of its tensors cost, if known."""
-    builder = _Builder(candidates, pins, states, memory)
+    builder = _ProgrammeBuilder(candidates, pins, states, memory)
     builder.add_edges()
     decisions, shared = tuple(builder.decisions()), tuple(builder.shared_costs())
     budget = None if memory is None else memory.nbytes * memory.stages
@@ -87,7 +87,7 @@ def build(
     return BuiltProgramme(programme, candidates.groups, builder.tensors)
 
 
-class _Source(NamedTuple):
+class _EdgeStart(NamedTuple):
     """Where an edge starts. `key` identifies the value, `carries` says that it has a gradient.
 
     `node` is the node of a block that makes it; `stored` says that it is a tensor of the model,
@@ -120,7 +120,7 @@ class _SharedConversions:
     saving: list[int] = field(default_factory=list)
 
 
-class _Builder:
+class _ProgrammeBuilder:
     """The programme while it is put together."""
 
     def __init__(
@@ -245,16 +245,16 @@ class _Builder:
             if node in self.number and not self.memory.recomputed:
                 self.saved_inside.add(self._base(node))
 
-    def _made(self, node: fx.Node, reader: NodeChoices, place: int) -> _Source:
+    def _made(self, node: fx.Node, reader: NodeChoices, place: int) -> _EdgeStart:
         """The edge start of the result of a node that an operand is."""
         return self._result(node, _operand_result(reader, place))
 
-    def _result(self, node: fx.Node, result: int) -> _Source:
+    def _result(self, node: fx.Node, result: int) -> _EdgeStart:
         """The edge start of a result of a node."""
         maker, number = self.candidates.nodes[node], self.number[node]
         unknown = -1 in maker.call.result_shapes[result]
         fixed = unknown or node in self.folded.fixed or len(maker.call.results) > 1
-        return _Source(
+        return _EdgeStart(
             (node, result),
             node.name,
             EdgeEnd(number, self.candidates.groups[number].types(node, result)),
@@ -264,17 +264,17 @@ class _Builder:
             node=node,
         )
 
-    def _received(self, node: fx.Node, reader: NodeChoices, place: int) -> _Source:
+    def _received(self, node: fx.Node, reader: NodeChoices, place: int) -> _EdgeStart:
         """The edge start of a looked-up value, which the vocabulary's ranks yield whole."""
         nbytes = nbytes_of(reader.call.operands[place].value)
         convertible = node not in self.folded.fixed
-        return _Source(node, node.name, self._whole(carries=True), nbytes, convertible)
+        return _EdgeStart(node, node.name, self._whole(carries=True), nbytes, convertible)
 
-    def _tensor(self, name: str) -> _Source:
+    def _tensor(self, name: str) -> _EdgeStart:
         """The edge start of a tensor of the model."""
         item = self.folded.graph.by_node[name]
         tensor = self.folded.group_of[item.name]
-        return _Source(
+        return _EdgeStart(
             item.name,
             tensor.items[0].name,
             EdgeEnd(self.tensor_number[tensor], self.tensors[tensor]),
@@ -291,7 +291,7 @@ class _Builder:
         )
 
     def _connect(
-        self, source: _Source, reader: NodeChoices, place: int, count: int, number: int
+        self, source: _EdgeStart, reader: NodeChoices, place: int, count: int, number: int
     ) -> None:
         """The edge of a value to one who reads it in `count` blocks of a template."""
         operand, group = reader.call.operands[place], self.number[reader.node]
@@ -308,7 +308,7 @@ class _Builder:
                 self.saved_by.setdefault(self._base(source.node), []).append((source.node, edge))
 
     def _is_saved(
-        self, source: _Source, reader: NodeChoices, operand: fx.Node, number: int, count: int
+        self, source: _EdgeStart, reader: NodeChoices, operand: fx.Node, number: int, count: int
     ) -> bool:
         """Whether a reader saves a value; a block that is recomputed saves its inputs."""
         if self.memory is None:
@@ -318,7 +318,7 @@ class _Builder:
         template = self.folded.templates[number]
         return source.node not in template.first.nodes or count != len(template.blocks)
 
-    def _add_edge(self, source: _Source, reader: str, target: EdgeEnd, carries: bool) -> int:
+    def _add_edge(self, source: _EdgeStart, reader: str, target: EdgeEnd, carries: bool) -> int:
         """Add an edge with the pairs of types that may stand at its ends."""
         pairs = {(a, t) for a in source.end.types for t in target.types}
         allowed = frozenset(pair for pair in pairs if _is_allowed(source, *pair, carries))
@@ -382,7 +382,7 @@ class _Builder:
         return member.node
 
 
-def _is_allowed(source: _Source, a: Placement, t: Placement, carries: bool) -> bool:
+def _is_allowed(source: _EdgeStart, a: Placement, t: Placement, carries: bool) -> bool:
     """Whether a value of type `a` may be read as type `t`."""
     if source.pinned and a.is_whole and t.kind == "S":
         return False  # what is pinned whole is read whole: pieces of it would be held as such
