@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from parcompiler.capture import effects
 from parcompiler.graph import Graph
 
 Shape = tuple[int, ...]
@@ -152,17 +153,7 @@ def is_floating(value: torch.Tensor) -> bool:
 
 def is_random(call: OperatorCall) -> bool:
     """Whether a call draws random numbers (dropout in training mode with p > 0, say)."""
-    target = call.node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return bool(getattr(target, "random", False))
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    if "dropout_p" in call.arguments:
-        return bool(call.arguments["dropout_p"] != 0.0)
-    if "dropout" in call.name:
-        trains = call.arguments.get("train", call.arguments.get("training", True))
-        return bool(trains) and call.arguments.get("p") != 0.0
-    return True
+    return effects.is_random(call.node)
 
 
 def written(call: OperatorCall) -> tuple[int, ...]:

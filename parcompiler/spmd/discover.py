@@ -40,7 +40,8 @@ def discovered(call: OperatorCall, n: int) -> tuple[Strategy, ...]:
     """
     if not call.is_plain or is_random(call) or written(call) or is_unchecked(call):
         return ()
-    constants = [None if _has_nodes(value) else value for value in call.arguments.values()]
+    operands = {operand.argument for operand in call.operands}
+    constants = [(k, v) for k, v in call.arguments.items() if k not in operands]
     types = call.shapes, _dtypes(call), call.gradients
     key = (n, str(call.node.target), str(constants), *types)
     if key not in _known:
@@ -57,28 +58,32 @@ def is_unchecked(call: OperatorCall) -> bool:
     )
 
 
-def _has_nodes(value: Any) -> bool:
-    listed = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(item, fx.Node) for item in listed)
-
-
 def _dtypes(call: OperatorCall) -> tuple[torch.dtype, ...]:
     return tuple(operand.value.dtype for operand in call.operands)
 
 
 def _trial(call: OperatorCall, n: int) -> OperatorCall | None:
-    """The call on small random values; None where it does not run, or yields something else."""
-    for shapes, sizes in _shrunk(call, n):
-        try:
-            trial = on_random(call, shapes)
-        except Exception:  # whatever an operator raises that knows no such tensors
-            continue
-        expected = tuple(
-            tuple(sizes.get(size, size) for size in shape) for shape in call.result_shapes
-        )
-        if trial.result_shapes == expected and not _is_constant(trial):
-            return trial
-    return None
+    """The call on random values; None where it does not run, or yields something else.
+
+    Large operands are made smaller, equal sizes alike everywhere in the call.
+    """
+    shapes, sizes = call.shapes, dict[int, int]()
+    if any(prod(shape) > LARGEST for shape in shapes):
+        distinct = sorted({size for shape in shapes for size in shape if size > 1})
+        sizes = {size: n * k + (size % n > 0) for k, size in enumerate(distinct, start=1)}
+        shapes = tuple(tuple(sizes.get(size, size) for size in shape) for shape in shapes)
+        if any(prod(shape) > LARGEST for shape in shapes):
+            return None
+    try:
+        trial = on_random(call, shapes)
+    except Exception:  # whatever an operator raises that knows no such tensors
+        return None
+    expected = tuple(tuple(sizes.get(size, size) for size in s) for s in call.result_shapes)
+    says_nothing = any(
+        result.numel() == 0 or (is_floating(result) and not bool(result.isfinite().any()))
+        for result in trial.results
+    )
+    return trial if trial.result_shapes == expected and not says_nothing else None
 
 
 def on_random(call: OperatorCall, shapes: Sequence[Shape]) -> OperatorCall:
@@ -94,27 +99,6 @@ def on_random(call: OperatorCall, shapes: Sequence[Shape]) -> OperatorCall:
     args, kwargs = fx.map_arg(arguments, lambda _: next(values))
     assert callable(call.node.target), "a function"
     return example(call.node.target, *args, **kwargs)
-
-
-def _is_constant(call: OperatorCall) -> bool:
-    """Whether a result says nothing about what is computed: not a number, or empty."""
-    return any(
-        result.numel() == 0 or (is_floating(result) and not bool(result.isfinite().any()))
-        for result in call.results
-    )
-
-
-def _shrunk(call: OperatorCall, n: int) -> Iterator[tuple[tuple[Shape, ...], dict[int, int]]]:
-    """Shapes to try: smaller ones when they are large, the same sizes everywhere in the call."""
-    if all(prod(shape) <= LARGEST for shape in call.shapes):
-        yield call.shapes, {}
-        return
-    distinct = sorted({size for shape in call.shapes for size in shape if size > 1})
-    sizes = {size: n * (place + 1) if size % n == 0 else n * (place + 1) + 1
-             for place, size in enumerate(distinct)}  # fmt: skip
-    shapes = tuple(tuple(sizes.get(size, size) for size in shape) for shape in call.shapes)
-    if all(prod(shape) <= LARGEST for shape in shapes):
-        yield shapes, sizes
 
 
 def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -158,7 +142,7 @@ def _outputs(
     for place, whole in enumerate(call.results):
         parts = [results[place] for results in ranks]
         candidates = (R, *(S(dim) for dim in range(whole.dim())), P)
-        fitting = (c for c in candidates if _fits(parts, c, whole))
+        fitting = (c for c in candidates if _checked(agrees, parts, c, whole))
         placement = next(fitting, None)
         if placement is None:
             return None
@@ -166,22 +150,8 @@ def _outputs(
     return tuple(outputs)
 
 
-def _fits(parts: Sequence[torch.Tensor], placement: Placement, whole: torch.Tensor) -> bool:
-    """Whether the parts, as `placement`, are the whole."""
-    if placement.kind == "S":
-        rest = [
-            [size for dim, size in enumerate(part.shape) if dim != placement.dim]
-            for part in (*parts, whole)
-        ]
-        if any(part.dim() != whole.dim() for part in parts) or rest.count(rest[0]) < len(rest):
-            return False
-    elif any(part.shape != whole.shape for part in parts):
-        return False
-    return agrees(parts, placement, whole)
-
-
 def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """What a trial says; something wrong for one that does not run."""
+    """The result of a trial; faults, or None, for one that does not run."""
     try:
         return function(*args)
     except Exception:  # whatever an operator raises that knows no such pieces

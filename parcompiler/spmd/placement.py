@@ -17,8 +17,6 @@ queries, keys and values is one matrix whose rows are three segments.
 >>> placement = S(0, (8, 4, 4))
 >>> print(placement, local_shape((16, 32), placement, 2, 0))
 S(0: 8 4 4) (8, 32)
->>> [(span.start, span.size) for span in spans(16, placement, 2, 1)]
-[(4, 4), (10, 2), (14, 2)]
 >>> parse(str(placement)) == placement
 True
 """
@@ -33,7 +31,7 @@ from typing import Literal
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.pieces import Shard, Span
+from parcompiler.pieces import Shard
 
 Kind = Literal["R", "I", "S", "P"]
 
@@ -95,11 +93,6 @@ def shard_of(placement: Placement, size: int) -> Shard:
     segments = placement.segments or (size,)
     assert sum(segments) == size, f"segments {segments} of a dimension of {size}"
     return Shard(placement.dim, segments)
-
-
-def spans(size: int, placement: Placement, n: int, rank: int) -> tuple[Span, ...]:
-    """What `rank` holds of the split dimension of `size`: one piece, or one of each segment."""
-    return shard_of(placement, size).spans(n, rank)
 
 
 def local_shape(

@@ -18,16 +18,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from parcompiler.pieces import Span, piece
+from parcompiler.pieces import piece
 from parcompiler.spmd.call import OperatorCall, Shape, is_floating, read
-from parcompiler.spmd.elementwise import REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, join, take
 from parcompiler.spmd.strategy import Strategy, localized
 
+
+class RankCall(NamedTuple):
+    """A call on one of `n` ranks: `arguments` are local, `shapes` those of the whole operands."""
+
+    target: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    shapes: Sequence[Shape]
+    n: int
+    rank: int
+
+
 Values = Sequence[torch.Tensor]
+Special = Mapping[str, Callable[[RankCall], Any]]  # what a rank computes, by special strategy
 TOLERANCE = 1e-9
 
 
@@ -51,23 +61,28 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> OperatorCa
     nodes = pytree.tree_map(placeholder, (args, kwargs))
     node = graph.call_function(target, *nodes)
     with torch.no_grad():
-        node.meta["val"] = _run(read(node), [x.clone() for x in _values(read(node))])
+        node.meta["val"] = run(read(node), [x.clone() for x in _values(read(node))])
     return read(node, {*carrying, node.name} if carrying else None)
 
 
-def faults(call: OperatorCall, strategy: Strategy, n: int, seed: int = 0) -> tuple[str, ...]:
+def faults(
+    call: OperatorCall, strategy: Strategy, n: int, special: Special | None = None
+) -> tuple[str, ...]:
     """What goes wrong with a strategy on the values of `call`: nothing when it is right.
 
-    Strategies that exchange something inside, or draw other numbers on each rank, have none.
+    Strategies that draw other numbers on each rank are not carried out, nor special ones that are
+    not in `special`.
     """
-    if strategy.draws == "own" or strategy.special not in ("", *LOCAL):
+    if strategy.draws == "own" or strategy.special not in ("", *(special or ())):
         return ()
     with torch.random.fork_rng(devices=[]):  # torch.manual_seed would seed other devices for good
-        torch.default_generator.manual_seed(seed)
-        return tuple(_faults(call, strategy, n))
+        torch.default_generator.manual_seed(0)
+        return tuple(_faults(call, strategy, n, special))
 
 
-def _faults(call: OperatorCall, strategy: Strategy, n: int) -> Iterator[str]:
+def _faults(
+    call: OperatorCall, strategy: Strategy, n: int, special: Special | None
+) -> Iterator[str]:
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
@@ -75,7 +90,7 @@ def _faults(call: OperatorCall, strategy: Strategy, n: int) -> Iterator[str]:
     operands = [dealt(v, t, n) for v, t in zip(_values(call), strategy.inputs, strict=True)]
     ranks = [_leaves(call, [pieces[rank] for pieces in operands]) for rank in range(n)]
     computed = [
-        _results(_seeded(call, local, seed, strategy, (n, rank)))
+        _results(_seeded(call, local, seed, strategy, (n, rank), special))
         for rank, local in enumerate(ranks)
     ]
     tolerance = _tolerance(call)
@@ -114,7 +129,7 @@ def attempt(call: OperatorCall, inputs: Sequence[Placement], n: int) -> list[lis
     operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
     with torch.no_grad():
         return [
-            _results(_run(call, [pieces[rank] for pieces in operands], strategy, (n, rank)))
+            _results(run(call, [pieces[rank] for pieces in operands], strategy, (n, rank)))
             for rank in range(n)
         ]
 
@@ -188,18 +203,20 @@ def _seeded(
     seed: int,
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
+    special: Special | None = None,
 ) -> Any:
     """The call with copies of the leaves (it may update them in place), drawing by `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return _run(call, [leaf.clone() for leaf in leaves], strategy, place)
+        return run(call, [leaf.clone() for leaf in leaves], strategy, place, special)
 
 
-def _run(
+def run(
     call: OperatorCall,
     values: Values,
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
+    special: Special | None = None,
 ) -> Any:
     """The call on whole values; with a strategy, on what one rank (`n`, `rank`) holds."""
     arguments = _filled(call, values)
@@ -210,7 +227,8 @@ def _run(
     if strategy.special:
         assert callable(call.node.target), f"{call.name} is no function"
         rank_call = RankCall(call.node.target, arguments, call.shapes, n, rank)
-        return LOCAL[strategy.special](rank_call)
+        assert special is not None, f"{strategy.special} has no simulation"
+        return special[strategy.special](rank_call)
     result = _invoke(call.node.target, arguments)
     if strategy.factor == 1.0:
         return result
@@ -240,84 +258,3 @@ def _invoke(target: Any, arguments: Mapping[str, Any]) -> Any:
     named = {argument.name for argument in target._schema.arguments if argument.kwarg_only}
     placed = [value for name, value in arguments.items() if name not in named]
     return target(*placed, **{name: arguments[name] for name in named if name in arguments})
-
-
-class RankCall(NamedTuple):
-    """A call on one of `n` ranks: `arguments` are local, `shapes` those of the whole operands."""
-
-    target: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    shapes: Sequence[Shape]
-    n: int
-    rank: int
-
-    def piece(self, operand: int, dim: int) -> Span:
-        """The rank's piece of a dimension of an operand."""
-        return piece(self.shapes[operand][dim], self.n, self.rank)
-
-    def rows(self) -> tuple[Span, torch.Tensor, torch.Tensor]:
-        """The rank's rows of a table, where indices stand in them, and which are inside."""
-        span = self.piece(0, 0)
-        position = self.arguments["indices"] - span.start
-        inside = (position >= 0) & (position < span.size)
-        return span, position.where(inside, 0), inside
-
-
-def _embedding(call: RankCall) -> torch.Tensor:
-    """The rows that this rank has; zero for the others."""
-    span, position, inside = call.rows()
-    padding = call.arguments["padding_idx"] - span.start
-    padding = padding if 0 <= padding < span.size else -1
-    rows: torch.Tensor = call.target(call.arguments["weight"], position, padding)
-    return rows.masked_fill(~inside.unsqueeze(-1), 0)
-
-
-def _bags(call: RankCall) -> Any:
-    """The sums of the rows that this rank has."""
-    _, position, inside = call.rows()
-    weights = inside.to(call.arguments["weight"].dtype)
-    return call.target(**{**call.arguments, "indices": position, "per_sample_weights": weights})
-
-
-def _loss_of_rows(call: RankCall) -> torch.Tensor:
-    """The sum over this rank's rows, divided by what the rows of all ranks weigh."""
-    span, classes, weight = call.piece(0, 0), call.arguments["target"], call.arguments["weight"]
-    counts = classes != call.arguments["ignore_index"]
-    each = counts if weight is None else weight[classes.where(counts, 0)].masked_fill(~counts, 0)
-    rows = classes[span.start : span.start + span.size]
-    total: torch.Tensor = call.target(
-        **{**call.arguments, "target": rows, "reduction": REDUCTION_SUM}
-    )
-    mean: torch.Tensor = total / each.sum()
-    return mean
-
-
-def _heads(call: RankCall) -> Any:
-    """Attention of this rank's heads, each with the keys and values that it shares."""
-    span, keys = call.piece(0, -3), call.arguments["key"]
-    group = call.shapes[0][-3] // call.shapes[1][-3]
-    partner = torch.arange(span.start, span.start + span.size, device=keys.device) // group
-    local = {name: call.arguments[name].index_select(-3, partner) for name in ("key", "value")}
-    return call.target(**{**call.arguments, **local, "enable_gqa": False})
-
-
-def _experts(call: RankCall) -> torch.Tensor:
-    """The rows of this rank's experts; zero for the others."""
-    rows, weight, ends = list(call.arguments.values())[:3]
-    span = call.piece(1, 0)
-    first = int(ends[span.start - 1]) if span.start else 0
-    last = int(ends[span.start + span.size - 1])
-    product = call.target(
-        rows[first:last], weight, ends[span.start : span.start + span.size] - first
-    )
-    return F.pad(product, (0, 0, first, rows.shape[0] - last))
-
-
-# The special strategies (see `special`) that need no collective.
-LOCAL: Mapping[str, Callable[[RankCall], Any]] = {
-    "vocabulary lookup": _embedding,
-    "vocabulary bags": _bags,
-    "own rows": _loss_of_rows,
-    "own heads": _heads,
-    "own experts": _experts,
-}

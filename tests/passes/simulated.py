@@ -22,7 +22,8 @@ from parcompiler.spmd.call import OperatorCall, read
 from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.placement import join, take
 from parcompiler.spmd.shard import stored
-from parcompiler.spmd.simulate import _run
+from parcompiler.spmd.simulate import run
+from tests.spmd.special_ranks import SPECIAL
 from tests.vocabulary.running import of_vocabulary
 
 Parts = list[torch.Tensor]  # what each rank holds
@@ -141,12 +142,12 @@ class _Ranks:
             if strategy.special == "classes":
                 self.values[node] = _on_classes(call, operands)
             elif not call.operands and not call.results:
-                self.values[node] = [_run(call, [])] * self.n
+                self.values[node] = [run(call, [])] * self.n
             else:
                 local = _Filled(call, self.values)
                 self.values[node] = [
-                    _run(local.on(rank), [parts[rank] for parts in operands], strategy,
-                         (self.n, rank))
+                    run(local.on(rank), [parts[rank] for parts in operands], strategy,
+                         (self.n, rank), SPECIAL)
                     for rank in range(self.n)
                 ]  # fmt: skip
         self.types[node] = strategy.outputs
