@@ -48,7 +48,9 @@ class Recorder(TorchDispatchMode):
         if operation is not None:
             self.operations.append(operation)
 
-    def add_exchange(self, said: NodeCollectives, dtype: torch.dtype, *, backward: bool = False) -> None:
+    def add_exchange(
+        self, said: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
+    ) -> None:
         """Record the collectives of a conversion, of its forward or its backward."""
         for action, nbytes in said.backward if backward else said.forward:
             sent = said.sent_by(action, nbytes)
