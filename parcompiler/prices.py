@@ -88,10 +88,10 @@ def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, i
     Where a value goes to several ranks, the slowest of their links counts for all.
     """
     rank = [stage.rank for stage in lowered.stages]
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name, value in lowered.values.items():
         users = [rank[j] for j in value.consumers if j != NOWHERE]
         home = rank[value.producer] if value.producer != NOWHERE else None
         links = [] if home is None else [(home, user) for user in users]
-        found[name] = collective.message(problem.mesh, links, value.nbytes)
-    return lambda value, source, target: found[value]
+        seconds[name] = collective.message(problem.mesh, links, value.nbytes)
+    return lambda value, source, target: seconds[value]

@@ -45,9 +45,9 @@ def on_all_rows(
     column = target  # of the head; a target that is no class is none of its columns
     for k, (low, high) in enumerate(pairwise(layer.cutoffs)):
         mine = (target >= low) & (target < high)
-        own = (target - low).clamp(0, high - low - 1).unsqueeze(1)
+        index = (target - low).clamp(0, high - low - 1).unsqueeze(1)
         powers = F.log_softmax(layer.tail[k](x), dim=1)
-        output = torch.where(mine, powers.gather(1, own).squeeze(1), output)
+        output = torch.where(mine, powers.gather(1, index).squeeze(1), output)
         column = torch.where(mine, layer.shortlist_size + k, column)
     powers = F.log_softmax(layer.head(x), dim=1)
     output = output + powers.gather(1, column.unsqueeze(1)).squeeze(1)

@@ -34,7 +34,7 @@ _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
 
 def high(node: fx.Node) -> int | None:
     """The smallest bound that the operators which read `node` set; None when none is known."""
-    found: list[int] = []
+    bounds: list[int] = []
     pending, seen = [node], {node}
     while pending:
         item = pending.pop()
@@ -43,11 +43,11 @@ def high(node: fx.Node) -> int | None:
             if name in _INDEX:
                 index, table, dim = _INDEX[name]
                 if len(user.args) > index and user.args[index] is item:
-                    found.append(_size(user.args[table], dim))
+                    bounds.append(_size(user.args[table], dim))
             elif name in _PASS_ON and user not in seen:
                 seen.add(user)
                 pending.append(user)
-    return min(found, default=None)
+    return min(bounds, default=None)
 
 
 def high_of_example(tensor: torch.Tensor) -> int | None:
@@ -67,14 +67,16 @@ def check_tables(graph: Graph) -> None:
     for node in graph.fx_graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _TABLES:
             names = [argument.name for argument in node.target._schema.arguments]
-            given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            if given.get("sparse") and node.name in graph.differentiable:
+            arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+            if arguments.get("sparse") and node.name in graph.differentiable:
                 message = (
                     "an embedding with sparse=True has sparse gradients, which ranks cannot add "
                     f"up: leave sparse out; {where(node)}"
                 )
                 raise CaptureError(message)
-            _check_rows(graph, node, given["weight"], _computed(graph, given["indices"], values))
+            _check_rows(
+                graph, node, arguments["weight"], _computed(graph, arguments["indices"], values)
+            )
 
 
 def _check_rows(graph: Graph, node: fx.Node, table: fx.Node, index: torch.Tensor | None) -> None:

@@ -143,15 +143,15 @@ def _export(
     branch that values of its own decide. Where the model does not even run, it is that which is
     said. Adds the attributes that a forward has `changed`.
     """
-    own = tried = failed = shared(original)
+    copied = tried = failed = shared(original)
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
         computing_all_rows(), without_hooks(), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
-        copies = LayerCopies(own, known.follows)
-        for patch, make in _attempts(original, own, kwargs, copies, changed):
+        copies = LayerCopies(copied, known.follows)
+        for patch, make in _attempts(original, copied, kwargs, copies, changed):
             try:
                 with patch:
                     tried = make()
@@ -199,7 +199,7 @@ def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _attempts(
     original: WithLoss,
-    own: WithLoss,
+    copied: WithLoss,
     kwargs: dict[str, Any],
     copies: LayerCopies,
     changed: set[Attribute],
@@ -216,7 +216,7 @@ def _attempts(
             model.model = traced(model.model, kwargs)
         return model
 
-    yield copies.applied(), lambda: own
+    yield copies.applied(), lambda: copied
     if copies.used:
         copies.used = False
         yield nullcontext(), lambda: shared(original)

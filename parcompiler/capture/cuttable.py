@@ -54,10 +54,10 @@ def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
     for root in [root for root in Effects(graph).writers if root.name in inputs]:
         first = next(node for node in graph.nodes if root in node.all_input_nodes)
         with graph.inserting_before(first):
-            own = graph.call_function(aten.clone.default, (root,))
-        own.meta = {**first.meta, "val": root.meta["val"].clone()}
-        for user in [user for user in root.users if user is not own]:
-            user.replace_input_with(root, own)
+            copy = graph.call_function(aten.clone.default, (root,))
+        copy.meta = {**first.meta, "val": root.meta["val"].clone()}
+        for user in [user for user in root.users if user is not copy]:
+            user.replace_input_with(root, copy)
 
 
 def _copy_counters(graph: fx.Graph) -> None:
@@ -74,9 +74,9 @@ def _copy_counters(graph: fx.Graph) -> None:
         for operand in node.all_input_nodes:
             if effects.root(operand) in updated:
                 with graph.inserting_before(node):
-                    own = graph.call_function(aten.clone.default, (operand,))
-                own.meta = {**node.meta, "val": operand.meta["val"].clone()}
-                node.replace_input_with(operand, own)
+                    copy = graph.call_function(aten.clone.default, (operand,))
+                copy.meta = {**node.meta, "val": operand.meta["val"].clone()}
+                node.replace_input_with(operand, copy)
 
 
 def _keep_memory(graph: fx.Graph) -> None:

@@ -42,5 +42,5 @@ def deferrable_weight(node: fx.Node, trainable: Collection[str]) -> fx.Node | No
 
 def _argument(node: fx.Node, place: int) -> fx.Node | None:
     """The node that an argument is, if it is one."""
-    found = node.args[place] if place < len(node.args) else None
-    return found if isinstance(found, fx.Node) else None
+    argument = node.args[place] if place < len(node.args) else None
+    return argument if isinstance(argument, fx.Node) else None

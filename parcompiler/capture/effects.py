@@ -161,11 +161,11 @@ class Effects:
     @cached_property
     def writers(self) -> dict[fx.Node, list[fx.Node]]:
         """For each root the nodes that update its memory in place, in order."""
-        found: dict[fx.Node, list[fx.Node]] = {}
+        writers: dict[fx.Node, list[fx.Node]] = {}
         for node in self._position:
             for operand in mutated_operands(node):
-                found.setdefault(self.root(operand), []).append(node)
-        return found
+                writers.setdefault(self.root(operand), []).append(node)
+        return writers
 
     def is_settled(self, node: fx.Node) -> bool:
         """Whether nothing updates the memory that a node's value lies in from there on."""

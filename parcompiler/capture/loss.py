@@ -58,18 +58,18 @@ class WithLoss(nn.Module):
         Raises CaptureError where both have a tensor of one name.
         """
         first: dict[int, str] = {}
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         named = (
             *self.named_parameters(remove_duplicate=False),
             *self.named_buffers(remove_duplicate=False),
         )
         for path, tensor in named:
             name = path.removeprefix(PREFIX)
-            if name in found:
+            if name in names:
                 message = f"the model and the loss both have a tensor {name!r}: rename one"
                 raise CaptureError(message)
-            found[name] = first.setdefault(id(tensor), name)
-        return found
+            names[name] = first.setdefault(id(tensor), name)
+        return names
 
 
 def loss_of(outputs: object) -> torch.Tensor:

@@ -36,16 +36,16 @@ def prologue_of(
         and node not in sent
         and any(home[user] != home[node] for user in node.users if user in home)
     ]
-    found: set[fx.Node] = set()
+    chosen: set[fx.Node] = set()
     while True:
         for node in wanted:
-            found |= cone(node, effects)
+            chosen |= cone(node, effects)
         # A list of tensors is never read or sent: its items are.
-        items = (user for n in found for user in n.users if user.target is operator.getitem)
-        more = {*effects.early_readers(found), *items}
-        wanted = [node for node in nodes if node in more - found]
+        items = (user for n in chosen for user in n.users if user.target is operator.getitem)
+        more = {*effects.early_readers(chosen), *items}
+        wanted = [node for node in nodes if node in more - chosen]
         if not wanted:
-            return found
+            return chosen
 
 
 def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:
@@ -79,12 +79,12 @@ def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:
 
 def cone(node: fx.Node, effects: Effects) -> set[fx.Node]:
     """A node and all that it depends on, with all writers of their memory; no placeholders."""
-    found: set[fx.Node] = set()
+    members: set[fx.Node] = set()
     pending = [node]
     while pending:
         item = pending.pop()
-        if item.op == "call_function" and item not in found:
-            found.add(item)
+        if item.op == "call_function" and item not in members:
+            members.add(item)
             pending.extend(effects.dependencies(item))
             pending.extend(effects.writers.get(effects.root(item), ()))
-    return found
+    return members

@@ -61,25 +61,25 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
 
 def _inputs(graph: Graph, nodes: Iterable[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
     """What a block reads besides its tensors: values of others, of the prologue, of the batch."""
-    found: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
     for node in nodes:
         for operand in node.all_input_nodes:
             if operand not in inside and operand.name not in graph.by_node:
-                found[operand] = None
-    return tuple(found)
+                inputs[operand] = None
+    return tuple(inputs)
 
 
 def _tensors(graph: Graph, nodes: Iterable[fx.Node], scope: str) -> tuple[Binding, ...]:
     """The parameters and buffers that a block reads, with the attribute each has there."""
-    found: dict[str, Binding] = {}
+    bindings: dict[str, Binding] = {}
     taken = set(ATTRIBUTES)
     for node in nodes:
         for operand in node.all_input_nodes:
             known = graph.by_node.get(operand.name)
-            if known is not None and known.name not in found:
+            if known is not None and known.name not in bindings:
                 wish = identifier(relative_name(known.name, scope))
-                found[known.name] = Binding(unique(wish, taken), known.name)
-    return tuple(found.values())
+                bindings[known.name] = Binding(unique(wish, taken), known.name)
+    return tuple(bindings.values())
 
 
 def relative_name(name: str, scope: str) -> str:

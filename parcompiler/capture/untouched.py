@@ -72,9 +72,9 @@ class Attributes:
 
     def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
         """The attributes of a module, with the tensors and modules that it registered."""
-        held = vars(module)
-        self._containers.append((held, dict(held)))
-        for name, value in held.items():
+        attributes = vars(module)
+        self._containers.append((attributes, dict(attributes)))
+        for name, value in attributes.items():
             if name in _REGISTERED:
                 self._containers.append((value, dict(value)))
                 yield from value.items()
@@ -190,7 +190,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     was written before within it does not count, nor numbers that are read in no other lines than
     those that write them (a counter that nobody asks).
     """
-    found: set[Attribute] = set()
+    attributes: set[Attribute] = set()
     read: Lines = {}
     written: Lines = {}
     paths, names = {path for path, _ in watched}, {name for _, name in watched}
@@ -207,7 +207,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
                 if (path, name) in read or (path, name) not in written:
                     read.setdefault((path, name), set()).add(_line())
             elif path is not None and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-                found.update(at for at in watched if at[0] == path)
+                attributes.update(at for at in watched if at[0] == path)
             return original(self, name)
 
         return get
@@ -228,7 +228,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     for kind, name in before:
         setattr(kind, name, methods[name](getattr(kind, name)))  # of the class: of all instances
     try:
-        yield found
+        yield attributes
     finally:
         for (kind, name), method in before.items():
             if method is None:
@@ -236,7 +236,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
             else:
                 setattr(kind, name, method)
         read_at = (at for at, lines in read.items() if not lines <= written.get(at, set()))
-        found.update(at for at in read_at if at in watched)
+        attributes.update(at for at in read_at if at in watched)
 
 
 def _line() -> tuple[str, int]:

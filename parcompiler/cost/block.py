@@ -186,13 +186,13 @@ def _sizes(
     values = outside.received | dict(results)
     touched = [node for node in values if kept & _storages({node: values[node]})]
     received, produced = _storages(outside.received), _storages(results)
-    own = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
+    saved = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
     return {
-        "saved": _size(own),
+        "saved": _size(saved),
         "saved_inputs": _size(kept & received),
         "output_bytes": _nbytes(results),
         "parameter_bytes": _nbytes(outside.parameters),
-        "saved_outputs": _size(own & produced),
+        "saved_outputs": _size(saved & produced),
         "kept": tuple(node.name for node in touched),
         "kept_inputs": tuple(i for i, node in enumerate(inputs) if node in touched),
         "kept_outputs": tuple(i for i, node in enumerate(outputs) if node in touched),

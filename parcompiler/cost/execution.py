@@ -49,12 +49,12 @@ class Recorder(TorchDispatchMode):
             self.operations.append(operation)
 
     def add_exchange(
-        self, said: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
+        self, exchange: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
     ) -> None:
         """Record the collectives of a conversion, of its forward or its backward."""
-        for action, nbytes in said.backward if backward else said.forward:
-            sent = said.sent_by(action, nbytes)
-            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, said.n))
+        for action, nbytes in exchange.backward if backward else exchange.forward:
+            sent = exchange.sent_by(action, nbytes)
+            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, exchange.n))
 
     def take(self) -> tuple[Operation, ...]:
         """The operations since the last call."""
@@ -174,14 +174,14 @@ def calls(
 def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     """The result of a node; ranks may exchange something in it."""
     target: Any = node.target
-    said = node.meta.get("exchange")
-    if said is not None and target.likeness is None:  # a conversion
+    exchange = node.meta.get("exchange")
+    if exchange is not None and target.likeness is None:  # a conversion
         (value,) = tensors(args)
         shares = target.shares and value.shape == node.meta["val"].shape
         like = None if shares else node.meta["val"]
-        return _Exchanged.apply(value, said, recorder, like)  # type: ignore[no-untyped-call]
-    if said is not None:
-        recorder.add_exchange(said, dtype_of(node))
+        return _Exchanged.apply(value, exchange, recorder, like)  # type: ignore[no-untyped-call]
+    if exchange is not None:
+        recorder.add_exchange(exchange, dtype_of(node))
     return target(*args, **kwargs)
 
 
@@ -193,11 +193,11 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, said: NodeCollectives, recorder: Recorder, like: Any
+        ctx: Any, value: torch.Tensor, exchange: NodeCollectives, recorder: Recorder, like: Any
     ) -> torch.Tensor:
-        ctx.said, ctx.recorder = said, recorder
+        ctx.said, ctx.recorder = exchange, recorder
         ctx.like = value.shape, value.dtype
-        recorder.add_exchange(said, value.dtype)
+        recorder.add_exchange(exchange, value.dtype)
         made: torch.Tensor = value.view_as(value) if like is None else stand_in(like)
         return made
 

@@ -153,8 +153,8 @@ def _inside(value: Any) -> Any:
 def _outside(value: Any, known: Mapping[int, StandIn]) -> Any:
     """Stand-ins for meta tensors, the `known` ones by their identity."""
     if isinstance(value, torch.Tensor):
-        found = known.get(id(value))
-        return StandIn(value.to(META)) if found is None else found
+        changed = known.get(id(value))
+        return StandIn(value.to(META)) if changed is None else changed
     if isinstance(value, list | tuple):
         return type(value)([_outside(item, known) for item in value])
     return value

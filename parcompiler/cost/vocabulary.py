@@ -53,20 +53,20 @@ def vocabulary_parts(
     among = group or neighbours(ranks, device)
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
     head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
-    found: dict[str, float] = dict(_collectives(graph, among, method, device, everywhere))
+    parts: dict[str, float] = dict(_collectives(graph, among, method, device, everywhere))
     work = _head(graph, head, ranks, method) if head else {}
     embeds = [_lookup(graph, item, ranks) for item in lookups]
     for name in ("s", "normalize", "t"):
-        found[name] = seconds(work.get(name, ()), device)
+        parts[name] = seconds(work.get(name, ()), device)
     for name in ("embed", "embed_backward"):
-        found[name] = sum(seconds(item[name], device) for item in embeds)
-    found["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
-    found["update"] = sum(map(update_bytes, _pieces(graph, ranks))) if update_bytes else 0
-    found["saved"] = _saved(graph, head, ranks) if head else 0
-    found["more"] = _widened(graph, head, ranks) if head else 0
-    found["x_bytes"] = nbytes_of(head.x) if head else 0
-    found["embedded_bytes"] = sum(nbytes_of(item.node) for item in lookups)
-    return found
+        parts[name] = sum(seconds(item[name], device) for item in embeds)
+    parts["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
+    parts["update"] = sum(map(update_bytes, _pieces(graph, ranks))) if update_bytes else 0
+    parts["saved"] = _saved(graph, head, ranks) if head else 0
+    parts["more"] = _widened(graph, head, ranks) if head else 0
+    parts["x_bytes"] = nbytes_of(head.x) if head else 0
+    parts["embedded_bytes"] = sum(nbytes_of(item.node) for item in lookups)
+    return parts
 
 
 def _pieces(graph: Graph, ranks: int) -> list[Parameter]:
@@ -95,7 +95,7 @@ def _piece(item: Parameter, ranks: int) -> Parameter:
 def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
     """What S, NORMALIZE and T run."""
     x, weight = stand_in(head.x.meta["val"]), _piece_of(graph, head.weight, ranks)
-    recorder, found = Recorder(), {}
+    recorder, operations = Recorder(), {}
     with recorder, torch.no_grad():
         if head.bias is None:  # Y of this rank's rows
             y = torch.mm(x, weight.t())
@@ -104,14 +104,14 @@ def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
         if method in ASKING:
             logits, _ = _logits(head, y, recorder)
             logits.to(_precision(y)).amax(1)
-            found["s"] = recorder.take()
+            operations["s"] = recorder.take()
         _softmax(head, y, recorder)
         if method in ASKING:
-            found["normalize"] = recorder.take()
+            operations["normalize"] = recorder.take()
         else:
             if method == "vocab-2":
                 _input_gradient(y, weight)
-            found["s"] = recorder.take()
+            operations["s"] = recorder.take()
         if method != "vocab-2":
             _input_gradient(y, weight)
         # W.grad += P'ᵀ x, scaled by rows; the bias alike
@@ -119,8 +119,8 @@ def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
         torch.addmm(torch.empty_like(weight), y.to(weight.dtype).t(), scaled)
         if head.bias is not None and graph.by_name[head.bias].trainable:
             y.sum(0)
-        found["t"] = recorder.take()
-    return found
+        operations["t"] = recorder.take()
+    return operations
 
 
 def _softmax(head: Head, y: Tensor, recorder: Recorder) -> None:
@@ -167,15 +167,15 @@ def _input_gradient(powers: Tensor, weight: Tensor) -> None:
 def _lookup(graph: Graph, item: Lookup, ranks: int) -> Operations:
     """What EMBED and EMBED_BACKWARD run: rows that are found, and zeros for all others."""
     weight, like = _piece_of(graph, item.weight, ranks), stand_in(item.node.meta["val"])
-    recorder, found = Recorder(), {}
+    recorder, operations = Recorder(), {}
     words = like.new_empty(like.shape[:-1], dtype=torch.long)
     with recorder, torch.no_grad():
         torch.nn.functional.embedding(words, weight).mul_(like.new_empty(*like.shape[:-1], 1))
-        found["embed"] = recorder.take()
+        operations["embed"] = recorder.take()
         gradient = (like * like.new_empty(*like.shape[:-1], 1)).reshape(-1, like.shape[-1])
         torch.empty_like(weight).index_add_(0, words.reshape(-1), gradient)
-        found["embed_backward"] = recorder.take()
-    return found
+        operations["embed_backward"] = recorder.take()
+    return operations
 
 
 def _piece_of(graph: Graph, name: str, ranks: int) -> Tensor:
@@ -214,12 +214,12 @@ def _collectives(
     head, lookups = graph.vocabulary.head, graph.vocabulary.lookups
     added = "all-reduce" if everywhere else "reduce"
 
-    def took(action: str, nbytes: float) -> float:
+    def time_of(action: str, nbytes: float) -> float:
         return collective.seconds(action, nbytes, ranks, device)
 
-    found = {
-        "embed_reduce": sum(took(added, nbytes_of(item.node)) for item in lookups),
-        "embed_broadcast": sum(took("broadcast", nbytes_of(item.node)) for item in lookups),
+    parts = {
+        "embed_reduce": sum(time_of(added, nbytes_of(item.node)) for item in lookups),
+        "embed_broadcast": sum(time_of("broadcast", nbytes_of(item.node)) for item in lookups),
         "broadcast": 0.0,
         "reduce": 0.0,
         "exchange": 0.0,
@@ -227,9 +227,9 @@ def _collectives(
     if head is not None:
         nbytes, count = nbytes_of(head.x), head.x.meta["val"].shape[0]
         each = count * max(4, graph.by_name[head.weight].dtype.itemsize)
-        found["broadcast"], found["reduce"] = took("broadcast", nbytes), took(added, nbytes)
+        parts["broadcast"], parts["reduce"] = time_of("broadcast", nbytes), time_of(added, nbytes)
         if method in ASKING:
-            found["exchange"] = took("all-reduce", each)
+            parts["exchange"] = time_of("all-reduce", each)
         else:
-            found["exchange"] = took("all-gather", 3 * each * ranks.size)
-    return found
+            parts["exchange"] = time_of("all-gather", 3 * each * ranks.size)
+    return parts

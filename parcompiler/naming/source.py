@@ -87,14 +87,14 @@ def frames(node: fx.Node) -> tuple[Frame, ...]:
 @lru_cache(maxsize=4096)
 def _frames(trace: str) -> tuple[Frame, ...]:
     """The frames of a stack trace, without that of our own wrapper of the model."""
-    found: list[Frame] = []
+    frames: list[Frame] = []
     for line in trace.splitlines():
         match = _FRAME.fullmatch(line.strip())
         if match is not None:
-            found.append(Frame(match["file"], int(match["line"]), match["function"], ""))
-        elif found and not found[-1].text:
-            found[-1] = found[-1]._replace(text=line.strip())
-    return tuple(frame for frame in found if frame.file != loss.__file__)
+            frames.append(Frame(match["file"], int(match["line"]), match["function"], ""))
+        elif frames and not frames[-1].text:
+            frames[-1] = frames[-1]._replace(text=line.strip())
+    return tuple(frame for frame in frames if frame.file != loss.__file__)
 
 
 def assigned_name(node: fx.Node) -> str | None:

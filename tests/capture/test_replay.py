@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture, replay
+from parcompiler.capture.layer_tracer import LayerTracer
 from parcompiler.capture.narrow import capture_in
-from parcompiler.capture.replay import LayerTracer, describe
+from parcompiler.capture.replay import describe
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 from parcompiler.models import gpt
