@@ -100,7 +100,7 @@ class Efficiency:
         return fraction
 
     def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float:
-        """The same for one operation: by the curve of its name, else of its kind, else `of`."""
+        """That of one operation: by the curve of its name, else of its kind, else `of`."""
         curve = self._curve(name, dtype) or self._curve(kind, dtype)
         return self.of(kind) if curve is None else curve.at(flops)
 

@@ -5,6 +5,7 @@ Tables whose gradients are sparse, and indices beyond the rows of their table, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,9 @@ _PASS_ON = frozenset(
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _TABLES = ("embedding", "embedding_bag", "_embedding_bag")
-# For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 CPU = torch.device("cpu")
 _LARGEST = 1 << 20  # elements of a tensor that is computed to check indices
+# For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
 
 
@@ -43,7 +44,10 @@ def high(node: fx.Node) -> int | None:
             if name in _INDEX:
                 index, table, dim = _INDEX[name]
                 if len(user.args) > index and user.args[index] is item:
-                    bounds.append(_size(user.args[table], dim))
+                    indexed = user.args[table]
+                    assert isinstance(indexed, fx.Node)
+                    shape = shape_of(indexed)  # the logits of one example have classes alone
+                    bounds.append(shape[min(dim, len(shape) - 1)])
             elif name in _PASS_ON and user not in seen:
                 seen.add(user)
                 pending.append(user)
@@ -104,34 +108,24 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return None
         known[leaf] = value.to("cpu", copy=True)  # it may be updated
-    if any(
-        is_random(item) or isinstance(item.target, Applied) or _is_large(item) for item in order
-    ):
+    shapes = [getattr(item.meta.get("val"), "shape", ()) for item in order]
+    if any(is_random(item) or isinstance(item.target, Applied) for item in order):
         return None
+    if any(math.prod(shape) > _LARGEST for shape in shapes):
+        return None
+
+    def on_cpu(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return known[argument]
+        return CPU if isinstance(argument, torch.device) else argument
+
     try:
         with torch.no_grad():
             for item in order:
-                args, kwargs = fx.map_arg((item.args, item.kwargs), known.__getitem__)
-                known[item] = item.target(*_on_cpu(args), **_on_cpu(kwargs))
+                args, kwargs = map_aggregate((item.args, item.kwargs), on_cpu)
+                known[item] = item.target(*args, **kwargs)
     except Exception:  # whatever an operator raises on another device than it was captured on
         return None
-    found: torch.Tensor = known[node]
-    return found
-
-
-def _is_large(node: fx.Node) -> bool:
-    """Whether a node yields a tensor that takes a while to compute."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.numel() > _LARGEST
-
-
-def _on_cpu(arguments: Any) -> Any:
-    """Arguments of an operator that makes tensors, for the CPU."""
-    return map_aggregate(arguments, lambda x: CPU if isinstance(x, torch.device) else x)
-
-
-def _size(table: object, dim: int) -> int:
-    """A size of the table that is indexed, or of the classes that are told apart."""
-    assert isinstance(table, fx.Node)
-    shape = shape_of(table)
-    return shape[min(dim, len(shape) - 1)]  # the logits of one example have classes alone
+    value = known[node]
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -22,7 +22,7 @@ from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
@@ -41,7 +41,6 @@ from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspende
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
-from parcompiler.capture.trace import shared, traced
 from parcompiler.capture.untouched import Attribute, check_attributes, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph
@@ -143,7 +142,7 @@ def _export(
     branch that values of its own decide. Where the model does not even run, it is that which is
     said. Adds the attributes that a forward has `changed`.
     """
-    copied = tried = failed = shared(original)
+    copied = tried = failed = _copy_of(original)
     first: Exception | None = None
     with (
         warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
@@ -211,14 +210,58 @@ def _attempts(
     """
 
     def resolved() -> WithLoss:
-        model = shared(original)
+        model = _copy_of(original)
         with watched(model, nullcontext, changed):
-            model.model = traced(model.model, kwargs)
+            model.model = _symbolically_traced(model.model, kwargs)
         return model
 
     yield copies.applied(), lambda: copied
     if copies.used:
         copies.used = False
-        yield nullcontext(), lambda: shared(original)
-    yield as_if_eager(), lambda: shared(original)
+        yield nullcontext(), lambda: _copy_of(original)
+    yield as_if_eager(), lambda: _copy_of(original)
     yield nullcontext(), resolved
+
+
+def _symbolically_traced(model: nn.Module, kwargs: dict[str, Any]) -> fx.GraphModule:
+    """`model` with its Python resolved by `fx.symbolic_trace`; it is exported like any other.
+
+    Symbolic tracing ignores what a forward does besides returning values (assigning attributes,
+    appending to lists), which is what export usually refuses. Arguments that are no tensors become
+    constants; the submodules stay.
+    """
+    constants = {k: v for k, v in kwargs.items() if not isinstance(v, torch.Tensor)}
+    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
+    updated: list[str] = []
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        try:
+            module = fx.symbolic_trace(model, concrete_args=constants or None)
+        finally:
+            for name, (buffer, version, value) in buffers.items():
+                if buffer._version != version:
+                    updated.append(name)
+                    buffer.copy_(value)
+        drawn = not torch.equal(before, torch.get_rng_state())
+    if updated:
+        message = f"the forward updates the buffer {updated[0]!r}, which tracing would leave out"
+        raise CaptureError(message)
+    if drawn:
+        message = "the forward draws random numbers, which tracing would keep for ever"
+        raise CaptureError(message)
+    return module
+
+
+def _copy_of(model: WithLoss) -> WithLoss:
+    """A copy of `model` with the same tensors, so that names and ties stay the model's.
+
+    A forward may assign attributes and exchange modules, and tracing would leave those of its
+    stand-ins in the model. A model that cannot be copied is returned as it is.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = tensor
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # whatever a user's attributes raise when they are copied
+        return model

@@ -109,11 +109,11 @@ def base_of(node: fx.Node) -> fx.Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    if isinstance(target, Applied) or getattr(target, "shares", False):  # may return what it got
+    # Functions and conversions may return what they got.
+    shares = isinstance(target, Applied) or getattr(target, "shares", False)
+    if shares or (isinstance(target, torch._ops.OpOverload) and _may_share(target)):
         return next(_nodes(list(node.args)), None)
-    if not isinstance(target, torch._ops.OpOverload) or not _may_share(target):
-        return None
-    return next(_nodes(list(node.args)), None)
+    return None
 
 
 def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
@@ -140,7 +140,7 @@ def is_repeatable(nodes: Sequence[fx.Node]) -> bool:
 
 
 def effects_of(graph: Graph) -> Effects:
-    """Those of a captured graph, found once."""
+    """The effects of a captured graph, which are kept with it."""
     return graph.once("effects", lambda: Effects(graph.fx_graph))
 
 

@@ -71,7 +71,15 @@ class Known(ModelMode):
             self._follow(torch.unbind, args, {}, result)
             return iter(result)
         if "size" in kwargs:
-            kwargs = {**kwargs, "size": pytree.tree_map(self._number, kwargs["size"])}
+
+            def number(size: Any) -> Any:  # of a size that is a tensor with a known value
+                value = self._value(size)
+                if value is None or value.dim():
+                    return size
+                with _eager():
+                    return value.item()
+
+            kwargs = {**kwargs, "size": pytree.tree_map(number, kwargs["size"])}
         result = func(*args, **kwargs)
         _check_registered(func, args, result)
         if not self._assume(getattr(func, "__name__", ""), args, result):
@@ -102,14 +110,6 @@ class Known(ModelMode):
         if value is None or value.untyped_storage().data_ptr() in self._spoiled:
             return None
         return value
-
-    def _number(self, size: Any) -> Any:
-        """A size that is given as a tensor with a known value, as a number."""
-        value = self._value(size)
-        if value is None or value.dim():
-            return size
-        with _eager():
-            return value.item()
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute the values of a result when those of all operands are known."""

@@ -1,7 +1,7 @@
 """torch.export's tracer at a call of a layer: reads the nodes of the call, and copies them.
 
-This is no public interface of torch. Where torch has changed it, `current_tracer` is None and layers
-are traced one by one.
+This is no public interface of torch. Where torch has changed it, `current_tracer` is None, and
+layers are traced one by one.
 """
 
 from __future__ import annotations

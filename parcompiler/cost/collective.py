@@ -219,7 +219,8 @@ def _ring(action: str, sent: float, ranks: RankGroup, inside: Link, outside: Lin
 def _tree(action: str, nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
     """Up, down or both, in pieces that follow one another, over a tree of the nodes' trees."""
     ways = 2 if action in TWICE else 1
-    latency = _halvings(ranks.local) * inside.latency + _halvings(ranks.nodes) * outside.latency
+    latency = math.ceil(math.log2(ranks.local)) * inside.latency
+    latency += math.ceil(math.log2(ranks.nodes)) * outside.latency
     return ways * (latency + nbytes / _bandwidth(ranks, inside, outside))
 
 
@@ -237,7 +238,3 @@ def _direct(nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> flo
     near, far = (ranks.local - 1) * piece, (ranks.size - ranks.local) * piece
     slow = outside.seconds(far) if far else 0.0
     return max(inside.seconds(near), slow)
-
-
-def _halvings(count: int) -> int:
-    return math.ceil(math.log2(count))
