@@ -14,7 +14,6 @@ Everything else goes on to `torch.export`, which refuses what depends on the bat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,7 +119,12 @@ class Known(ModelMode):
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         known = all(self._value(operand) is not None for operand in operands)
         starts = name in _FACTORIES if not operands else name in _LIKE
-        if not (starts or (known and operands)) or not _is_small(result):
+        leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        small = all(
+            all(type(size) is int for size in leaf.shape) and leaf.numel() <= LARGEST
+            for leaf in leaves
+        )
+        if not (starts or (known and operands)) or not small:
             if operands and _writes(name):
                 self._spoil(operands[0])
             return
@@ -189,15 +193,6 @@ def _writes(name: str) -> bool:
 
 
 _NOT_IN_PLACE = frozenset(("__int__", "__invert__", "__index__", "__iter__"))
-
-
-def _is_small(result: Any) -> bool:
-    """Whether the values of a result may be followed: tensors of known size, none of them large."""
-    leaves = pytree.tree_leaves(result)
-    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return all(
-        all(type(size) is int for size in shape) and math.prod(shape) <= LARGEST for shape in shapes
-    )
 
 
 @contextmanager

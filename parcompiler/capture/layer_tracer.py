@@ -212,7 +212,9 @@ class LayerTracer:
                 origin = None if yielding is None else names.get(yielding)
                 if number >= 0:
                     origin = Source("argument", number)
-                elif origin is None or origin.kind != "node" or self._is_bound(leaf, memory):
+                elif origin is None or origin.kind != "node":
+                    return None
+                elif self._has_constant(leaf) or _memory(leaf) in memory or _like(leaf) is None:
                     return None
                 else:
                     memory.add(_memory(leaf))
@@ -266,11 +268,6 @@ class LayerTracer:
         if slot is None or slot.constant is not None or not isinstance(tensor, FakeTensor):
             return True
         return tensor.constant is not None
-
-    def _is_bound(self, tensor: torch.Tensor, memory: set[int]) -> bool:
-        """Whether a result has known values, lies in the memory of another tensor, or is of a form
-        that no new tensor has."""
-        return self._has_constant(tensor) or _memory(tensor) in memory or _like(tensor) is None
 
 
 def _is_copyable(node: fx.Node, names: Mapping[fx.Node, Source]) -> bool:

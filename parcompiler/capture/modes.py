@@ -21,8 +21,15 @@ from parcompiler.graph import Modes
 def modes_of(model: nn.Module) -> Modes:
     """The modes that the modules of a model are in."""
     evaluating = {name: m for name, m in model.named_modules() if not m.training}
-    modules = evaluating.values()
-    return Modes(tuple(evaluating), sum(map(_drops, modules)), sum(map(_keeps, modules)))
+    dropouts = norms = 0  # that would draw, or update running statistics, in training
+    for module in evaluating.values():
+        if isinstance(module, _DropoutNd):
+            dropouts += module.p > 0
+        elif isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            dropouts += module.dropout > 0
+        elif isinstance(module, _NormBase):
+            norms += module.running_mean is not None
+    return Modes(tuple(evaluating), dropouts, norms)
 
 
 @contextmanager
@@ -37,15 +44,3 @@ def in_modes(model: nn.Module, modes: Modes) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module would draw a dropout in training."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    return isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-
-
-def _keeps(module: nn.Module) -> bool:
-    """Whether a module would update running statistics in training."""
-    return isinstance(module, _NormBase) and module.running_mean is not None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from parcompiler.capture.deferrable import PLACES, deferrable_weight
@@ -141,7 +141,9 @@ def trace_block(
         # Only outputs survive, so that what just led to dropped values is not saved; and no
         # gradient comes to those that carry none.
         results = {
-            node: values[node] if node.name in differentiable else _detached(values[node])
+            node: values[node]
+            if node.name in differentiable
+            else map_aggregate(values[node], lambda v: v.detach() if isinstance(v, Tensor) else v)
             for node in outputs
         }
         del values
@@ -199,14 +201,14 @@ def _sizes(
     }
 
 
-def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[torch.Tensor]:
+def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[Tensor]:
     """The results that receive a gradient."""
     carrying = (value for node, value in results.items() if node.name in differentiable)
     return [tensor for value in carrying for tensor in tensors(value) if tensor.requires_grad]
 
 
 def _backward(
-    seed: torch.Tensor | None,
+    seed: Tensor | None,
     outside: Boundary,
     recorder: Recorder,
     deferred: Collection[str] = (),
@@ -319,7 +321,7 @@ def _first_part(
 def _deferring(weight: str, x: torch.UntypedStorage, deferred: list[_Deferred]) -> Any:
     """A hook that keeps the input of a layer and the gradient of its result."""
 
-    def keep(gradient: torch.Tensor) -> None:
+    def keep(gradient: Tensor) -> None:
         deferred.append(_Deferred(weight, x, storage_of(gradient)))
 
     return keep
@@ -333,11 +335,6 @@ def _second_peak(deferred: list[_Deferred], memory: LiveMemory, sizes: Mapping[s
         peak = max(peak, memory.now + sum(sizes[name] for name in made))
         del deferred[0]
     return peak
-
-
-def _detached(value: Any) -> Any:
-    """A value that no gradient comes to, which keeps nothing for one."""
-    return map_aggregate(value, lambda v: v.detach() if isinstance(v, torch.Tensor) else v)
 
 
 def _storages(values: Mapping[Any, Any]) -> Storages:

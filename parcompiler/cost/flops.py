@@ -49,18 +49,10 @@ def _matrix_vector(matrix: torch.Tensor, *_: Any) -> float:
     return 2.0 * matrix.numel()
 
 
-def _add_matrix_vector(_: torch.Tensor, matrix: torch.Tensor, *__: Any) -> float:
-    return 2.0 * matrix.numel()
-
-
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, *_: Any) -> float:
     """Each row meets the matrix of its group, in whichever operand the groups are stacked."""
     stacked = rows.dim() == 3 and weights.dim() == 2
     return 2.0 * prod(rows.shape[int(stacked) :]) * weights.shape[-1]
-
-
-def _grouped_backward(rows: torch.Tensor, weights: torch.Tensor, *_: Any) -> float:
-    return 2 * _grouped(rows, weights)
 
 
 _FROM_TENSORS: Mapping[str, Formula] = {
@@ -73,10 +65,10 @@ _FROM_TENSORS: Mapping[str, Formula] = {
     "aten::dot": _matrix_vector,
     "aten::vdot": _matrix_vector,
     "aten::mv": _matrix_vector,
-    "aten::addmv": _add_matrix_vector,
+    "aten::addmv": lambda _, matrix, *__: _matrix_vector(matrix),
     "aten::_grouped_mm": _grouped,
     "transformers::grouped_mm_fallback": _grouped,
-    "transformers::grouped_mm_fallback_backward": _grouped_backward,
+    "transformers::grouped_mm_fallback_backward": lambda *args: 2 * _grouped(*args),
 }
 
 # FLOPs follow from the positional arguments; out_val and options are left out.

@@ -83,7 +83,8 @@ def describe(
 
     `by_formula=False` counts elements also where there is a formula.
     """
-    name = operator_name(target)
+    # Without its overload, as in "aten::mm".
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else label(target)
     produced = list(tensors(result))
     is_view = isinstance(target, torch._ops.OpOverload) and (
         target.is_view or torch.Tag.inplace_view in target.tags
@@ -114,11 +115,6 @@ def describe(
 def nbytes(tensor: torch.Tensor) -> int:
     """The bytes of memory behind a tensor: an expanded one has fewer than elements."""
     return min(tensor.numel() * tensor.itemsize, storage_of(tensor).nbytes())
-
-
-def operator_name(target: Any) -> str:
-    """The operator without its overload, as in "aten::mm"."""
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else label(target)
 
 
 def label(target: Any) -> str:
