@@ -111,7 +111,7 @@ class Variables:
         self.position = {node: i for i, node in enumerate(self.written)}
         self._last = {read: i for i, node in enumerate(self.written) for read in self._reads(node)}
         self._last |= dict.fromkeys(outputs, len(self.written))
-        self._fixed_names = {node: name for node, name in outputs.items() if name is not None}
+        self._output_names = {node: name for node, name in outputs.items() if name is not None}
 
     def name(self, node: fx.Node) -> str:
         """The text that stands for a node's value."""
@@ -123,14 +123,14 @@ class Variables:
         if node.target is operator.getitem and node in self.names:
             return None
         target = _updated(node)
-        if is_statement(node) or (target is not None and node not in self._fixed_names):
+        if is_statement(node) or (target is not None and node not in self._output_names):
             if target is not None:
                 self.names[node] = self.names[target]
             return ()
         pieces = self._pieces(node)
         if pieces:
             return tuple(self._unpacked(node, pieces))
-        self.names[node] = self._fixed_names.get(node) or self._choose(node)
+        self.names[node] = self._output_names.get(node) or self._choose(node)
         return (self.names[node],)
 
     def _reads(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -157,7 +157,7 @@ class Variables:
             if piece is None:
                 yield "_"
             else:
-                self.names[piece] = self._fixed_names.get(piece) or self._choose(piece, now, index)
+                self.names[piece] = self._output_names.get(piece) or self._choose(piece, now, index)
                 yield self.names[piece]
 
     def _choose(self, node: fx.Node, now: int | None = None, index: int | None = None) -> str:
@@ -180,8 +180,8 @@ class Variables:
             return False
         end = self._last.get(node, position)
         if any(
-            given == name and self.position.get(owner, -1) < end
-            for owner, given in self._fixed_names.items()
+            text == name and self.position.get(owner, -1) < end
+            for owner, text in self._output_names.items()
             if owner is not node
         ):
             return False
