@@ -195,7 +195,7 @@ class _Exchanged(torch.autograd.Function):
     def forward(
         ctx: Any, value: torch.Tensor, exchange: NodeCollectives, recorder: Recorder, like: Any
     ) -> torch.Tensor:
-        ctx.said, ctx.recorder = exchange, recorder
+        ctx.exchange, ctx.recorder = exchange, recorder
         ctx.like = value.shape, value.dtype
         recorder.add_exchange(exchange, value.dtype)
         made: torch.Tensor = value.view_as(value) if like is None else stand_in(like)
@@ -204,7 +204,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         shape, dtype = ctx.like
-        ctx.recorder.add_exchange(ctx.said, dtype, backward=True)
+        ctx.recorder.add_exchange(ctx.exchange, dtype, backward=True)
         made: torch.Tensor = stand_in(torch.empty(shape, dtype=dtype, device="meta"))
         return made, None, None, None
 
