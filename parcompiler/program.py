@@ -32,7 +32,7 @@ from parcompiler.problem import Problem
 from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
-from parcompiler.symbolic import Costs, capturing, sizes_of
+from parcompiler.symbolic import Costs, capture_at, sizes_of
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification import Verification, check
 from parcompiler.verifier import verify
@@ -84,7 +84,7 @@ class Program:
         """
         again = None
         if self.model is not None:
-            again = capturing(self.model, self.captured, sizes_of(self.captured), self.loss)
+            again = capture_at(self.model, self.captured, sizes_of(self.captured), self.loss)
         return Costs(local(self.problem, self.plan), self.plan, again, self.problem)
 
     def verify(self, seed: int = 0) -> Verification:

@@ -1,25 +1,29 @@
 """What blocks and stages cost as expressions in the sizes of the captured model."""
 
-from parcompiler.symbolic.again import capturing, sample_at
 from parcompiler.symbolic.costs import Costs
-from parcompiler.symbolic.figures import Figures, StageFigures
-from parcompiler.symbolic.forms import Forms
-from parcompiler.symbolic.reading import Unfit
-from parcompiler.symbolic.resizable import ResizableGraph, batch_of
-from parcompiler.symbolic.search import ClosedForms, closed_forms
-from parcompiler.symbolic.sizes import Size, sizes_of
+from parcompiler.symbolic.figures import StageFigures, StepFigures
+from parcompiler.symbolic.forms import ClosedForms, Forms, closed_forms
+from parcompiler.symbolic.resizable import ResizableGraph
+from parcompiler.symbolic.sizes import (
+    InputSize,
+    Unfit,
+    batch_of,
+    capture_at,
+    sample_at,
+    sizes_of,
+)
 
 __all__ = [
     "ClosedForms",
     "Costs",
-    "Figures",
     "Forms",
+    "InputSize",
     "ResizableGraph",
-    "Size",
     "StageFigures",
+    "StepFigures",
     "Unfit",
     "batch_of",
-    "capturing",
+    "capture_at",
     "closed_forms",
     "sample_at",
     "sizes_of",

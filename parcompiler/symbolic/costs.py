@@ -7,36 +7,37 @@ resized, as it would be captured there (`resizable`), and what follows from it i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from parcompiler.cost import BlockCost
 from parcompiler.cost.times import modelled
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan, TemplateTime
 from parcompiler.problem import Problem
 from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
-from parcompiler.symbolic.figures import Figures, figures_of
-from parcompiler.symbolic.fit import Polynomials
-from parcompiler.symbolic.forms import STATE, Forms, Template, sums
-from parcompiler.symbolic.naming import names_of, of_block
-from parcompiler.symbolic.questions import Again
-from parcompiler.symbolic.ranks import (
+from parcompiler.symbolic.figures import StepFigures, figures_of
+from parcompiler.symbolic.forms import (
     ENOUGH,
     FEWEST,
     RANKS,
-    OverRanks,
-    check,
+    STATE,
+    ClosedForms,
+    Forms,
+    check_ranks,
+    closed_forms,
     is_even,
     over_ranks,
-    run_alike,
+    quantities,
 )
-from parcompiler.symbolic.reading import Unfit
+from parcompiler.symbolic.naming import names_in, names_of
 from parcompiler.symbolic.resizable import ResizableGraph, resizable
-from parcompiler.symbolic.search import ClosedForms, closed_forms
-from parcompiler.symbolic.sizes import Size, Sizes
-from parcompiler.symbolic.stages import Names, Parts
+from parcompiler.symbolic.sizes import CaptureAt, InputSize, Sizes, Unfit
+from parcompiler.symbolic.stages import stage_forms
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +51,7 @@ class Costs:
 
     problem: Problem
     plan: Plan
-    again: Again | None = None
+    again: CaptureAt | None = None
     whole: Problem | None = None
 
     def __repr__(self) -> str:
@@ -60,8 +61,9 @@ class Costs:
         return f"Costs({name}: .templates, .stages, .at(batch=..., sequence=...))"
 
     @cached_property
-    def _closed(self) -> ClosedForms:
-        return closed_forms(self.problem, self.problem.priced(self._level), self.again)
+    def closed(self) -> ClosedForms:
+        """The forms in sizes, for the tensor ranks of the plan."""
+        return closed_forms(self.problem, self._level, self.again)
 
     @property
     def _level(self) -> int:
@@ -69,24 +71,24 @@ class Costs:
         return self.plan.granularity
 
     @property
-    def sizes(self) -> tuple[Size, ...]:
+    def sizes(self) -> tuple[InputSize, ...]:
         """The sizes that the forms are in: letter, word, and number at capture."""
-        return self._closed.sizes
+        return self.closed.sizes
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
         """The words of sizes that the forms are not in, and why: they stay as captured."""
-        return self._closed.refused
+        return self.closed.refused
 
-    @property
+    @cached_property
     def templates(self) -> Mapping[str, Forms]:
         """What a block of each template costs for one micro-batch, as expressions of sympy."""
-        return {name: item.forms for name, item in self._closed.templates.items()}
+        return {name: self.closed.forms(name) for name in self.blocks}
 
     @property
     def blocks(self) -> Mapping[str, int]:
         """How many blocks each template has."""
-        return {name: len(item.blocks) for name, item in self._closed.templates.items()}
+        return Counter(block.template for block in self.problem.priced(self._level).cut.blocks)
 
     @cached_property
     def names(self) -> Mapping[str, int]:
@@ -94,76 +96,58 @@ class Costs:
         return names_of((self.whole or self.problem).graph)
 
     @cached_property
+    def _names(self) -> Mapping[str, Mapping[str, int]]:
+        """The letters for sizes of the model in each template."""
+        first, graph = self.closed.costs.resizable.first, self.problem.graph
+        return {name: names_in(self.names, first[name], graph) for name in self.blocks}
+
+    @cached_property
     def named(self) -> Mapping[str, Forms]:
         """`templates` with letters for sizes of the model, which are numbers all the same, and for
         the number of tensor ranks."""
-        letters = self._letters
-        return {name: item.named(letters[name]) for name, item in self.over_ranks.templates.items()}
+        return {name: self.over_ranks.forms(name, self._names[name]) for name in self.blocks}
 
     @cached_property
     def stages(self) -> tuple[Forms, ...]:
-        """The same for each stage: the sums of its blocks, what they share once. Recomputing counts
+        """The forms of stages: sums over their blocks, what they share once. Recomputing counts
         with the backward, and `message` is what the stage gives to others, as often as it goes."""
-        names: dict[str, Names] = {name: {} for name in self._letters}
-        return self._parts(self._closed.templates, self._closed.named_shapes, names).stages()
+        return stage_forms(self.problem, self.plan, self.closed, {name: {} for name in self.blocks})
 
     @cached_property
     def named_stages(self) -> tuple[Forms, ...]:
         """`stages` with letters for sizes of the model and for the number of tensor ranks."""
-        found = self.over_ranks
-        return self._parts(found.templates, found.shapes, self._letters).stages()
+        return stage_forms(self.problem, self.plan, self.over_ranks, self._names)
 
     @cached_property
-    def _letters(self) -> dict[str, Names]:
-        first, graph = self._closed.resizer.first, self.problem.graph
-        return {name: of_block(self.names, block, graph) for name, block in first.items()}
-
-    def _parts(
-        self,
-        templates: Mapping[str, Template],
-        shapes: Mapping[str, Polynomials],
-        names: Mapping[str, Names],
-    ) -> Parts:
-        like = self._closed.resizer.like
-        return Parts(self.problem, self.plan, templates, shapes, like, names)
-
-    @cached_property
-    def over_ranks(self) -> OverRanks:
-        """The templates in the number of tensor ranks, `t`, as well, from those at some numbers."""
-        here = self._closed
-        as_is = OverRanks(here.templates, here.named_shapes)
+    def over_ranks(self) -> ClosedForms:
+        """The forms in the number of tensor ranks, `t`, as well, from those at some numbers."""
         if self.plan.sharding is None or self.whole is None:
-            return as_is
-        evenly = dict(self._evenly(self.whole))
-        alike = {t: forms for t, forms in evenly.items() if run_alike(forms, here)}
-        try:
-            found = over_ranks(alike)
-            if len(alike) < FEWEST:
-                others = {t: forms for t, forms in evenly.items() if t not in alike}
-                check(found, {1: self._on(self.whole, 1)._closed, **others})
-        except Unfit as unfit:
-            return dataclasses.replace(as_is, reason=str(unfit))
-        return found
-
-    def _evenly(self, whole: Problem) -> Iterator[tuple[int, ClosedForms]]:
-        """The forms for some numbers of tensor ranks that each have an even part."""
-        alike = 0
+            return self.closed
+        same: dict[int, ClosedForms] = {}
+        others: dict[int, ClosedForms] = {}
         for t in RANKS:
-            if alike < ENOUGH:
+            if len(same) < ENOUGH:
                 try:
-                    own = self._on(whole, t)
+                    costs = self._on(self.whole, t)
                 except PlanError:  # fewer pieces than ranks
                     continue
-                if is_even(own.problem.graph, t) and own.sizes == self.sizes:
-                    alike += run_alike(own._closed, self._closed)
-                    yield t, own._closed
+                if is_even(costs.problem.graph, t) and costs.sizes == self.sizes:
+                    alike = costs.closed.costs.operators == self.closed.costs.operators
+                    (same if alike else others)[t] = costs.closed
+        try:
+            forms = over_ranks(self.closed, same)
+            if len(same) < FEWEST:
+                check_ranks(forms, {1: self._on(self.whole, 1).closed, **others})
+        except Unfit as unfit:
+            return dataclasses.replace(self.closed, reason=str(unfit))
+        return forms
 
     def _on(self, whole: Problem, ranks: int) -> Costs:
         """The costs for so many tensor ranks; nothing is measured for them."""
         if ranks == self.plan.mesh.tensor:
             return self
-        given = dataclasses.replace(self.plan, costs=None)
-        problem, plan = with_tensor(dataclasses.replace(whole, bench=None), given, ranks)
+        plan = dataclasses.replace(self.plan, costs=None)
+        problem, plan = with_tensor(dataclasses.replace(whole, bench=None), plan, ranks)
         return Costs(local(problem, plan), plan, self.again, problem)
 
     def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
@@ -172,14 +156,14 @@ class Costs:
         Raises InputError for a size that the costs are not in.
         """
         problem = self._problem_at(self._numbers(sizes), self.plan)
-        priced = problem.priced(self._level)
-        costs = {b.template: cost for b, cost in zip(priced.cut.blocks, priced.costs, strict=True)}
+        costs = _by_template(problem, self._level)
         if template not in costs:
-            known = ", ".join(costs)
-            message = f"no template {template!r} (known: {known})"
+            message = f"no template {template!r} (known: {', '.join(costs)})"
             raise InputError(message)
-        forms = self._closed.templates[template].forms
-        return sums(costs[template]) | {name: float(getattr(forms, name)) for name in STATE}
+        sums = {name: float(sum(row)) for name, row in quantities(costs[template]).items()}
+        del sums["inner"]
+        forms = self.templates[template]
+        return sums | {name: float(getattr(forms, name)) for name in STATE}
 
     def at(
         self,
@@ -188,7 +172,7 @@ class Costs:
         tensor: int | None = None,
         pipeline: int | None = None,
         **sizes: int,
-    ) -> Figures:
+    ) -> StepFigures:
         """The step at other sizes, by word: `at(batch=8, sequence=4096, microbatches=64)`.
 
         What is not given is as it was compiled; stages, schedule and strategies stay those of the
@@ -207,12 +191,14 @@ class Costs:
         if pipeline is not None and number_of("pipeline", pipeline) != plan.mesh.pipeline:
             return self._elsewhere("pipeline", pipeline, plan).at(**sizes)
         numbers, graphs = self._numbers(sizes), self._resizable[0]
-        found = figures_of(self._problem_at(numbers, plan), plan, ())
         words = {size.word: numbers[size.letter] for size in graphs.sizes}
         degrees = {name: getattr(plan.mesh, name) for name in ("data", "tensor", "pipeline")}
-        given = words | {"microbatches": plan.microbatches} | degrees
-        scaled = bool(self.problem.times) and numbers != graphs.now
-        return dataclasses.replace(found, sizes=tuple(given.items()), scaled=scaled)
+        return figures_of(
+            self._problem_at(numbers, plan),
+            plan,
+            sizes=words | {"microbatches": plan.microbatches} | degrees,
+            scaled=bool(self.problem.times) and numbers != graphs.now,
+        )
 
     @property
     def _resizable(self) -> tuple[ResizableGraph, Mapping[str, str]]:
@@ -240,15 +226,14 @@ class Costs:
     def _elsewhere(self, name: str, number: int, plan: Plan) -> Costs:
         """The costs for another degree of the mesh."""
         key = name, number, plan.microbatches, plan.mesh.data
-        if key not in self._known:
-            found = {"tensor": with_tensor, "pipeline": with_pipeline}[name]
-            whole, other = found(self.whole or self.problem, plan, number)
-            self._known[key] = Costs(local(whole, other), other, self.again, whole)
-        return self._known[key]
+        if key not in self._other_degrees:
+            with_degree = {"tensor": with_tensor, "pipeline": with_pipeline}[name]
+            whole, other = with_degree(self.whole or self.problem, plan, number)
+            self._other_degrees[key] = Costs(local(whole, other), other, self.again, whole)
+        return self._other_degrees[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, int, int], Costs]:
-        """Those for other degrees."""
+    def _other_degrees(self) -> dict[tuple[str, int, int, int], Costs]:
         return {}
 
     def _numbers(self, given: Mapping[str, int]) -> dict[str, int]:
@@ -269,13 +254,16 @@ class Costs:
         return numbers
 
 
+def _by_template(problem: Problem, level: int) -> dict[str, BlockCost]:
+    """The cost of a block of each template."""
+    priced = problem.priced(level)
+    return {b.template: cost for b, cost in zip(priced.cut.blocks, priced.costs, strict=True)}
+
+
 def _timed(problem: Problem, like: Problem, level: int) -> Problem:
     """A problem at other sizes whose blocks take so many times their measured seconds as the
     figures of the device say."""
-    before, after = (
-        {b.template: cost for b, cost in zip(item.cut.blocks, item.costs, strict=True)}
-        for item in (like.priced(level), problem.priced(level))
-    )
+    before, after = _by_template(like, level), _by_template(problem, level)
     timed = problem.anew()
     for name, cost in after.items():
         measured = like.times.get((level, name))
@@ -293,10 +281,8 @@ def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) ->
     TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0)
     """
 
-    def grown(name: str) -> float:
+    seconds: dict[str, Any] = {}
+    for name in ("forward", "backward", "weight"):
         known, old, new = (getattr(item, name) for item in (measured, before, after))
-        return float(known * (new / old) if old else known)
-
-    return dataclasses.replace(
-        measured, forward=grown("forward"), backward=grown("backward"), weight=grown("weight")
-    )
+        seconds[name] = float(known * (new / old) if old else known)
+    return dataclasses.replace(measured, **seconds)

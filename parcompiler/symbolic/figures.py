@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parcompiler import prices
@@ -46,7 +46,7 @@ class MessageFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class StepFigures:
     """A step at some sizes: by word, micro-batches and degrees among them.
 
     `step_time` in s, `peak_memory` in bytes and `bubble`, the idle fraction, of each pipeline rank
@@ -62,10 +62,12 @@ class Figures:
     bubble: tuple[float, ...]
     messages: tuple[MessageFigures, ...]
     averaged: tuple[int, ...]
-    scaled: bool = False
+    scaled: bool
 
 
-def figures_of(problem: Problem, plan: Plan, sizes: Iterable[tuple[str, int]]) -> Figures:
+def figures_of(
+    problem: Problem, plan: Plan, sizes: Mapping[str, int], *, scaled: bool
+) -> StepFigures:
     """The figures of a plan, lowered and simulated; `problem` is that of one tensor rank."""
     assert plan.granularity is not None
     lowered = lower(problem.graph, plan, problem.priced(plan.granularity).cut)
@@ -77,14 +79,15 @@ def figures_of(problem: Problem, plan: Plan, sizes: Iterable[tuple[str, int]]) -
         collective_seconds=prices.collective_seconds(problem, lowered),
         vocabulary=prices.vocabulary_cost(problem, plan),
     )
-    return Figures(
-        sizes=tuple(sizes),
+    return StepFigures(
+        sizes=tuple(sizes.items()),
         stages=tuple(_stages(problem, plan, costs)),
         step_time=timeline.step_time,
         peak_memory=timeline.peak_memory,
         bubble=timeline.bubble,
         messages=tuple(_messages(lowered)),
         averaged=tuple(_averaged(lowered)),
+        scaled=scaled,
     )
 
 

@@ -1,4 +1,4 @@
-"""The sizes that are the model's own, named: so that a closed form reads as in a textbook.
+"""The sizes that are the model's own, named: so that a formula reads as in a textbook.
 
 | letter | is                                                                          |
 |--------|-----------------------------------------------------------------------------|
@@ -10,8 +10,8 @@
 They are numbers of the captured model, and do not change. A coefficient is written with the largest
 product of them that divides it: what it is worth stays the same.
 
->>> split(Fraction(24 * 4096**2), {"h": 4096, "V": 50257})
-(Fraction(24, 1), ('h', 'h'))
+>>> named(Fraction(24 * 4096**2), {"h": 4096, "V": 50257})
+24*h**2
 """
 
 from __future__ import annotations
@@ -21,35 +21,40 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
 
+import sympy
+
 from parcompiler.graph import Block, Graph
 
 PRODUCTS = ((), ("h",), ("V",), ("f",), ("h", "h"), ("h", "V"), ("h", "f"))
-LEAST = 16  # smaller numbers are no names' worth
+LEAST = 16  # smaller numbers get no name
 
 
 def names_of(graph: Graph) -> dict[str, int]:
     """The named sizes of a model (the whole one)."""
-    tables = [item.shape for item in graph.parameters if item.node in _looked_up(graph)]
-    matrices = [item.shape for item in graph.parameters if len(item.shape) == 2]
-    counted = Counter(dim for shape in matrices for dim in shape if dim >= LEAST)
-    found: dict[str, int] = {}
-    if tables:
-        rows, width = max(tables)
-        found |= {"h": width, "V": rows}
-    elif counted:
-        found["h"] = counted.most_common(1)[0][0]
-    for dim, _ in counted.most_common():
-        if found and dim not in found.values() and dim % found["h"]:
-            found["f"] = dim
+    tables = {
+        operand.name
+        for node in graph.fx_graph.nodes
+        if "embedding" in str(node.target)
+        for operand in node.all_input_nodes
+    }
+    matrices = [item for item in graph.parameters if len(item.shape) == 2]
+    common = Counter(dim for item in matrices for dim in item.shape if dim >= LEAST)
+    names: dict[str, int] = {}
+    if largest := max((item.shape for item in matrices if item.node in tables), default=None):
+        names = {"h": largest[1], "V": largest[0]}
+    elif common:
+        names = {"h": common.most_common(1)[0][0]}
+    for dim, _ in common.most_common():
+        if names and dim not in names.values() and dim % names["h"]:
+            names["f"] = dim
             break
-    kept = {letter: number for letter, number in found.items() if number >= LEAST}
-    return kept if "h" in kept else {}
+    names = {letter: number for letter, number in names.items() if number >= LEAST}
+    return names if "h" in names else {}
 
 
-def of_block(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, int]:
+def names_in(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, int]:
     """The named sizes that tensors of a block have, of h and f also multiples."""
-    shapes = (graph.by_name[binding.name].whole.shape for binding in block.tensors)
-    dims = {dim for shape in shapes for dim in shape}
+    dims = {dim for binding in block.tensors for dim in graph.by_name[binding.name].whole.shape}
     return {
         letter: number
         for letter, number in names.items()
@@ -57,26 +62,18 @@ def of_block(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, 
     }
 
 
-def split(number: Fraction, names: Mapping[str, int]) -> tuple[Fraction, tuple[str, ...]]:
-    """A number as a factor and named sizes: the largest product that divides it."""
+def named(number: Fraction, names: Mapping[str, int]) -> sympy.Expr:
+    """A coefficient with the largest product of named sizes that divides it."""
     products = {
         letters: prod(names[letter] for letter in letters)
         for letters in PRODUCTS
-        if all(letter in names for letter in letters)
+        if names.keys() >= {*letters}
     }
-    fitting = (
-        letters for letters, size in products.items() if number.numerator % size == 0 or not letters
-    )
-    best = max(fitting, key=lambda letters: products[letters])
-    return number / products[best], best
+    dividing = [letters for letters, size in products.items() if number.numerator % size == 0]
+    best = max(dividing, key=products.__getitem__)
+    return sympy.Rational(number / products[best]) * sympy.Mul(*map(symbol, best))
 
 
-def _looked_up(graph: Graph) -> set[str]:
-    """The placeholders of the matrices that embeddings read."""
-    return {
-        operand.name
-        for node in graph.fx_graph.nodes
-        if "embedding" in str(node.target)
-        for operand in node.all_input_nodes
-        if operand.name in graph.by_node and len(graph.by_node[operand.name].shape) == 2
-    }
+def symbol(letter: str) -> sympy.Symbol:
+    """The symbol of a size."""
+    return sympy.Symbol(letter, integer=True, positive=True)

@@ -1,8 +1,7 @@
-"""Values and what is known of nodes at other sizes."""
+"""Values without data, and what ranks exchange of them, at other sizes."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from math import prod
@@ -11,59 +10,51 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.cost.stand_in import stand_in, tensors
-from parcompiler.spmd.runtime_call import Actions, NodeCollectives, is_conversion
-from parcompiler.symbolic.reading import Reading, Shape, Unfit
-from parcompiler.symbolic.sizes import Sizes
+from parcompiler.cost.stand_in import stand_in
+from parcompiler.spmd.runtime_call import NodeCollectives, is_conversion
+from parcompiler.symbolic.readings import Shape
+from parcompiler.symbolic.sizes import Unfit
+
+Pair = tuple[fx.Node, fx.Node]  # a node and its copy
 
 
-def number_at(item: Reading | Sequence[Reading], shape: Shape | None, sizes: Sizes) -> Any:
-    """The number, or the numbers of a list."""
-    if isinstance(item, Reading):
-        return item.at(shape or (), sizes)
-    return [reading.at(shape or (), sizes) for reading in item]
-
-
-def shapes_of(operand: tuple[fx.Node, fx.Node]) -> tuple[Shape | None, Shape | None]:
+def shapes_of(pair: Pair) -> tuple[Shape | None, Shape | None]:
     """The shape of a node at capture and of its copy, if they yield a tensor."""
-    before, after = (node.meta.get("val") for node in operand)
+    before, after = (node.meta.get("val") for node in pair)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return None, None
     return tuple(before.shape), tuple(after.shape)
 
 
-def meta_at(node: fx.Node, operands: Sequence[tuple[fx.Node, fx.Node]]) -> dict[str, Any]:
-    """What is known of a node before it has run; ranks exchange more where tensors are larger."""
-    meta = dict(node.meta)
-    said: NodeCollectives | None = meta.get("exchange")
-    if said is None:
-        return meta
-    grown = next((pair for pair in operands if operator.ne(*shapes_of(pair))), operands[0])
-    before, after = shapes_of(grown)
+def with_exchange(node: fx.Node, operands: Sequence[Pair]) -> dict[str, Any]:
+    """The `meta` of a node's copy before it has run: ranks exchange more where tensors are larger.
+
+    Raises Unfit.
+    """
+    exchange: NodeCollectives | None = node.meta.get("exchange")
+    if exchange is None:
+        return dict(node.meta)
+    shapes = [shapes_of(pair) for pair in operands]
+    before, after = next((pair for pair in shapes if pair[0] != pair[1]), shapes[0])
     if before is None or after is None:
         message = "what ranks exchange is no tensor"
         raise Unfit(message)
     factor = Fraction(prod(after), max(1, prod(before)))
-    forward, backward = _grown(said.forward, factor), _grown(said.backward, factor)
-    meta["exchange"] = NodeCollectives(said.n, forward, backward)
+    sides = (
+        tuple((action, float(factor * Fraction(nbytes))) for action, nbytes in side)
+        for side in (exchange.forward, exchange.backward)
+    )
+    meta = {**node.meta, "exchange": NodeCollectives(exchange.n, *sides)}
     if is_conversion(node):
-        meta["val"] = _converted(meta["val"], before, after)
+        # It yields each dimension as many times as long as that of its operand.
+        value = meta["val"]
+        columns = zip(before, value.shape, after, strict=True)
+        shape = [Fraction(new, max(1, old)) * size for old, new, size in columns]
+        if any(size.denominator != 1 for size in shape):
+            message = "ranks would hold pieces of different sizes"
+            raise Unfit(message)
+        meta["val"] = with_shape(value, tuple(map(int, shape)))
     return meta
-
-
-def _grown(said: Actions, factor: Fraction) -> Actions:
-    """The same actions on so many times the bytes."""
-    return tuple((action, float(factor * Fraction(nbytes))) for action, nbytes in said)
-
-
-def _converted(value: torch.Tensor, before: Shape, after: Shape) -> Any:
-    """The result of a conversion, which makes each dimension so many times as long."""
-    ratios = [Fraction(new, max(1, old)) for old, new in zip(before, value.shape, strict=True)]
-    shape = [ratio * size for ratio, size in zip(ratios, after, strict=True)]
-    if any(size.denominator != 1 for size in shape):
-        message = "ranks would hold pieces of different sizes"
-        raise Unfit(message)
-    return with_shape(value, tuple(map(int, shape)))
 
 
 def with_shape(value: torch.Tensor, shape: Shape) -> Any:
@@ -76,10 +67,3 @@ def with_shape(value: torch.Tensor, shape: Shape) -> Any:
             strides[dim] = step
             step *= max(1, shape[dim])
     return stand_in(torch.empty_strided(shape, strides, dtype=value.dtype, device="meta"))
-
-
-def alike(before: Any, after: Any) -> bool:
-    """Whether two values are as many tensors of the same dtypes and numbers of dimensions."""
-    kinds = ([(t.dtype, t.dim()) for t in tensors(value)] for value in (before, after))
-    first, second = kinds
-    return first == second

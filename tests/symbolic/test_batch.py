@@ -13,8 +13,8 @@ from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, capturing, sizes_of
-from parcompiler.symbolic.questions import Again
+from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, capture_at, sizes_of
+from parcompiler.symbolic.sizes import CaptureAt
 from tests.symbolic.models import made
 
 
@@ -29,7 +29,7 @@ def problem_of(graph: Graph) -> Problem:
     return Problem(graph, Mesh(pipeline=2, device="h100"), Options(4))
 
 
-def at_rows(graph: Graph, rows: int, again: Again | None = None) -> Graph:
+def at_rows(graph: Graph, rows: int, again: CaptureAt | None = None) -> Graph:
     """A graph at so many rows."""
     return ResizableGraph(problem_of(graph), (batch_of(graph),), again).at({"b": rows})
 
@@ -53,7 +53,7 @@ def test_a_second_capture_says_what_the_graph_leaves_open(name: str) -> None:
     graph = graph_of(name, 2)
     with pytest.raises(Unfit, match=r"may follow from other sizes|may mean the size 2"):
         at_rows(graph, 6)
-    again = capturing(made(name, 2)[0], graph, sizes_of(graph), None)
+    again = capture_at(made(name, 2)[0], graph, sizes_of(graph), None)
     check_costs(at_rows(graph, 6, again), graph_of(name, 6))
 
 

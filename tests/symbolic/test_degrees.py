@@ -15,11 +15,10 @@ from parcompiler.models import gpt
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic import Costs, Figures, closed_forms
+from parcompiler.symbolic import Costs, StepFigures, Unfit, closed_forms
 from parcompiler.symbolic.degrees import with_tensor
-from parcompiler.symbolic.forms import FIELDS, symbol
-from parcompiler.symbolic.ranks import check
-from parcompiler.symbolic.reading import Unfit
+from parcompiler.symbolic.forms import FIELDS, check_ranks
+from parcompiler.symbolic.naming import symbol
 from tests.symbolic.models import made
 
 PINS = {
@@ -58,7 +57,7 @@ def program_of(
     )
 
 
-def agree(found: Figures, fresh: pc.Program) -> None:
+def agree(found: StepFigures, fresh: pc.Program) -> None:
     """What was found of a step is what its simulation and its report say."""
     step, report = fresh.simulate(), fresh.report()
     assert found.step_time == step.step_time
@@ -254,10 +253,10 @@ def test_forms_that_are_wrong_on_other_ranks_are_refused() -> None:
     costs = split(8).costs
     level = split(8).plan.granularity
     assert level is not None
-    two = closed_forms(costs.problem, costs.problem.priced(level))
-    check(costs.over_ranks, {2: two})
+    two = closed_forms(costs.problem, level)
+    check_ranks(costs.over_ranks, {2: two})
     with pytest.raises(Unfit, match="flops_forward of Layer on 2, 4 ranks does not tell it"):
-        check(costs.over_ranks, {3: two})
+        check_ranks(costs.over_ranks, {3: two})
 
 
 def test_ranks_that_do_not_tell_a_form_are_named() -> None:
