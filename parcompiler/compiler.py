@@ -27,7 +27,7 @@ from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import (
     GIVEN,
-    Sizes,
+    MicrobatchSizes,
     Wanted,
     global_microbatches,
     search,
@@ -233,7 +233,7 @@ def _sizes(
     wanted: Wanted,
     source: nn.Module | None,
     loss: Callable[[Any], torch.Tensor] | None,
-) -> Sizes:
+) -> MicrobatchSizes:
     """The problem for micro-batches of other rows too, of which one may be captured later."""
     options = problem.options
 
@@ -242,7 +242,9 @@ def _sizes(
         with in_modes(source, captured.modes):
             return _captured(source, inputs, loss, options.narrow)
 
-    return Sizes(problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options))
+    return MicrobatchSizes(
+        problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options)
+    )
 
 
 def _kind(narrow: torch.dtype | None) -> str:

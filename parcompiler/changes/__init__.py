@@ -1,11 +1,11 @@
 """Two plans compared: what changed, in words, and what it does to time and memory.
 
-comparison.py ── words.py   which fields differ
-       └──────── side.py    what the plans are, and their predicted time and memory
+comparison.py ── differences.py   which fields differ
+       └──────── side.py          what the plans are, and their predicted time and memory
 """
 
 from parcompiler.changes.comparison import Comparison
-from parcompiler.changes.side import Figures, Side, read, written
-from parcompiler.changes.words import Change, changes
+from parcompiler.changes.differences import Change, changes
+from parcompiler.changes.side import Prediction, Side, read, written
 
-__all__ = ["Change", "Comparison", "Figures", "Side", "changes", "read", "written"]
+__all__ = ["Change", "Comparison", "Prediction", "Side", "changes", "read", "written"]

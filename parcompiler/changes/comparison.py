@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parcompiler.changes.side import Figures, Side
-from parcompiler.changes.words import Change, changes
+from parcompiler.changes.differences import Change, changes
+from parcompiler.changes.side import Side
 from parcompiler.report.names import clean
 from parcompiler.report.render import ASCII
 from parcompiler.report.units import BYTES, SECONDS, Scale, column, percent
@@ -16,7 +16,7 @@ from parcompiler.report.units import BYTES, SECONDS, Scale, column, percent
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The changes from one plan to another, and the figures of both."""
+    """The changes from one plan to another, and what is predicted of both."""
 
     before: Side
     after: Side
@@ -29,16 +29,16 @@ class Comparison:
 
     def __str__(self) -> str:
         """Lines for a terminal, plain ASCII."""
-        lines = [f"{self.before.name} -> {self.after.name}", "", *_said(self.changes), ""]
-        return "\n".join(map(_plain, [*lines, *_told(self.before, self.after)]))
+        lines = [f"{self.before.name} -> {self.after.name}", "", *_changed(self.changes), ""]
+        return "\n".join(map(_plain, [*lines, *_predicted(self.before, self.after)]))
 
     def data(self) -> dict[str, Any]:
-        """The same as the json module writes it."""
+        """The comparison as the json module writes it."""
         return {
             "changes": [dataclasses.asdict(change) for change in self.changes],
             "equal": not self.changes,
-            "before": _side_data(self.before),
-            "after": _side_data(self.after),
+            "before": _data(self.before),
+            "after": _data(self.after),
         }
 
 
@@ -47,43 +47,41 @@ def _plain(line: str) -> str:
     return clean(line).translate(ASCII).encode("ascii", "backslashreplace").decode()
 
 
-def _said(found: tuple[Change, ...]) -> Iterator[str]:
+def _changed(changes: tuple[Change, ...]) -> Iterator[str]:
     """The changes below each other, each field named once."""
-    if not found:
+    if not changes:
         yield "The plans are the same."
         return
     yield "What changed"
-    wide = max(len(change.field) for change in found)
-    last = ""
-    for change in found:
-        yield f"  {change.field if change.field != last else '':{wide}}  {change.text}"
-        last = change.field
+    wide = max(len(change.field) for change in changes)
+    for before, change in zip((None, *changes), changes, strict=False):
+        named = before is not None and before.field == change.field
+        yield f"  {'' if named else change.field:{wide}}  {change.text}"
 
 
-def _told(before: Side, after: Side) -> Iterator[str]:
-    """The figures of both plans, or why there are none."""
-    if before.figures is None or after.figures is None:
+def _predicted(before: Side, after: Side) -> Iterator[str]:
+    """The predictions for both plans, or why there are none."""
+    one, other = before.prediction, after.prediction
+    if one is None or other is None:
         for side in (before, after):
-            if side.figures is None:
+            if side.prediction is None:
                 yield f"No predicted time and memory of {side.name}: {side.why}."
         yield "(parcompiler plan --json and exported folders have them.)"
         return
-    yield "What it does"
-    rows = [("predicted", "before", "after", "change"), *_rows(before.figures, after.figures)]
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(row[k].rjust(widths[k]) for k in (1, 2, 3))]
-        yield f"  {'  '.join(cells)}".rstrip()
-
-
-def _rows(one: Figures, other: Figures) -> Iterator[tuple[str, ...]]:
-    """A line for each figure: before, after, and how much that is."""
-    yield _row("time of a step", one.seconds, other.seconds, SECONDS)
-    yield _row("idle, mean of the ranks", one.idle, other.idle)
-    yield _row("FLOPs used (MFU)", one.mfu, other.mfu)
-    yield _row("memory of the fullest rank", one.peak, other.peak, BYTES)
+    rows = [
+        ("predicted", "before", "after", "change"),
+        _row("time of a step", one.seconds, other.seconds, SECONDS),
+        _row("idle, mean of the ranks", one.idle, other.idle),
+        _row("FLOPs used (MFU)", one.mfu, other.mfu),
+        _row("memory of the fullest rank", one.peak, other.peak, BYTES),
+    ]
     if one.limit != other.limit:
-        yield _row("memory of a device", one.limit, other.limit, BYTES)
+        rows.append(_row("memory of a device", one.limit, other.limit, BYTES))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    yield "What it does"
+    for name, *cells in rows:
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield f"  {'  '.join((name.ljust(widths[0]), *numbers))}".rstrip()
 
 
 def _row(name: str, one: float, other: float, scale: Scale | None = None) -> tuple[str, ...]:
@@ -100,6 +98,6 @@ def _row(name: str, one: float, other: float, scale: Scale | None = None) -> tup
     return name, *cells, "same" if one == other else change
 
 
-def _side_data(side: Side) -> dict[str, Any]:
-    predicted = None if side.figures is None else dataclasses.asdict(side.figures)
+def _data(side: Side) -> dict[str, Any]:
+    predicted = None if side.prediction is None else dataclasses.asdict(side.prediction)
     return {"name": side.name, "predicted": predicted}

@@ -25,12 +25,12 @@ PREDICTED = "predicted"  # beside the fields of a plan: `Plan.from_json` leaves 
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Prediction:
     """Seconds of the predicted step, the mean fraction that ranks are idle, the fraction of their
     FLOPs that is used, and the bytes of the fullest rank at each pipeline coordinate.
 
-    `plan` is the digest of the plan that they are of, `limit` the memory of one device in bytes;
-    of several devices the least.
+    `plan` is the digest of the plan, `limit` the memory of one device in bytes; of several devices
+    the least.
     """
 
     plan: str
@@ -46,19 +46,19 @@ class Figures:
         return max(self.memory, default=0)
 
     @classmethod
-    def of(cls, plan: Plan, report: Report) -> Figures:
-        """The figures in a report of this plan."""
+    def of(cls, plan: Plan, report: Report) -> Prediction:
+        """What a report of this plan says."""
         step, memory = report.step, tuple(rank.peak_memory for rank in report.ranks)
         return cls(digest(plan), step.seconds, step.idle, step.mfu, memory, report.mesh.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A plan and where it is from. Without `figures`, `why` says why there are none."""
+    """A plan and where it is from; or `why` nothing is predicted of it."""
 
     name: str
     plan: Plan
-    figures: Figures | None = None
+    prediction: Prediction | None = None
     why: str = ""
 
 
@@ -68,9 +68,9 @@ def digest(plan: Plan) -> str:
 
 
 def written(plan: Plan, report: Report) -> str:
-    """A plan as JSON, with its figures; `Plan.from_json` reads it, and so does `read`."""
-    data = json.loads(plan.to_json()) | {PREDICTED: dataclasses.asdict(Figures.of(plan, report))}
-    return json.dumps(data, indent=2, sort_keys=True) + "\n"
+    """A plan as JSON, with its prediction; `Plan.from_json` reads it, and so does `read`."""
+    predicted = {PREDICTED: dataclasses.asdict(Prediction.of(plan, report))}
+    return json.dumps(json.loads(plan.to_json()) | predicted, indent=2, sort_keys=True) + "\n"
 
 
 def read(path: Path) -> Side:
@@ -78,19 +78,20 @@ def read(path: Path) -> Side:
 
     Raises InputError, naming the file, when there is none or its fields are not as expected.
     """
-    folder = documents.path_of(path).is_dir()
-    if folder and not (path / EXPORTED).is_file():
+    if not documents.path_of(path).is_dir():
+        return _parsed(path, lambda text: _side(str(path), text))
+    file, report = path / EXPORTED, path / "report.json"
+    if not file.is_file():
         message = f"{path} is no exported program: it has no {EXPORTED}"
         raise InputError(message)
-    file, report = path / EXPORTED if folder else path, path / "report.json"
     side = _parsed(file, lambda text: _side(str(path), text))
-    if folder and report.is_file():
+    if report.is_file():
         return _parsed(report, lambda text: _reported(side.name, side.plan, text))
     return side
 
 
 def _parsed(path: Path, parse: Callable[[str], Side]) -> Side:
-    """What a file says. Raises InputError that names it."""
+    """The side that a file has. Raises InputError that names it."""
     text = documents.text_of(path)
     try:
         return parse(text)
@@ -107,42 +108,35 @@ def _side(name: str, text: str) -> Side:
     plan = Plan.from_json(json.dumps(data["plan"]) if printed else text)
     for message in _faults(plan):
         raise InputError(message)
-    if printed:
-        report = data.get("report")
-        if report is None:
-            return Side(name, plan, why="it has no report")
-        return _reported(name, plan, json.dumps(report))
-    if PREDICTED not in data:
-        return Side(name, plan, why="it is a plan alone")
-    figures = documents.value(Figures, data[PREDICTED], PREDICTED)
-    if figures.plan != digest(plan):
+    if printed and data.get("report") is not None:
+        return _reported(name, plan, json.dumps(data["report"]))
+    if printed or PREDICTED not in data:
+        return Side(name, plan, why="it has no report" if printed else "it is a plan alone")
+    prediction = documents.value(Prediction, data[PREDICTED], PREDICTED)
+    if prediction.plan != digest(plan):
         return Side(name, plan, why="it was edited after its figures were predicted")
-    return Side(name, plan, figures)
+    return Side(name, plan, prediction)
 
 
 def _reported(name: str, plan: Plan, text: str) -> Side:
-    """A side with the figures of a report, unless that is of another plan."""
+    """A side with the prediction of a report, unless the plan was edited after that."""
     report = Report.from_json(text)
-    if not _agrees(plan, report):
-        return Side(name, plan, why="it was edited after its report was made")
-    return Side(name, plan, Figures.of(plan, report))
-
-
-def _agrees(plan: Plan, report: Report) -> bool:
-    """Whether a report is of this plan, as far as it tells: not of it before it was edited."""
     mesh, choices = report.mesh, report.choices
     names = tuple(device.name for device in mesh.devices) or (mesh.device,) * mesh.pipeline
-    shape = (mesh.pipeline, mesh.data, mesh.tensor, names)
-    reported = (choices.microbatches, choices.precision, choices.optimizer, choices.schedule)
-    stages = tuple((stage.blocks, stage.rank) for stage in report.stages)
-    planned = plan.mesh
-    return (
-        report.model.name == plan.model
-        and shape == (planned.pipeline, planned.data, planned.tensor, planned.devices)
-        and reported == (plan.microbatches, plan.precision, plan.optimizer, plan.schedule)
-        and stages == tuple((stage.blocks, stage.rank) for stage in plan.stages or ())
-        and choices.recompute == (plan.recompute or ())
+    reported = (
+        *(report.model.name, mesh.pipeline, mesh.data, mesh.tensor, names),
+        *(choices.microbatches, choices.precision, choices.optimizer, choices.schedule),
+        *(choices.recompute, [(stage.blocks, stage.rank) for stage in report.stages]),
     )
+    shape, stages = plan.mesh, plan.stages or ()
+    planned = (
+        *(plan.model, shape.pipeline, shape.data, shape.tensor, shape.devices),
+        *(plan.microbatches, plan.precision, plan.optimizer, plan.schedule),
+        *(plan.recompute or (), [(stage.blocks, stage.rank) for stage in stages]),
+    )
+    if reported != planned:
+        return Side(name, plan, why="it was edited after its report was made")
+    return Side(name, plan, Prediction.of(plan, report))
 
 
 def _faults(plan: Plan) -> Iterator[str]:

@@ -30,14 +30,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompiler.errors import InputError, ParcompilerError, PlanError
+from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
-from parcompiler.meshes.sizes import GIVEN, Sizes, Wanted, wanted_rows
+from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
 from parcompiler.meshes.space import Candidate, global_microbatches, space
-from parcompiler.meshes.weigh import Check, given, may_be_below, named, planned
+from parcompiler.meshes.weigh import Check, may_be_below, on_mesh, planned, unplanned
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import Observer
 from parcompiler.passes.schedule import TOO_LARGE
@@ -49,11 +49,23 @@ WORK = "its work alone takes that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 
-__all__ = ["GIVEN", "Check", "Sizes", "Wanted", "global_microbatches", "search", "wanted_rows"]
+__all__ = [
+    "GIVEN",
+    "Check",
+    "MicrobatchSizes",
+    "Wanted",
+    "global_microbatches",
+    "search",
+    "wanted_rows",
+]
 
 
 def search(
-    sizes: Sizes, cluster: Cluster, passes: Sequence[Pass], check: Check, observer: Observer
+    sizes: MicrobatchSizes,
+    cluster: Cluster,
+    passes: Sequence[Pass],
+    check: Check,
+    observer: Observer,
 ) -> tuple[Graph, Problem, Plan]:
     """The best mesh: the captured graph, its problem and plan, in which all that was weighed is
     told.
@@ -69,11 +81,15 @@ def search(
 
 
 def _weighed(
-    sizes: Sizes, cluster: Cluster, passes: Sequence[Pass], check: Check, observer: Observer
-) -> _Search:
+    sizes: MicrobatchSizes,
+    cluster: Cluster,
+    passes: Sequence[Pass],
+    check: Check,
+    observer: Observer,
+) -> MeshSearch:
     """All meshes weighed, of which one is the best."""
     with observer("bounds of meshes"):
-        found = _Search(sizes, passes, check, observer)
+        found = MeshSearch(sizes, passes, check, observer)
         candidates = list(found.candidates(cluster))
     found.run([candidate for candidate in candidates if not candidate.deep])
     deep = [candidate for candidate in candidates if candidate.deep]
@@ -90,7 +106,7 @@ def _weighed(
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
+class Incumbent:
     """The best so far."""
 
     seconds: float
@@ -104,17 +120,17 @@ class _Best:
         return self.seconds, self.candidate.place
 
 
-class _Search:
+class MeshSearch:
     """The state of a search: the best so far, and what is known of every mesh."""
 
     def __init__(
-        self, sizes: Sizes, passes: Sequence[Pass], check: Check, observer: Observer
+        self, sizes: MicrobatchSizes, passes: Sequence[Pass], check: Check, observer: Observer
     ) -> None:
         self.sizes, self.passes = sizes, passes
         self.check, self.observer = check, observer
         self.faults = {rows: sizes.fault(rows) for rows in sizes.rows}
         self.bounds = {rows: Bounds(sizes.at(rows)) for rows in sizes.rows if not self.faults[rows]}
-        self.best: _Best | None = None
+        self.best: Incumbent | None = None
         self.known: dict[int, MeshChoice] = {}
         self.problems: dict[int, Problem] = {}  # they keep what was found for a bound
         self.refused: set[int] = set()  # meshes that the options exclude
@@ -173,7 +189,7 @@ class _Search:
         """
         heap: list[tuple[float, int, str, Candidate]] = []
         for candidate in candidates:
-            self.known[candidate.place] = named(candidate)
+            self.known[candidate.place] = unplanned(candidate)
             if candidate.reason is None and self._has_room(candidate):
                 bound = self.bounds[candidate.rows].seconds(candidate)
                 heap.append((bound, candidate.place, WORK, candidate))
@@ -199,19 +215,18 @@ class _Search:
     def _even(self, candidate: Candidate) -> float:
         """Seconds with even stages, and with what tensor ranks really do."""
         with self.observer(self._title("bound of", candidate)):
-            return even_seconds(self._given(candidate))
+            return even_seconds(self._problem(candidate))
 
-    def _given(self, candidate: Candidate) -> Problem:
+    def _problem(self, candidate: Candidate) -> Problem:
         """The problem of a candidate; it keeps what was found for a bound."""
         if candidate.place not in self.problems:
-            own = given(self.sizes.at(candidate.rows), candidate)
-            self.problems[candidate.place] = own
+            self.problems[candidate.place] = on_mesh(self.sizes.at(candidate.rows), candidate)
         return self.problems[candidate.place]
 
     def leave(self, candidates: Sequence[Candidate]) -> None:
         """Note meshes that are not weighed, as others fit."""
         for candidate in candidates:
-            self.known[candidate.place] = named(candidate)
+            self.known[candidate.place] = unplanned(candidate)
             if candidate.reason is None and self._has_room(candidate):
                 stages = candidate.mesh.pipeline
                 self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")
@@ -246,7 +261,7 @@ class _Search:
 
     def _weigh(self, candidate: Candidate) -> None:
         """Plan a mesh in full."""
-        problem = self._given(candidate)
+        problem = self._problem(candidate)
         try:
             with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
@@ -258,16 +273,16 @@ class _Search:
         except InputError as error:
             self.wrong = self.wrong or error
             self.refused.add(candidate.place)
-            self._note(candidate, reason=_first_line(error))
+            self._note(candidate, reason=first_line(error))
             return
         except PlanError as error:  # nothing fits, or nothing was found that does
             self.full = True
-            self._note(candidate, reason=_first_line(error))
+            self._note(candidate, reason=first_line(error))
             return
         assert choice.seconds is not None, "it was simulated"
         self.known[candidate.place] = choice
         if self.best is None or (choice.seconds, candidate.place) < self.best.rank:
-            self.best = _Best(choice.seconds, candidate, problem, plan)
+            self.best = Incumbent(choice.seconds, candidate, problem, plan)
 
     def _title(self, what: str, candidate: Candidate) -> str:
         """A step of the search, for who watches it."""
@@ -302,8 +317,3 @@ def _impossible(candidates: Sequence[Candidate]) -> InputError:
     reasons = list(dict.fromkeys(c.reason for c in candidates if c.reason))
     message = f"no mesh of the cluster can be: {'; '.join(reasons[:4])}"
     return InputError(message)
-
-
-def _first_line(error: ParcompilerError) -> str:
-    """What an error says, in short."""
-    return str(error).splitlines()[0]

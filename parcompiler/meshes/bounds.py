@@ -28,8 +28,7 @@ from functools import cached_property
 
 from torch import fx
 
-from parcompiler.cost import Operation, seconds
-from parcompiler.device import Device
+from parcompiler.cost import BlockCost, Operation, seconds
 from parcompiler.errors import InputError, PlanError
 from parcompiler.meshes.space import Candidate
 from parcompiler.passes.decide import start
@@ -103,24 +102,23 @@ class Bounds:
 
     def nbytes(self, candidate: Candidate) -> int:
         """Bytes that the fullest rank holds at least."""
-        return max(self.states_of(candidate), math.ceil(self.moment / candidate.mesh.tensor))
+        return max(self.states_of(candidate), math.ceil(self.activations / candidate.mesh.tensor))
 
     def states_of(self, candidate: Candidate) -> int:
         """Bytes of parameters, gradients and optimizer states on the fullest rank at least."""
         return math.ceil(self.states / (candidate.mesh.pipeline * candidate.mesh.tensor))
 
     @cached_property
-    def moment(self) -> int:
-        """Bytes of activations alive at once, on one device, of whichever block needs most."""
-        return min(max(self._kept(level), default=0) for level in self.problem.levels)
-
-    def _kept(self, level: int) -> Iterator[int]:
-        """Bytes that each block keeps inside for its backward: a recomputed one has them too, when
-        that begins."""
-        priced = self.problem.priced(level)
-        for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
-            if self._shared.isdisjoint(block.nodes):
-                yield cost.saved - cost.saved_outputs
+    def activations(self) -> int:
+        """Bytes that the largest block keeps inside for its backward, on one device: a recomputed
+        one has them too, when that begins."""
+        return min(
+            max(
+                (cost.saved - cost.saved_outputs for cost in self._costs(level, vocabulary=False)),
+                default=0,
+            )
+            for level in self.problem.levels
+        )
 
     def seconds(self, candidate: Candidate) -> float:
         """Seconds of a step without idle time or exchange. 0 where times are measured."""
@@ -132,21 +130,27 @@ class Bounds:
         return candidate.microbatches * self._works[tensor] / candidate.mesh.pipeline * ROUNDING
 
     def _work(self, level: int, tensor: int) -> float:
-        """Seconds of all blocks at a granularity for a micro-batch, on so many devices at best."""
-        priced, device = self.problem.priced(level), self.problem.device
-        total = 0.0
-        for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
-            if self._shared.isdisjoint(block.nodes):
-                total += _at_best(cost.forward, tensor, device)
-                total += _at_best(cost.backward, tensor, device)
-            else:
-                products = (o for o in (*cost.forward, *cost.backward) if o.kind == "matmul")
-                total += _at_best(products, tensor, device, kernels=False)
+        """Seconds of all blocks at a granularity for a micro-batch that `tensor` devices divide
+        evenly; of the layers of the vocabulary only the matrix products count."""
+        device, total = self.problem.device, 0.0
+        for cost in self._costs(level, vocabulary=False):
+            total += seconds(_divided((*cost.forward, *cost.backward), tensor), device)
+        for cost in self._costs(level, vocabulary=True):
+            products = [o for o in (*cost.forward, *cost.backward) if o.kind == "matmul"]
+            kernels = device.launch_overhead * len(products)
+            total += max(0.0, seconds(_divided(products, tensor), device) - kernels)
         return total
 
+    def _costs(self, level: int, *, vocabulary: bool) -> Iterator[BlockCost]:
+        """The costs of the blocks with layers of the vocabulary, or of all others."""
+        priced = self.problem.priced(level)
+        for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
+            if self._spreadable.isdisjoint(block.nodes) != vocabulary:
+                yield cost
+
     @cached_property
-    def _shared(self) -> frozenset[fx.Node]:
-        """The nodes that may be computed in another way: lookups, and all behind the head."""
+    def _spreadable(self) -> frozenset[fx.Node]:
+        """The nodes that all ranks may compute together: lookups, and all behind the head."""
         graph = self.problem.graph
         nodes, head = graph.fx_graph.nodes, find(graph, 1).head
         behind = {head.product} if head else set()
@@ -156,13 +160,7 @@ class Bounds:
         return frozenset(behind | {node for node in nodes if name_of(node) in VOCABULARY})
 
 
-def _at_best(
-    operations: Iterable[Operation], tensor: int, device: Device, *, kernels: bool = True
-) -> float:
-    """Seconds of operations that `tensor` devices divide evenly."""
-    pieces = [
-        dataclasses.replace(one, flops=one.flops / tensor, nbytes=one.nbytes / tensor)
-        for one in operations
-    ]
-    overhead = 0.0 if kernels else device.launch_overhead * len(pieces)
-    return max(0.0, seconds(pieces, device) - overhead)
+def _divided(operations: Iterable[Operation], parts: int) -> Iterator[Operation]:
+    """Operations of which each of `parts` devices does as much."""
+    for one in operations:
+        yield dataclasses.replace(one, flops=one.flops / parts, nbytes=one.nbytes / parts)

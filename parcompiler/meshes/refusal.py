@@ -6,14 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parcompiler import device as catalogue
 from parcompiler.errors import InfeasibleError, ParcompilerError
-from parcompiler.mesh import Cluster, Mesh
+from parcompiler.mesh import Cluster
 from parcompiler.meshes.bounds import Bounds
-from parcompiler.meshes.sizes import Sizes
+from parcompiler.meshes.sizes import MicrobatchSizes
 from parcompiler.meshes.space import Candidate
-from parcompiler.meshes.weigh import given, planned
+from parcompiler.meshes.weigh import on_mesh, planned
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import Observer, decide
 from parcompiler.problem import Problem
@@ -23,8 +24,9 @@ TRIED = 3  # meshes, those with the least states on a rank
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least bytes of a device that were found to do, and on which mesh."""
+class LeastMemory:
+    """The least bytes of a device with which a plan was made, and the candidate; `states` of them
+    are parameters, gradients and optimizer states."""
 
     nbytes: int
     candidate: Candidate
@@ -32,7 +34,10 @@ class Least:
 
 
 def nothing_fits(
-    cluster: Cluster, sizes: Sizes, candidates: Sequence[Candidate], passes: Sequence[Pass]
+    cluster: Cluster,
+    sizes: MicrobatchSizes,
+    candidates: Sequence[Candidate],
+    passes: Sequence[Pass],
 ) -> InfeasibleError:
     """The error for a model of which no mesh has room."""
     least = _least(sizes, candidates, passes)
@@ -71,7 +76,7 @@ def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observe
 
 
 def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
-    """What to say of the fewest ranks that would do where a mesh has too little memory.
+    """The fewest ranks that would do where a mesh has too little memory, in words.
 
     Fewer than a bound cannot hold the states; which pipeline of more ranks fits is tried, with
     everything recomputed. Nothing where memory is not the reason, or ranks have several devices.
@@ -79,38 +84,31 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
     mesh, options = problem.mesh, problem.options
     if not mesh.is_uniform or not isinstance(options.schedule, str):
         return
-    hardware = mesh.hardware
-    roomy = dataclasses.replace(mesh, device=dataclasses.replace(hardware, memory=ENDLESS))
-    if not _does(problem, roomy, passes):
+    lean, hardware = plainest(problem), mesh.hardware
+
+    def fits(**changes: Any) -> bool:
+        other = dataclasses.replace(mesh, **changes)
+        try:
+            decide(lean.anew(mesh=other, bench=None, explain=False), passes)
+        except ParcompilerError:
+            return False
+        return True
+
+    if not fits(device=dataclasses.replace(hardware, memory=ENDLESS)):
         return
     bounds = Bounds(problem)
     least = math.ceil(bounds.states / (mesh.tensor * hardware.memory))
-    held = f"parameters, gradients and optimizer states are {bounds.states:,} bytes in all"
-    replicas, given = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
-    fewer = f"fewer than {least * replicas} ranks (pipeline={least}, {given})"
-    yield f"{held}: {fewer} cannot hold them"
+    states = f"parameters, gradients and optimizer states are {bounds.states:,} bytes in all"
+    replicas, others = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
+    fewer = f"fewer than {least * replicas} ranks (pipeline={least}, {others})"
+    yield f"{states}: {fewer} cannot hold them"
     low, most = max(least, mesh.pipeline + 1), max(bounds.blocks)
-    enough = _smallest(low, most, lambda p: _does(problem, _longer(mesh, p), passes))
+    enough = _smallest(low, most, lambda pipeline: fits(pipeline=pipeline))
     if enough is None:
-        yield f"no pipeline of up to {most} ranks was found to fit with {given}: raise tensor"
+        yield f"no pipeline of up to {most} ranks was found to fit with {others}: raise tensor"
     else:
-        ranks = f"{enough * replicas} ranks (pipeline={enough}, {given})"
+        ranks = f"{enough * replicas} ranks (pipeline={enough}, {others})"
         yield f"{ranks} were tried and fit, with what may be recomputed: the fewest found to do"
-
-
-def _longer(mesh: Mesh, pipeline: int) -> Mesh:
-    """The mesh with another number of pipeline ranks."""
-    return dataclasses.replace(mesh, pipeline=pipeline)
-
-
-def _does(problem: Problem, mesh: Mesh, passes: Sequence[Pass]) -> bool:
-    """Whether a mesh has room for the leanest plan that the options allow."""
-    lean = plainest(problem)
-    try:
-        decide(Problem(lean.graph, mesh, lean.options, explain=False), passes)
-    except ParcompilerError:
-        return False
-    return True
 
 
 def plainest(problem: Problem) -> Problem:
@@ -119,6 +117,14 @@ def plainest(problem: Problem) -> Problem:
     schedule = "1f1b" if options.schedule in ("auto", "search") else options.schedule
     vocabulary = "whole" if options.vocabulary == "auto" else options.vocabulary
     options = dataclasses.replace(options, schedule=schedule, vocabulary=vocabulary)
+    return dataclasses.replace(problem, options=options)
+
+
+def _leanest(problem: Problem) -> Problem:
+    """The problem with everything recomputed, where that may be decided."""
+    if problem.options.recompute != "auto":
+        return problem
+    options = dataclasses.replace(problem.options, recompute="full")
     return dataclasses.replace(problem, options=options)
 
 
@@ -139,35 +145,30 @@ def _smallest(low: int, most: int, does: Callable[[int], bool]) -> int | None:
     return low
 
 
-def _least(sizes: Sizes, candidates: Sequence[Candidate], passes: Sequence[Pass]) -> Least | None:
-    """What the meshes with the least states on a rank need, if memory were no matter."""
+def _least(
+    sizes: MicrobatchSizes, candidates: Sequence[Candidate], passes: Sequence[Pass]
+) -> LeastMemory | None:
+    """The least memory of the meshes with the fewest states on a rank, whose plans have no limit
+    of memory."""
     bounds = Bounds(sizes.problem)
     hardware = dataclasses.replace(sizes.problem.device, memory=ENDLESS)
     found = []
-    leanest = sorted(candidates, key=lambda c: (bounds.states_of(c), c.rows or 0, c.place))
-    for candidate in leanest[:TRIED]:
-        roomy = dataclasses.replace(
-            candidate, mesh=dataclasses.replace(candidate.mesh, device=hardware)
-        )
+    for candidate in sorted(candidates, key=lambda c: (bounds.states_of(c), c.rows or 0, c.place))[
+        :TRIED
+    ]:
+        mesh = dataclasses.replace(candidate.mesh, device=hardware)
+        roomy = on_mesh(sizes.at(candidate.rows), dataclasses.replace(candidate, mesh=mesh))
         try:
-            _, choice = planned(_leanest(given(sizes.at(candidate.rows), roomy)), passes)
+            _, choice = planned(_leanest(roomy), passes)
         except ParcompilerError:
             continue
         assert choice.memory is not None, "it was planned"
-        found.append(Least(choice.memory, candidate, bounds.states_of(candidate)))
+        found.append(LeastMemory(choice.memory, candidate, bounds.states_of(candidate)))
     return min(found, key=lambda least: least.nbytes, default=None)
 
 
-def _leanest(problem: Problem) -> Problem:
-    """The problem with everything recomputed, where that may be decided."""
-    if problem.options.recompute != "auto":
-        return problem
-    options = dataclasses.replace(problem.options, recompute="full")
-    return dataclasses.replace(problem, options=options)
-
-
-def _cures(cluster: Cluster, sizes: Sizes, least: Least) -> Iterator[str]:
-    """What would make it fit."""
+def _cures(cluster: Cluster, sizes: MicrobatchSizes, least: LeastMemory) -> Iterator[str]:
+    """Changes that would make the model fit."""
     device, problem = cluster.hardware, sizes.problem
     if least.states > device.memory:
         times = math.ceil(least.states / device.memory)
@@ -176,9 +177,8 @@ def _cures(cluster: Cluster, sizes: Sizes, least: Least) -> Iterator[str]:
         yield "take more nodes"
     if problem.options.recompute not in ("auto", "full"):
         yield 'recompute activations (recompute="auto")'
-    if least.nbytes - least.states > least.states // 2:
-        if least.candidate.rows == sizes.given:
-            yield "make the micro-batch smaller"
-    larger = [name for name in catalogue.names() if catalogue.device(name).memory >= least.nbytes]
-    larger = [name for name in larger if name != "cpu" and name != device.name]
+    if least.nbytes - least.states > least.states // 2 and least.candidate.rows == sizes.given:
+        yield "make the micro-batch smaller"
+    names = (name for name in catalogue.names() if name not in ("cpu", device.name))
+    larger = [name for name in names if catalogue.device(name).memory >= least.nbytes]
     yield f"take a larger device ({', '.join(larger)})" if larger else "take a larger device"

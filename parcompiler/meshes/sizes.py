@@ -16,7 +16,7 @@ from parcompiler.capture.inputs import Batch
 from parcompiler.errors import CaptureError, InputError, shown
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh, whole
-from parcompiler.meshes.mean import differs
+from parcompiler.meshes.batch_invariance import batch_dependence
 from parcompiler.options import MOST_PASSES
 from parcompiler.plan import STAYS
 from parcompiler.problem import Problem
@@ -33,15 +33,15 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     `again` says that the model can be captured again. Raises InputError for what is not offered,
     and where nothing can be weighed.
     """
-    found: Wanted = given if isinstance(given, str) else _counts(given)
-    if found not in (GIVEN, AUTO) and (isinstance(found, str) or not found):
+    wanted: Wanted = given if isinstance(given, str) else _counts(given)
+    if wanted not in (GIVEN, AUTO) and (isinstance(wanted, str) or not wanted):
         message = (
             "microbatch must be 'given', 'auto' or the rows of micro-batches that are weighed, "
             f"positive integers ({shown(given)} given)"
         )
         raise InputError(message)
-    if found == GIVEN:
-        return found
+    if wanted == GIVEN:
+        return wanted
     if isinstance(mesh, Mesh):
         message = (
             "microbatch is for a Cluster, whose meshes are weighed: with a Mesh a micro-batch is "
@@ -54,7 +54,7 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     if costs == "measured":
         message = "microbatch needs costs='model': what is measured is of the rows that are given"
         raise InputError(message)
-    return found
+    return wanted
 
 
 def _counts(given: object) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def _counts(given: object) -> tuple[int, ...]:
 
 
 @dataclass
-class Sizes:
+class MicrobatchSizes:
     """The problem for micro-batches of each number of rows that is weighed.
 
     `problem` is that of the rows that are given, with one device for its mesh and the micro-batches
@@ -83,7 +83,7 @@ class Sizes:
     _faults: dict[int | None, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """What is given needs no copy."""
+        """The rows that are given need no copy."""
         self.graphs[self.given] = self.captured
         self._problems[self.given] = self.problem
 
@@ -110,7 +110,7 @@ class Sizes:
         if self.wanted == AUTO:
             powers = (2**n for n in range(self.total.bit_length()))
             return tuple(dict.fromkeys((self.given, *(n for n in powers if self.total % n == 0))))
-        assert isinstance(self.wanted, tuple), "the words are told apart above"
+        assert isinstance(self.wanted, tuple), "wanted_rows knows no other word"
         return tuple(dict.fromkeys((self.given, *sorted(self.wanted))))
 
     @property
@@ -119,11 +119,11 @@ class Sizes:
         return self.problem.options.microbatches * (self.given or 1)
 
     def microbatches(self, rows: int | None) -> int:
-        """The micro-batches of a step, of all data ranks together. 0: the step has a rest."""
+        """The micro-batches of a step, of all data ranks together; 0 where rows remain."""
         if rows == self.given:
             return self.problem.options.microbatches
-        each, left = divmod(self.total, rows or 1)
-        return 0 if left else each
+        count, rest = divmod(self.total, rows or 1)
+        return 0 if rest else count
 
     def fault(self, rows: int | None) -> str | None:
         """Why there is no micro-batch of so many rows; None: there is one."""
@@ -131,8 +131,8 @@ class Sizes:
             return None
         if not self.microbatches(rows):
             return f"{self.total} rows are no micro-batches of {rows}"
-        if self._stays:
-            return f"{STAYS}: {self._stays}"
+        if self._fixed:
+            return f"{STAYS}: {self._fixed}"
         try:
             self.at(rows)
         except Unfit as unfit:
@@ -143,63 +143,58 @@ class Sizes:
     def at(self, rows: int | None) -> Problem:
         """The problem for micro-batches of so many rows. Raises Unfit where there is none."""
         if rows not in self._problems:
-            assert rows is not None, "these are given"
-            self._problems[rows] = self._like(self._resizable.at({"b": rows}))
+            assert rows is not None, "the rows that are given are known"
+            self._problems[rows] = self.problem.anew(graph=self._resizable.at({"b": rows}))
         return self._problems[rows]
 
     def try_capture(self, rows: int | None) -> bool:
         """Capture the graph for so many rows, of which their problem is from now on. Where that
         fails there is no micro-batch of so many, and the answer is False."""
-        assert rows is not None, "these are given"
+        assert rows is not None, "the rows that are given are captured"
         try:
             self._capture(rows)
         except CaptureError as error:
-            self._faults[rows] = _first_line(error)
+            self._faults[rows] = first_line(error)
         return rows in self.graphs
 
     def _capture(self, rows: int) -> None:
-        """Capture the graph for so many rows."""
-        self.graphs[rows] = self._again({batch_of(self.problem.graph).letter: rows})
-        self._problems[rows] = self._like(self.prepare(self.graphs[rows]))
+        self.graphs[rows] = self._captured_at({"b": rows})
+        self._problems[rows] = self.problem.anew(graph=self.prepare(self.graphs[rows]))
 
-    def _again(self, numbers: Mapping[str, int]) -> Graph:
+    def _captured_at(self, numbers: Mapping[str, int]) -> Graph:
         """The model captured at other rows."""
-        assert self.capture is not None, "other rows are weighed"
+        assert self.capture is not None, "wanted_rows asks for the model"
         return self.capture(sample_at(self.captured, (batch_of(self.problem.graph),), numbers))
-
-    def _like(self, graph: Graph) -> Problem:
-        """The problem with another graph, of which nothing is known yet."""
-        given = self.problem
-        return Problem(graph, given.mesh, given.options, bench=given.bench, explain=given.explain)
 
     @cached_property
     def _resizable(self) -> ResizableGraph:
-        """The graph for any rows: from the one that is given, or where one row alone leaves it open
-        what follows from rows, from that of two. Raises Unfit or CaptureError."""
-        found = self._of(self.problem)
-        if self.given != 1:
-            return found
-        try:
-            found.at({"b": 2})
-        except Unfit:
-            self._capture(2)
-            return self._of(self.at(2))
-        return found
+        """The graph for any rows. Raises Unfit or CaptureError.
 
-    def _of(self, problem: Problem) -> ResizableGraph:
-        """The graph of a problem for any rows."""
-        return ResizableGraph(problem, (batch_of(problem.graph),), self._again)
+        One row alone may leave it open what follows from rows: then it is that of two.
+        """
+        sizes = (batch_of(self.problem.graph),)
+        graph = ResizableGraph(self.problem, sizes, self._captured_at)
+        if self.given == 1:
+            try:
+                graph.at({"b": 2})
+            except Unfit:
+                self._capture(2)
+                problem = self.at(2)
+                sizes = (batch_of(problem.graph),)
+                return ResizableGraph(problem, sizes, self._captured_at)
+        return graph
 
     @cached_property
-    def _stays(self) -> str | None:
+    def _fixed(self) -> str | None:
         """Why there are no micro-batches of other rows, or steps of them may have another loss."""
         try:
             resizable = self._resizable
-            return differs(resizable.problem.graph, resizable.at({"b": 2 * resizable.now["b"]}))
+            twice = resizable.at({"b": 2 * resizable.now["b"]})
+            return batch_dependence(resizable.problem.graph, twice)
         except (Unfit, CaptureError) as error:
-            return _first_line(error)
+            return first_line(error)
 
 
-def _first_line(error: Exception) -> str:
-    """What an error says, in short."""
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
     return str(error).splitlines()[0]

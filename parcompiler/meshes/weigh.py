@@ -38,15 +38,14 @@ def planned(
     """
     plan = decide(problem, passes)
     assert plan.granularity is not None, "the passes decide it"
-    own = local(problem, plan)
-    lowered = lower(own.graph, plan, own.priced(plan.granularity).cut)
-    return plan, _figures(Program(problem.graph, problem, plan, lowered), rows)
+    rank_problem = local(problem, plan)
+    lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
+    return plan, _figures(Program(problem.graph, problem, plan, lowered), rank_problem, rows)
 
 
 def may_be_below(problem: Problem, passes: Sequence[Pass], seconds: float) -> bool:
-    """Whether the passes find something whose step may be as short as one that is known, or
-    shorter; of what is no shorter by their bounds they divide nothing. What they find for that they
-    find again without finding it anew.
+    """Whether the step of some plan may be at most so long: the passes divide nothing of which
+    their bounds say that it is longer. What they decide here they need not decide again.
 
     Raises InputError for options that this mesh cannot have.
     """
@@ -65,28 +64,30 @@ def may_be_below(problem: Problem, passes: Sequence[Pass], seconds: float) -> bo
     return shortest <= below
 
 
-def named(candidate: Candidate) -> MeshChoice:
+def unplanned(candidate: Candidate) -> MeshChoice:
     """The mesh of a candidate, of which nothing is known yet."""
-    mesh = candidate.mesh
-    reason = candidate.reason
+    mesh, count = candidate.mesh, candidate.microbatches
     degrees = mesh.pipeline, mesh.tensor, mesh.data
-    return MeshChoice(*degrees, candidate.microbatches, candidate.rows, reason=reason)
+    return MeshChoice(*degrees, count, candidate.rows, reason=candidate.reason)
 
 
-def given(problem: Problem, candidate: Candidate) -> Problem:
-    """The same problem on another mesh, with the candidate's share of the micro-batches."""
+def on_mesh(problem: Problem, candidate: Candidate) -> Problem:
+    """The problem on another mesh, with the candidate's share of the micro-batches."""
     options = dataclasses.replace(problem.options, microbatches=candidate.microbatches)
-    return Problem(problem.graph, candidate.mesh, options, bench=problem.bench, explain=False)
+    return problem.anew(mesh=candidate.mesh, options=options, explain=False)
 
 
-def _figures(program: Program, rows: int | None) -> MeshChoice:
-    """What a program takes, by simulation."""
+def _figures(program: Program, rank_problem: Problem, rows: int | None) -> MeshChoice:
+    """The simulated step of a program, and what its ranks do in it, in their mean."""
     plan, timeline, mesh = program.plan, program.timeline, program.problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     late = max(0.0, step - computed)
     busy = step * (1 - sum(timeline.bubble) / len(timeline.bubble))
-    talking = _talking(program)
+    among_tensor_ranks = sum(
+        seconds((o for o in (*cost.forward, *cost.backward) if o.kind == EXCHANGE), mesh.hardware)
+        for cost in rank_problem.under(plan).costs
+    ) * (plan.microbatches / mesh.pipeline)
     return MeshChoice(
         pipeline=mesh.pipeline,
         tensor=mesh.tensor,
@@ -98,18 +99,7 @@ def _figures(program: Program, rows: int | None) -> MeshChoice:
         schedule=plan.schedule,
         vocabulary=plan.vocabulary.method if plan.vocabulary else None,
         recomputed=len(plan.recompute or ()),
-        compute=busy - talking,
-        exchange=talking + late,
+        compute=busy - among_tensor_ranks,
+        exchange=among_tensor_ranks + late,
         idle=max(0.0, step - busy - late),
     )
-
-
-def _talking(program: Program) -> float:
-    """Seconds of a step that a rank exchanges with its tensor ranks, in the mean of the ranks."""
-    problem, plan = program.problem, program.plan
-    own = local(problem, plan)
-    found = sum(
-        seconds((o for o in (*cost.forward, *cost.backward) if o.kind == EXCHANGE), own.device)
-        for cost in own.under(plan).costs
-    )
-    return found * plan.microbatches / plan.mesh.pipeline

@@ -3,6 +3,7 @@
 from parcompiler.symbolic.costs import Costs
 from parcompiler.symbolic.figures import StageFigures, StepFigures
 from parcompiler.symbolic.forms import ClosedForms, Forms, closed_forms
+from parcompiler.symbolic.readings import operator_of
 from parcompiler.symbolic.resizable import ResizableGraph
 from parcompiler.symbolic.sizes import (
     InputSize,
@@ -25,6 +26,7 @@ __all__ = [
     "batch_of",
     "capture_at",
     "closed_forms",
+    "operator_of",
     "sample_at",
     "sizes_of",
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parcompiler.changes import Comparison, Figures, Side, read, written
+from parcompiler.changes import Comparison, Prediction, Side, read, written
 from parcompiler.changes.side import digest
 from parcompiler.plan import Plan
 from tests.report.programs import Made, small_gpt
@@ -24,10 +24,10 @@ def test_a_plan_is_written_with_figures_that_its_reader_may_ignore(
     path.write_text(written(made.plan, made.report))
     side = read(path)
     assert Plan.from_json(path.read_text()) == side.plan == made.plan
-    assert side.figures is not None
-    assert side.figures == Figures.of(made.plan, made.report)
-    assert side.figures.seconds == made.report.step.seconds
-    assert side.figures.peak == max(rank.peak_memory for rank in made.report.ranks)
+    assert side.prediction is not None
+    assert side.prediction == Prediction.of(made.plan, made.report)
+    assert side.prediction.seconds == made.report.step.seconds
+    assert side.prediction.peak == max(rank.peak_memory for rank in made.report.ranks)
 
 
 def test_the_same_plan_is_read_from_a_folder_and_from_what_was_printed(
@@ -39,21 +39,21 @@ def test_the_same_plan_is_read_from_a_folder_and_from_what_was_printed(
     (tmp_path / "all.json").write_text(json.dumps({"plan": plan, "report": report}))
     for path in (tmp_path, tmp_path / "all.json"):
         side = read(path)
-        assert (side.plan, side.figures) == (made.plan, Figures.of(made.plan, made.report))
+        assert (side.plan, side.prediction) == (made.plan, Prediction.of(made.plan, made.report))
 
 
 def test_figures_of_a_plan_that_was_edited_since_are_left_out(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     data = json.loads(written(made.plan, made.report))
     path.write_text(json.dumps(data | {"microbatches": 16}))
-    assert read(path).figures is None
+    assert read(path).prediction is None
     assert "edited after its figures were predicted" in read(path).why
     folder = tmp_path / "out"
     folder.mkdir()
     edited = dataclasses.replace(made.plan, recompute=("norm+embedding",))
     (folder / "plan.json").write_text(edited.to_json())
     (folder / "report.json").write_text(made.report.to_json())
-    assert read(folder).figures is None
+    assert read(folder).prediction is None
     assert "edited after its report was made" in read(folder).why
 
 
@@ -66,7 +66,7 @@ def test_a_comparison_without_figures_says_why(made: Made, tmp_path: Path) -> No
 
 
 def test_time_and_memory_stand_side_by_side(made: Made) -> None:
-    one = Figures(digest(made.plan), 2e-3, 0.10, 0.40, (2**30, 2**29), 2**34)
+    one = Prediction(digest(made.plan), 2e-3, 0.10, 0.40, (2**30, 2**29), 2**34)
     other = dataclasses.replace(one, seconds=1e-3, idle=0.15, memory=(2**29, 3 * 2**29))
     sides = Side("a", made.plan, one), Side("b\x1b[31m", made.plan, other)
     text = str(Comparison.of(*sides))

@@ -11,7 +11,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.graph import Graph
-from parcompiler.meshes.mean import differs
+from parcompiler.meshes.batch_invariance import batch_dependence
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.problem import Problem
@@ -240,7 +240,7 @@ def test_a_mean_over_rows_is_told_from_what_is_none(loss: Loss, node: str | None
     """With half the rows in two micro-batches, the step has the same loss, or it may not."""
     graph = capture(nn.Linear(6, 6), (torch.zeros(2, 6),), loss)
     other = at_four_rows(graph)
-    found = differs(graph, other)
+    found = batch_dependence(graph, other)
     assert found == (None if node is None else f"the loss may be no mean over rows ({node!r})")
     rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     apart = (loss(rows[:2]) + loss(rows[2:])) / 2
@@ -251,4 +251,4 @@ def test_statistics_of_a_batch_keep_it() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     graph = capture(model, (torch.zeros(2, 6),), lambda x: x.mean())
     other = at_four_rows(graph)
-    assert differs(graph, other) == "'1.running_mean' is updated by each micro-batch"
+    assert batch_dependence(graph, other) == "'1.running_mean' is updated by each micro-batch"

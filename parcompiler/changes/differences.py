@@ -19,7 +19,7 @@ from typing import Any
 from parcompiler.plan import MeshChoice, Method, Plan, Shards, StageChoice, TemplateTime, Weighed
 from parcompiler.report.names import ranges
 
-# What a field means where it is None, and where it is not but its value would be long.
+# Words for a field that is None, and for one whose value would be long.
 ABSENT = {
     "precision": "the model's own",
     "orders": "the order that the schedule's name says",
@@ -69,7 +69,10 @@ def _texts(field: str, before: Any, after: Any) -> Iterator[str]:
     if before == after:
         return
     if before is None or after is None:
-        yield f"{_said(field, before)} -> {_said(field, after)}"
+        yield " -> ".join(
+            ABSENT.get(field, "undecided") if value is None else PRESENT.get(field, _plain(value))
+            for value in (before, after)
+        )
     elif field == "fingerprint":
         yield "another graph: the sizes, the inputs or the code of the model are not the same"
     elif field == "orders":
@@ -78,13 +81,6 @@ def _texts(field: str, before: Any, after: Any) -> Iterator[str]:
         yield f"rank {ranges(ranks)} computes in another order"
     else:
         yield from _differences(before, after)
-
-
-def _said(field: str, value: Any) -> str:
-    """A value that stands beside none."""
-    if value is None:
-        return ABSENT.get(field, "undecided")
-    return PRESENT.get(field) or _plain(value)
 
 
 def _plain(value: Any) -> str:
@@ -104,9 +100,9 @@ def _plain(value: Any) -> str:
 
 
 def _differences(before: Any, after: Any, *, brief: bool = False) -> Iterator[str]:
-    """The lines about two values that differ; `brief`: that its figures do is enough."""
+    """The lines about two values that differ; `brief`: of numbers with a fraction only the name."""
     if isinstance(before, tuple) and isinstance(after, tuple):
-        yield from _tuples(before, after)
+        yield from _of_tuples(_items(before), _items(after))
     elif dataclasses.is_dataclass(before) and after is not None:
         parts = []
         for field in dataclasses.fields(before):
@@ -120,22 +116,25 @@ def _differences(before: Any, after: Any, *, brief: bool = False) -> Iterator[st
         yield f"{_plain(before)} -> {_plain(after)}"
 
 
-def _tuples(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[str]:
-    """Items that came and went, and those that are not the same, together where they differ in the
-    same way."""
-    was, now = _items(before), _items(after)
-    gained = ranges([name for name in now if name not in was])
-    lost = ranges([name for name in was if name not in now])
+def _of_tuples(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Named items that came and went, and those that differ; together where in the same way."""
+    moved = [
+        f"{words} {ranges(names)}"
+        for words, names in (
+            ("now also", [name for name in after if name not in before]),
+            ("no longer", [name for name in before if name not in after]),
+        )
+        if names
+    ]
     groups: dict[str, list[str]] = {}
-    for name in was:
-        if name in now and was[name] != now[name]:
-            text = "; ".join(_differences(was[name], now[name], brief=True))
+    for name in before:
+        if name in after and before[name] != after[name]:
+            text = "; ".join(_differences(before[name], after[name], brief=True))
             groups.setdefault(text, []).append(name)
-    if gained or lost:
-        moved = f"now also {gained}" if gained else "", f"no longer {lost}" if lost else ""
-        yield "; ".join(filter(None, moved))
+    if moved:
+        yield "; ".join(moved)
     yield from (f"{ranges(names)}: {text}" for text, names in groups.items())
-    if not (gained or lost or groups):
+    if not (moved or groups):
         yield "the same in another order"
 
 
