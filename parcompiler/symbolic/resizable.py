@@ -233,13 +233,13 @@ class ResizableGraph:
         return chosen
 
     def _differs(self, run: ResizedTemplates, chosen: Mapping[fx.Node, Choice]) -> bool:
-        """Whether other choices run too, and yield other shapes."""
+        """Whether other choices run too, and yield more or fewer elements somewhere."""
         try:
             other = self._run(run.sizes, lambda node, before, after: chosen[node])
         except Stuck:
             return False
         return any(
-            [value.shape for value in tensors(one)] != [value.shape for value in tensors(two)]
+            [value.numel() for value in tensors(one)] != [value.numel() for value in tensors(two)]
             for one, two in zip(run.values.values(), other.values.values(), strict=True)
         )
 
