@@ -152,7 +152,7 @@ def _least(
     of memory."""
     bounds = Bounds(sizes.problem)
     hardware = dataclasses.replace(sizes.problem.device, memory=ENDLESS)
-    found = []
+    plans = []
     for candidate in sorted(candidates, key=lambda c: (bounds.states_of(c), c.rows or 0, c.place))[
         :TRIED
     ]:
@@ -163,8 +163,8 @@ def _least(
         except ParcompilerError:
             continue
         assert choice.memory is not None, "it was planned"
-        found.append(LeastMemory(choice.memory, candidate, bounds.states_of(candidate)))
-    return min(found, key=lambda least: least.nbytes, default=None)
+        plans.append(LeastMemory(choice.memory, candidate, bounds.states_of(candidate)))
+    return min(plans, key=lambda least: least.nbytes, default=None)
 
 
 def _cures(cluster: Cluster, sizes: MicrobatchSizes, least: LeastMemory) -> Iterator[str]:

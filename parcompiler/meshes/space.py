@@ -42,21 +42,21 @@ def space(
     `microbatches` are those of a step, by the rows of one.
 
     `layers` and `blocks` are the parts of the model at the coarsest and the finest granularity.
-    Deep pipelines take longest to plan and leave little to balance: they are told apart.
+    Deep pipelines take longest to plan and leave little to balance: they are marked.
 
-    >>> found = list(space(Cluster(devices_per_node=4), {1: 6}, layers=3, blocks=3))
-    >>> [(c.mesh.data, c.microbatches) for c in found if c.reason is None]
+    >>> candidates = list(space(Cluster(devices_per_node=4), {1: 6}, layers=3, blocks=3))
+    >>> [(c.mesh.data, c.microbatches) for c in candidates if c.reason is None]
     [(2, 3), (2, 3), (1, 6), (1, 6)]
-    >>> found[0].reason
+    >>> candidates[0].reason
     '4 data ranks need a multiple of so many micro-batches (6)'
-    >>> found[2].reason
+    >>> candidates[2].reason
     '4 stages need as many blocks (3)'
     """
     pairs = itertools.product(cluster.meshes(), microbatches.items())
     for place, (mesh, (rows, count)) in enumerate(pairs):
-        each, left = divmod(count, mesh.data)
+        each, rest = divmod(count, mesh.data)
         reason = None
-        if left:
+        if rest:
             reason = f"{mesh.data} data ranks need a multiple of so many micro-batches ({count})"
         elif mesh.pipeline > blocks:
             reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"

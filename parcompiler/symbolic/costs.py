@@ -1,7 +1,7 @@
 """What a program's stages cost as functions of its sizes: `program.costs`.
 
-The forms are found when they are first asked for. Figures at other sizes need none: the graph is
-resized, as it would be captured there (`resizable`), and what follows from it is found anew.
+The forms are for reading, and are computed when first asked for. Figures at other sizes need none:
+the graph is resized (`resizable`), lowered and simulated again.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class Costs:
         What is not given is as it was compiled; stages, schedule and strategies stay those of the
         plan, also for another number of tensor ranks. For another number of pipeline ranks the
         passes divide again, under the plan's schedule, with these micro-batches and degrees and
-        the batch and sequence of the capture. What is found is what `Program.simulate` says of a
+        the batch and sequence of the capture. The figures are those of `Program.simulate` for a
         program that is compiled at these sizes with these decisions; seconds that were measured
-        change as the device's figures do. Memory is not held against the device's.
+        change as the device's figures do. Memory is not compared with the device's.
         Raises InputError for a size that the costs are not in or that the model cannot have, for a
         degree that the plan cannot have, or for times that would have to be measured again.
         """
@@ -202,8 +202,8 @@ class Costs:
 
     @property
     def _resizable(self) -> tuple[ResizableGraph, Mapping[str, str]]:
-        """The model at other sizes, and why sizes that it is in no more cannot change; found once
-        for all degrees."""
+        """The model at other sizes, and why some sizes cannot change, by their words; the same for
+        all degrees."""
         problem = dataclasses.replace(self.whole or self.problem, bench=None)
         return problem.graph.once("resizable", lambda: resizable(problem, self.again))
 
@@ -217,8 +217,8 @@ class Costs:
         try:
             graph = graphs.at(numbers)
         except Unfit as unfit:
-            said = ", ".join(f"{size.word} {numbers[size.letter]}" for size in graphs.sizes)
-            message = f"the model does not run at {said}: {unfit}"
+            where = ", ".join(f"{size.word} {numbers[size.letter]}" for size in graphs.sizes)
+            message = f"the model does not run at {where}: {unfit}"
             raise InputError(message) from unfit
         problem = local(whole.anew(graph=graph, mesh=mesh, options=options, bench=None), plan)
         return _timed(problem, self.problem, self._level) if self.problem.times else problem
@@ -261,8 +261,8 @@ def _by_template(problem: Problem, level: int) -> dict[str, BlockCost]:
 
 
 def _timed(problem: Problem, like: Problem, level: int) -> Problem:
-    """A problem at other sizes whose blocks take so many times their measured seconds as the
-    figures of the device say."""
+    """A problem at other sizes with measured seconds, which change as those do that the figures of
+    the device give."""
     before, after = _by_template(like, level), _by_template(problem, level)
     timed = problem.anew()
     for name, cost in after.items():
@@ -274,7 +274,7 @@ def _timed(problem: Problem, like: Problem, level: int) -> Problem:
 
 
 def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) -> TemplateTime:
-    """Measured seconds at other sizes, by the modelled ones at those of the measurement and there.
+    """Measured seconds at other sizes; `before` and `after` are modelled at both.
 
     >>> one, two = TemplateTime("Layer", 1.0, 2.0, 0.5), TemplateTime("Layer", 2.0, 6.0, 1.0)
     >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)

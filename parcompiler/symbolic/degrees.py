@@ -85,18 +85,18 @@ def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, P
     )
     mesh = dataclasses.replace(whole.mesh, pipeline=pipeline, data=plan.mesh.data)
     problem = whole.anew(mesh=mesh, options=options)
-    first, *others = DEFAULT
-    found = first.run(problem, start(problem))
-    if plan.sharding is not None and _spread(found) != _spread(plan):
+    vocabulary, *others = DEFAULT
+    new = vocabulary.run(problem, start(problem))
+    if plan.sharding is not None and _spread(new) != _spread(plan):
         message = (
             f"the plan's sharding says nothing of the layers of the vocabulary, which are on all "
             f"ranks with pipeline={plan.mesh.pipeline} and not with {pipeline}: compile for that"
         )
         raise InputError(message)
-    found = dataclasses.replace(found, sharding=plan.sharding)
-    for item in others:
-        found = item.run(local(problem, found), found)
-    return problem, found
+    new = dataclasses.replace(new, sharding=plan.sharding)
+    for decision in others:
+        new = decision.run(local(problem, new), new)
+    return problem, new
 
 
 def _spread(plan: Plan) -> object:

@@ -189,8 +189,8 @@ def _tables(block: Block, cost: BlockCost, graph: Graph) -> dict[int, int]:
 
 def _operator(node: fx.Node) -> str:
     """The operator that a node runs; looking up a rank's own rows is an embedding."""
-    own = isinstance(node.target, RuntimeCall) and node.target.name == "embedding"
-    return TABLES[0] if own else label(node.target)
+    sharded = isinstance(node.target, RuntimeCall) and node.target.name == "embedding"
+    return TABLES[0] if sharded else label(node.target)
 
 
 def _kind(cost: BlockCost) -> object:
@@ -277,7 +277,7 @@ def _terms(costs: TemplateCosts, degree: int) -> dict[Key, tuple[Term, ...]]:
             if not _close(terms[row].at(point), number):
                 message = "the costs are no polynomial of low degree"
                 raise Unfit(message)
-    found = {key: tuple(terms[key, k] for k in range(len(row)))
+    quantities = {key: tuple(terms[key, k] for k in range(len(row)))
              for key, row in costs.at(near[0]).items()}  # fmt: skip
     for name, tables in costs.tables.items():
         for i, k in enumerate(tables):
@@ -285,8 +285,8 @@ def _terms(costs: TemplateCosts, degree: int) -> dict[Key, tuple[Term, ...]]:
             flops = terms[(name, "flops_forward"), k].sum
             read = {monomial: itemsize * number for monomial, number in flops.items()}
             least = Term({}, (read, terms[(name, "tables"), i].sum))
-            found[name, "bytes_forward"] += (least,)
-    return found
+            quantities[name, "bytes_forward"] += (least,)
+    return quantities
 
 
 def _close(one: Fraction, other: float) -> bool:
@@ -350,14 +350,14 @@ def _through(polynomials: Mapping[int, Polynomial]) -> Polynomial:
     points = [{"t": t} for t in [*polynomials][: len(powers)]]
     monomials = list(dict.fromkeys(m for one in polynomials.values() for m in one))
     columns = [[polynomials[p["t"]].get(m, 0) for p in points] for m in monomials]
-    found: dict[Any, Any] = {}
+    through: dict[Any, Any] = {}
     for monomial, parts in zip(monomials, fit(powers, points, columns), strict=True):
         for t, one in polynomials.items():
             if value(parts, {"t": t}) != one.get(monomial, 0):
                 message = "its costs are no polynomials of low degree in 1/t"
                 raise Unfit(message)
-        found |= {(*monomial, *power): number for power, number in parts.items()}
-    return found
+        through |= {(*monomial, *power): number for power, number in parts.items()}
+    return through
 
 
 def check_ranks(forms: ClosedForms, others: Mapping[int, ClosedForms]) -> None:

@@ -1,4 +1,4 @@
-"""Costs as polynomials in the sizes, found exactly from their values at a few points.
+"""Costs as polynomials in the sizes, computed exactly from their values at a few points.
 
 A cost of a block is a sum of products of sizes, of low degree: degree 1 in the batch, 2 in the
 lengths together (attention). From its values at as many points the coefficients follow by solving
@@ -53,11 +53,11 @@ def fit(
     matrix = _matrix([[_worth(m, point) for m in monomials] for point in points])
     solved = matrix.lu_solve(_matrix([*zip(*distinct, strict=True)])).transpose().to_list()
     rows = ([Fraction(int(x.numerator), int(x.denominator)) for x in row] for row in solved)
-    found = {
+    polynomials = {
         column: {m: number for m, number in zip(monomials, row, strict=True) if number}
         for column, row in zip(distinct, rows, strict=True)
     }
-    return [found[column] for column in columns]
+    return [polynomials[column] for column in columns]
 
 
 def value(polynomial: Polynomial, sizes: Sizes) -> Fraction:

@@ -27,16 +27,16 @@ class Probe:
 
 def probes(sizes: Sequence[InputSize], unit: int, taken: Collection[int]) -> dict[str, Probe]:
     """Numbers for these sizes, by letter; lengths are multiples of `unit`, `taken` other sizes."""
-    found = {}
+    numbers = {}
     for number, size in enumerate(sizes):
         count, rest = divmod(size.now, unit)
         if size.letter == "b":
-            found["b"] = _up(size.now, 7)
+            numbers["b"] = _up(size.now, 7)
         elif count >= FEWEST and not rest:
-            found[size.letter] = _down(count, unit, number, taken)
+            numbers[size.letter] = _down(count, unit, number, taken)
         else:
-            found[size.letter] = _up(size.now, (11, 13, 17, 19)[number % 4])
-    return found
+            numbers[size.letter] = _up(size.now, (11, 13, 17, 19)[number % 4])
+    return numbers
 
 
 def _up(now: int, prime: int) -> Probe:

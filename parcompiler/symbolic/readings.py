@@ -155,8 +155,8 @@ def _of_new_shape(numbers: Sequence[int], sizes: Sizes) -> list[tuple[Reading, .
 
     def unlikely(row: tuple[Reading, ...]) -> tuple[int, int]:
         letters = [reading.letters for reading in row if reading.letters]
-        own = sum(not r.letters and n > 1 for r, n in zip(row, numbers, strict=True))
-        return len(letters) - len(set(letters)), own
+        fixed = sum(not r.letters and n > 1 for r, n in zip(row, numbers, strict=True))
+        return len(letters) - len(set(letters)), fixed
 
     rows = itertools.product(*(_of_symbols(int(number), sizes) for number in numbers))
     return sorted(itertools.islice(rows, 256), key=unlikely)[:MOST]

@@ -7,7 +7,7 @@ captured graph        b = 2, s = 8, written into its nodes
     └──► at({"b": 4, "s": 24})              the whole graph, which every pass may read
 
 Numbers are read by the flow of the data: a view keeps the order of elements, what is expanded or
-cut is so to a size that is there. Where several readings are left, the one that runs is right.
+cut is so to a size that is there. Of several readings the first that runs is taken.
 Where several run, or a tensor is made from a number that the model may have computed from sizes in
 its Python (how many slots an expert has), a second capture answers; without one it is refused.
 
@@ -215,9 +215,9 @@ class ResizableGraph:
             return chosen | self._asked({node: [chosen[node], *doubts[node]] for node in doubts})
         parameters = self.problem.graph.parameters
         readings = (reading for choice in chosen.values() for reading in each(choice))
-        own = {1, *(dim for item in parameters for dim in item.shape)}
-        own |= {int(item.factor) for item in readings if not item.dims and not item.letters}
-        equal = sorted(size.now for size in self.sizes if size.now in own)
+        constants = {1, *(dim for item in parameters for dim in item.shape)}
+        constants |= {int(item.factor) for item in readings if not item.dims and not item.letters}
+        equal = sorted(size.now for size in self.sizes if size.now in constants)
         for node in doubts:
             if node in strange:
                 message = (
