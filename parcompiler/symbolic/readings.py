@@ -12,7 +12,7 @@ several ways the likeliest comes first; `resizable` tries the others where it do
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -80,7 +80,8 @@ def alternatives(
         return [{}]
     name, arguments = operator_of(node), bound(node.target, node.args, node.kwargs)
     if name in MAKERS:
-        return [{"size": row} for row in _of_new_shape(arguments["size"], now)]
+        shapes = itertools.product(*(_of_symbols(int(size), now) for size in arguments["size"]))
+        return [{"size": row} for row in itertools.islice(shapes, MOST)]
     if name in RANGES:
         ends = [end for end in RANGES[name] if type(arguments.get(end)) is int]
         rows = itertools.product(*(_of_symbols(arguments[end], now) for end in ends))
@@ -150,18 +151,6 @@ def _of_symbols(number: int, sizes: Sizes) -> list[Reading]:
     return [_fixed(number), *readings] if number == 1 else [*readings, _fixed(number)]
 
 
-def _of_new_shape(numbers: Sequence[int], sizes: Sizes) -> list[tuple[Reading, ...]]:
-    """A shape without an operand; different symbols for two of its numbers before one twice."""
-
-    def unlikely(row: tuple[Reading, ...]) -> tuple[int, int]:
-        letters = [reading.letters for reading in row if reading.letters]
-        fixed = sum(not r.letters and n > 1 for r, n in zip(row, numbers, strict=True))
-        return len(letters) - len(set(letters)), fixed
-
-    rows = itertools.product(*(_of_symbols(int(number), sizes) for number in numbers))
-    return sorted(itertools.islice(rows, 256), key=unlikely)[:MOST]
-
-
 def _of_view(
     before: Shape, after: Shape, target: Shape, now: Sizes, at: Sizes
 ) -> list[tuple[Reading, ...]]:
@@ -217,18 +206,15 @@ def _of_operand(number: int, before: Shape, after: Shape, now: Sizes) -> Iterato
 def _of_expansion(
     before: Shape, after: Shape, target: Shape, now: Sizes
 ) -> list[tuple[Reading, ...]]:
-    """A dimension that is there keeps its size; a new one, or one of 1, may be a symbol. That is
-    less likely where another dimension has changed from the same number."""
+    """A dimension that is there keeps its size; a new one, or one of 1, may be a symbol."""
     first = len(target) - len(before)
-    changed = {old for old, new in zip(before, after, strict=True) if old != new}
     columns: list[list[Reading]] = []
     for place, size in enumerate(target):
         dim = place - first
         if dim >= 0 and before[dim] == size and (size != 1 or after[dim] != 1):
             columns.append([Reading(dims=(dim,))])
         else:
-            readings = _of_symbols(size, now)
-            columns.append(readings[::-1] if size in changed else readings)
+            columns.append(_of_symbols(size, now))
     return list(itertools.islice(itertools.product(*columns), 8))
 
 
