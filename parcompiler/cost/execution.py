@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -178,8 +179,9 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     if exchange is not None and target.likeness is None:  # a conversion
         (value,) = tensors(args)
         shares = target.shares and value.shape == node.meta["val"].shape
-        like = None if shares else node.meta["val"]
-        return _Exchanged.apply(value, exchange, recorder, like)  # type: ignore[no-untyped-call]
+        # Not the tensor itself: autograd would take it for an operand, and wait for its own lock.
+        make = None if shares else partial(stand_in, node.meta["val"])
+        return _Exchanged.apply(value, exchange, recorder, make)  # type: ignore[no-untyped-call]
     if exchange is not None:
         recorder.add_exchange(exchange, dtype_of(node))
     return target(*args, **kwargs)
@@ -188,17 +190,17 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
 class _Exchanged(torch.autograd.Function):
     """A conversion without data: the shapes of both sides, and what is sent.
 
-    The result is a view of the value, or shaped as `like`.
+    The result is a view of the value, or what `make` makes.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, exchange: NodeCollectives, recorder: Recorder, like: Any
+        ctx: Any, value: torch.Tensor, exchange: NodeCollectives, recorder: Recorder, make: Any
     ) -> torch.Tensor:
         ctx.exchange, ctx.recorder = exchange, recorder
         ctx.like = value.shape, value.dtype
         recorder.add_exchange(exchange, value.dtype)
-        made: torch.Tensor = value.view_as(value) if like is None else stand_in(like)
+        made: torch.Tensor = value.view_as(value) if make is None else make()
         return made
 
     @staticmethod
