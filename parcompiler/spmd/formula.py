@@ -93,16 +93,16 @@ class Formula:
         if len(pairs) < len(shapes) + len(results) or None in named:
             return None
         known = [words for words in named if words is not None]
-        found: dict[str, set[int]] = {}
+        sizes_of: dict[str, set[int]] = {}
         for words, (_, shape) in zip(known, pairs, strict=True):
             for word, size in zip(words, shape, strict=True):
                 if word:
-                    found.setdefault(word, set()).add(size)
+                    sizes_of.setdefault(word, set()).add(size)
         for word, size in sizes:
-            if word in found:
-                found[word].add(size)
-        grain = {word: gcd(*alike) for word, alike in found.items()}
-        even = frozenset(word for word, alike in found.items() if len(alike) > 1)
+            if word in sizes_of:
+                sizes_of[word].add(size)
+        grain = {word: gcd(*dims) for word, dims in sizes_of.items()}
+        even = frozenset(word for word, dims in sizes_of.items() if len(dims) > 1)
         return Bound(tuple(known[: len(shapes)]), tuple(known[len(shapes) :]), grain, even)
 
 
@@ -201,11 +201,11 @@ def _split(
     )
     # Where a word is summed over, a summand of the formula without it counts once, as P.
     operands = zip(formula.operands, types, strict=False)
-    split = {operand.summand for operand, found in operands if found is not None}
+    split = {operand.summand for operand, placement in operands if placement is not None}
     choices = _linear_operands(formula, len(types), except_in=split) if contracted else [()]
     for chosen in choices:
         yield Strategy(
-            tuple(found or (P if place in chosen else R) for place, found in enumerate(types)),
+            tuple(x or (P if place in chosen else R) for place, x in enumerate(types)),
             tuple(output or (P if contracted else R) for output in outputs),
             sizes,
             factor=1 / n if averaged else 1.0,

@@ -76,14 +76,14 @@ def strategies(
     if n == 1 or not call.is_plain:
         return replicated(call)
     rule = written_rule(call)
-    found = [*replicated(call)]
+    possible = [*replicated(call)]
     if rule is not None:
-        found += expand(rule, call, n, uneven=uneven, segments=segments)
+        possible += expand(rule, call, n, uneven=uneven, segments=segments)
     elif is_unknown(call):
-        found += discovered(call, n)
-    found += special_strategies(call, n, uneven=uneven)
-    found += segment_strategies(call, n, segments)
-    return tuple(strategy for strategy in dict.fromkeys(found) if _is_sound(strategy, call))
+        possible += discovered(call, n)
+    possible += special_strategies(call, n, uneven=uneven)
+    possible += segment_strategies(call, n, segments)
+    return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
 
 
 def _is_sound(strategy: Strategy, call: OperatorCall) -> bool:

@@ -25,22 +25,22 @@ def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
 
     Slices count when those of one value make up a whole dimension.
     """
-    found: dict[Segments, None] = {}
+    divisions: dict[Segments, None] = {}
     cuts: dict[tuple[fx.Node, int], set[int]] = {}
     for node in nodes:
         if node.op != "call_function":
             continue
         call = read(node)
         if call.base in _SPLITS and call.is_plain and len(call.operands) == 1:
-            found[_parts(call)] = None
+            divisions[_parts(call)] = None
         elif call.base == "slice" and call.is_plain:
             dim, start, end = _taken(call)
             bounds = {start, end, 0, call.shapes[0][dim]}
             cuts.setdefault((call.operands[0].node, dim), set()).update(bounds)
     for bounds in cuts.values():
         edges = sorted(bounds)
-        found[tuple(b - a for a, b in itertools.pairwise(edges))] = None
-    return tuple(division for division in found if len(division) > 1)
+        divisions[tuple(b - a for a, b in itertools.pairwise(edges))] = None
+    return tuple(division for division in divisions if len(division) > 1)
 
 
 def segment_strategies(
@@ -74,11 +74,11 @@ def _split(call: OperatorCall, n: int, segments: Sequence[Segments]) -> Iterator
         return
     sizes: list[SizeArgument] = []
     for argument in ("split_size", "split_sizes"):
-        given = call.arguments.get(argument)
-        if isinstance(given, int):
-            sizes.append(SizeArgument(argument, None, given))
-        elif given is not None:
-            sizes += [SizeArgument(argument, place, size) for place, size in enumerate(given)]
+        value = call.arguments.get(argument)
+        if isinstance(value, int):
+            sizes.append(SizeArgument(argument, None, value))
+        elif value is not None:
+            sizes += [SizeArgument(argument, place, size) for place, size in enumerate(value)]
     if all(size.whole % n == 0 for size in sizes):
         yield Strategy((S(dim, parts),), (S(dim),) * len(parts), tuple(sizes))
 
@@ -105,9 +105,9 @@ def _slice(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strateg
             continue
         within = division[edges.index(start) : edges.index(end)]
         sizes = [SizeArgument("start", None, start)] if start else []
-        given = call.arguments.get("end")
-        sizes += [SizeArgument("end", None, end)] if given == end else []
-        if given == end or end == size:
+        is_named = call.arguments.get("end") == end
+        sizes += [SizeArgument("end", None, end)] if is_named else []
+        if is_named or end == size:
             result = S(dim, within if len(within) > 1 else ()) if within else R
             yield Strategy((S(dim, division),), (result,), tuple(sizes))
 

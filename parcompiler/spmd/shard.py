@@ -397,12 +397,12 @@ def _layers(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
 
 def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter:
     """A tensor of the model of which `n` ranks hold pieces."""
-    found = shard_of(placement, item.shape[placement.dim])
+    shard = shard_of(placement, item.shape[placement.dim])
     shape = list(item.shape)
     # Segments are split evenly, a dimension without them perhaps not.
-    parts = [local_size(size, n) for size in found.sizes]
+    parts = [local_size(size, n) for size in shard.sizes]
     shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
-    return dataclasses.replace(item, shape=tuple(shape), shard=found)
+    return dataclasses.replace(item, shape=tuple(shape), shard=shard)
 
 
 def _local_value(value: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:

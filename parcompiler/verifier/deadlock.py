@@ -172,8 +172,8 @@ class _Execution:
                 position = places.get(i, -1)
                 if posted < position:
                     needs[rank, position].append(need)
-        for (rank, position), found in needs.items():
-            self.halts[rank].append(Halt(position, None, tuple(found)))
+        for (rank, position), listed in needs.items():
+            self.halts[rank].append(Halt(position, None, tuple(listed)))
 
     def _uses(self) -> Iterator[tuple[Way, int, Places]]:
         """Each message that compute instructions use, with their rank and where they stand."""
@@ -186,14 +186,14 @@ class _Execution:
 
     def _read_vocabulary(self) -> None:
         """The halts at what uses collectives of the vocabulary, and at these themselves."""
-        found = shared_vocabulary.sequences(self.step)
+        sequences = shared_vocabulary.sequences(self.step)
         places = [
             [self.step.parts[rank][part][i] for part, i in sequence]
-            for rank, sequence in enumerate(found)
+            for rank, sequence in enumerate(sequences)
         ]
         counters = [self._counter(rank, positions) for rank, positions in enumerate(places)]
-        met = [tuple(Need(counter, k) for counter in counters) for k in range(len(found[0]))]
-        numbers = [{label: k for k, label in enumerate(sequence)} for sequence in found]
+        met = [tuple(Need(counter, k) for counter in counters) for k in range(len(sequences[0]))]
+        numbers = [{label: k for k, label in enumerate(sequence)} for sequence in sequences]
         for rank, part, _, after in shared_vocabulary.dependencies(self.step):
             for i, position in after.items():
                 k = numbers[rank].get((part, i))

@@ -74,9 +74,9 @@ def _layers(wiring: Wiring, spread: Spread, wanted: Vocabulary) -> Iterator[Faul
     """The layers are those of the graph, each once, under the names of what they give or take."""
     if spread.method not in METHODS:
         yield Fault(GIVEN, f"there is no method {spread.method!r} (known: {', '.join(METHODS)})")
-    found = [item.lookup for item in spread.lookups]
-    for item in (*found, *(x for x in wanted.lookups if x not in found)):
-        count = found.count(item)
+    lookups = [item.lookup for item in spread.lookups]
+    for item in (*lookups, *(x for x in wanted.lookups if x not in lookups)):
+        count = lookups.count(item)
         if count != (item in wanted.lookups):
             times = f"{count} times" if count else "on no rank"
             yield Fault(GIVEN, f"{item.node.name} is looked up {times}")
@@ -103,8 +103,8 @@ def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
         wanted = {node.name for node in computed.nodes if node.op == "placeholder"}
         wanted &= wiring.graph.input_nodes
         nodes = [wiring.nodes.get(name) for name in names]
-        found = [node.name for node in nodes if node is not None]
-        if sorted(found) != sorted(wanted) or len(found) != len(names):
+        known = [node.name for node in nodes if node is not None]
+        if sorted(known) != sorted(wanted) or len(known) != len(names):
             listed = ", ".join(names) or "nothing"
             reads = ", ".join(sorted(wanted)) or "nothing"
             detail = f"{layer} takes {listed} from the batch, and its graph reads {reads}"
@@ -180,12 +180,12 @@ def faults(step: StepIndex) -> Iterator[Fault]:
     if step.wiring.spread is None:
         return
     expected = list(parts(step))
-    for rank, found in enumerate(step.parts):
+    for rank, present in enumerate(step.parts):
         for part in expected:
-            missing = set(step.microbatches) - set(found.get(part, ()))
+            missing = set(step.microbatches) - set(present.get(part, ()))
             if missing:
                 yield Fault(ONCE, f"rank {rank} has no {part} {numbers(missing)}")
-        for part, places in found.items():
+        for part, places in present.items():
             if part not in expected:
                 detail = f"rank {rank}: {part} {numbers(places)}: {_reason(step, part)}"
                 yield Fault(WANTED, detail)
@@ -276,13 +276,13 @@ def sequences(step: StepIndex) -> list[list[tuple[Phase, int]]]:
     """The collectives of the vocabulary on each rank, in order; those that some rank lacks left
     out."""
     collective = {Kind.EXCHANGE, *TRANSFERS}
-    found = [
-        {(part, i): place for part, places in own.items() if part.kind in collective
+    by_rank = [
+        {(part, i): place for part, places in parts.items() if part.kind in collective
          for i, place in places.items()}
-        for own in step.parts
+        for parts in step.parts
     ]  # fmt: skip
-    common = set.intersection(*map(set, found)) if found else set()
-    return [sorted(common & set(own), key=own.__getitem__) for own in found]
+    common = set.intersection(*map(set, by_rank)) if by_rank else set()
+    return [sorted(common & set(places), key=places.__getitem__) for places in by_rank]
 
 
 def _peers(step: StepIndex, rank: int, part: Phase, places: Places) -> Iterator[Fault]:

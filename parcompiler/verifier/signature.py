@@ -58,9 +58,9 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
         "microbatches": (lowered.microbatches, plan.microbatches),
         "stages": (len(lowered.stages), len(plan.stages or ())),
     }
-    for name, (given, wanted) in pairs.items():
-        if given != wanted:
-            yield Fault(PLANNED, f"{name} is {given}, and {wanted} in the plan")
+    for name, (actual, wanted) in pairs.items():
+        if actual != wanted:
+            yield Fault(PLANNED, f"{name} is {actual}, and {wanted} in the plan")
     again = frozenset(plan.recompute or ())
     for stage in lowered.stages:
         for call in stage.calls:
@@ -70,8 +70,8 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
     for j, (stage, choice) in enumerate(zip(lowered.stages, plan.stages or (), strict=False)):
         blocks = tuple(call.block.name for call in stage.calls)
         if (stage.rank, blocks) != (choice.rank, choice.blocks):
-            own, other = ", ".join(blocks), ", ".join(choice.blocks)
-            detail = f"stage {j} has {own} on rank {stage.rank}, and {other} on {choice.rank}"
+            listed, other = ", ".join(blocks), ", ".join(choice.blocks)
+            detail = f"stage {j} has {listed} on rank {stage.rank}, and {other} on {choice.rank}"
             yield Fault(PLANNED, f"{detail} in the plan")
 
 
@@ -141,7 +141,7 @@ def _pieces(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
     if placement.kind == "S":
         wanted = shard_of(placement, whole[placement.dim])
     if item.shard != wanted:
-        yield Fault(PIECES, f"{item.name} is held as {_held(item.shard)}, not {_held(wanted)}")
+        yield Fault(PIECES, f"{item.name} is held as {_placed(item.shard)}, not {_placed(wanted)}")
     local = local_shape(whole, placement, wiring.lowered.tensor)
     if local != _form(node)[0]:
         ranks = f"{wiring.lowered.tensor} tensor ranks"
@@ -156,10 +156,10 @@ def _form(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(value.shape), value.dtype
 
 
-def _held(shard: Shard | None) -> str:
+def _placed(shard: Shard | None) -> str:
     """A piece in words.
 
-    >>> _held(None), _held(Shard(0, (8, 4)))
+    >>> _placed(None), _placed(Shard(0, (8, 4)))
     ('a whole', 'pieces along dimension 0 of (8, 4)')
     """
     return "a whole" if shard is None else f"pieces along dimension {shard.dim} of {shard.sizes}"

@@ -60,9 +60,9 @@ def _placement(wiring: Wiring) -> Iterator[Fault]:
             yield Fault(PLACED, f"stage {j} is on rank {stage.rank} (ranks: 0 to {size - 1})")
         if not stage.calls:
             yield Fault(FULL, f"stage {j} has no block")
-    found = len(wiring.lowered.evaluation)
-    if found != size:
-        yield Fault(PLACED, f"{size} ranks have a list for training and {found} for evaluation")
+    lists = len(wiring.lowered.evaluation)
+    if lists != size:
+        yield Fault(PLACED, f"{size} ranks have a list for training and {lists} for evaluation")
 
 
 def _names(wiring: Wiring) -> Iterator[Fault]:
@@ -80,13 +80,13 @@ def needed(wiring: Wiring) -> set[fx.Node]:
     writers = wiring.effects.writers.items()
     updates = [node for root, nodes in writers if root.op == "placeholder" for node in nodes]
     pending = [wiring.graph.loss, *updates]
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
+        if node.op == "call_function" and node not in nodes:
+            nodes.add(node)
             pending.extend(wiring.effects.dependencies(node))
-    return found
+    return nodes
 
 
 def _missing_nodes(wiring: Wiring) -> Iterator[Fault]:
@@ -133,11 +133,11 @@ def _incomplete_blocks(wiring: Wiring) -> Iterator[Fault]:
     blocks = {id(call.block): call.block for stage in wiring.stages for call in stage.calls}
     for block in blocks.values():
         known = set(block.inputs)
-        held = {binding.name for binding in block.tensors}
+        tensors = {binding.name for binding in block.tensors}
         for node in block.nodes:
             for operand in node.all_input_nodes:
                 tensor = wiring.tensor(operand)
-                if operand not in known and (tensor is None or tensor.name not in held):
+                if operand not in known and (tensor is None or tensor.name not in tensors):
                     detail = f"{block.name}: {node.name} reads {operand.name}, which is no input"
                     yield Fault(THERE, detail)
             known.add(node)

@@ -57,13 +57,13 @@ class ChannelEnd:
         """The numbers of the messages that the other end has too."""
         if self.labels == other.labels:
             return list(range(len(self.labels)))
-        left = Counter(other.labels)
-        left.subtract(self.labels)  # below zero: how many of ours are too many
+        balance = Counter(other.labels)
+        balance.subtract(self.labels)  # below zero: how many of ours are too many
         kept = []
         for number in reversed(range(len(self.labels))):
             label = self.labels[number]
-            if left[label] < 0:
-                left[label] += 1
+            if balance[label] < 0:
+                balance[label] += 1
             else:
                 kept.append(number)
         return kept[::-1]

@@ -52,9 +52,9 @@ def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
     """A stage holds the tensors that its nodes read, and no unknown ones."""
     nodes = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]
     operands = (wiring.tensor(operand) for node in nodes for operand in node.all_input_nodes)
-    held = set(stage.tensors)
+    tensors = set(stage.tensors)
     for name in dict.fromkeys(item.name for item in operands if item is not None):
-        if name not in held:
+        if name not in tensors:
             yield Fault(HELD, f"stage {j} reads {name} and does not hold it")
     for name, count in Counter(stage.tensors).items():
         if count > 1:
@@ -86,8 +86,8 @@ def _sum(wiring: Wiring, item: Parameter, tied: list[Tied]) -> Iterator[Fault]:
         yield Fault(SUMMED, f"{item.name} is on {ranks(holders)}, and nothing sums its gradients")
     for entry in tied:
         if tuple(sorted(entry.ranks)) != holders or len(holders) < 2:
-            held = f"{item.name} is on {ranks(holders)}"
-            yield Fault(SUMMED, f"{held}, and {entry.label} sums over {ranks(entry.ranks)}")
+            where = f"{item.name} is on {ranks(holders)}"
+            yield Fault(SUMMED, f"{where}, and {entry.label} sums over {ranks(entry.ranks)}")
     if len(tied) > 1:
         listed = ", ".join(entry.label for entry in tied)
         yield Fault(SUMMED, f"{item.name} is summed {len(tied)} times ({listed})")
@@ -227,8 +227,8 @@ def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault
         if count != 1:
             times = f"{count} times" if count else "in no bucket"
             yield Fault(AVERAGED, f"the rows of {name} on rank {rank} are summed {times}")
-    for held in counts:
-        yield Fault(AVERAGED, f"all ranks hold rows of {name}, and it is summed on {ranks(held)}")
+    for others in counts:
+        yield Fault(AVERAGED, f"all ranks hold rows of {name}, and it is summed on {ranks(others)}")
 
 
 def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:

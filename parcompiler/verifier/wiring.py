@@ -1,4 +1,4 @@
-"""What the stages say of themselves: who makes which value, and which other stages read it.
+"""The values between stages: which stage makes each, and which others read it.
 
 Read off the calls alone. The tables beside them (`values`, `gives`, `tied`, the instruction lists)
 were written by others and are compared with this.
@@ -71,12 +71,12 @@ class Wiring:
     @cached_property
     def homes(self) -> dict[fx.Node, list[tuple[int, Block]]]:
         """Stage and block of every call that runs a node."""
-        found: dict[fx.Node, list[tuple[int, Block]]] = {}
+        homes: dict[fx.Node, list[tuple[int, Block]]] = {}
         for j, stage in enumerate(self.stages):
             for call in stage.calls:
                 for node in call.block.nodes:
-                    found.setdefault(node, []).append((j, call.block))
-        return found
+                    homes.setdefault(node, []).append((j, call.block))
+        return homes
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -86,10 +86,10 @@ class Wiring:
     @cached_property
     def views(self) -> dict[fx.Node, list[fx.Node]]:
         """The nodes that share the memory of each root, with the root."""
-        found: dict[fx.Node, list[fx.Node]] = {}
+        views: dict[fx.Node, list[fx.Node]] = {}
         for node in self.position:
-            found.setdefault(self.effects.root(node), []).append(node)
-        return found
+            views.setdefault(self.effects.root(node), []).append(node)
+        return views
 
     @cached_property
     def recomputed(self) -> frozenset[fx.Node]:
@@ -99,24 +99,24 @@ class Wiring:
     @cached_property
     def makers(self) -> dict[str, int]:
         """The first stage whose calls result in each name; NOWHERE for what is looked up."""
-        found: dict[str, int] = dict.fromkeys(self.lookups, NOWHERE)
+        makers: dict[str, int] = dict.fromkeys(self.lookups, NOWHERE)
         for j, stage in enumerate(self.stages):
             for call in stage.calls:
                 for name in call.results:
-                    found.setdefault(name, j)
-        return found
+                    makers.setdefault(name, j)
+        return makers
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
         """The stages that receive each value from another one; NOWHERE for the head."""
-        found: dict[str, list[int]] = {}
+        readers: dict[str, list[int]] = {}
         if self.head is not None and self.head.value in self.makers:
-            found[self.head.value] = [NOWHERE]
+            readers[self.head.value] = [NOWHERE]
         for j, stage in enumerate(self.stages):
             for name in dict.fromkeys(stage.receives):
                 if self.makers.get(name, j) != j:
-                    found.setdefault(name, []).append(j)
-        return found
+                    readers.setdefault(name, []).append(j)
+        return readers
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -138,11 +138,11 @@ class Wiring:
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that hold each parameter or buffer."""
-        found: dict[str, list[int]] = {}
+        holders: dict[str, list[int]] = {}
         for j, stage in enumerate(self.stages):
             for name in dict.fromkeys(stage.tensors):
-                found.setdefault(name, []).append(j)
-        return {name: tuple(stages) for name, stages in found.items()}
+                holders.setdefault(name, []).append(j)
+        return {name: tuple(stages) for name, stages in holders.items()}
 
     def rank_of(self, j: int) -> int | None:
         """The rank of a stage, if there are both."""

@@ -85,12 +85,12 @@ class _Spreading:
         loss = head.node if head else self.nodes[self.whole.loss]
         drop_dead(self.made)
         self.made.lint()
-        left = {node.name for node in self.made.nodes}
+        trunk = {node.name for node in self.made.nodes}
         return dataclasses.replace(
             self.whole,
             fx_graph=self.made,
             loss=loss,
-            differentiable=(self.whole.differentiable & left) | self.carrying,
+            differentiable=(self.whole.differentiable & trunk) | self.carrying,
             random=self.whole.random,
             vocabulary=Vocabulary(lookups, head),
         )
@@ -108,11 +108,11 @@ class _Spreading:
         # on several, which get it from there.
         if item.node in self.effects.writers or self._is_used_apart(item.node):
             with self.made.inserting_after(new):
-                own = self.made.call_function(torch.ops.aten.clone.default, (new,))
-            own.meta = dict(new.meta)
-            own.name = self._free_name(f"{new.name}_own")
-            new.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
-            self.carrying.add(own.name)
+                copy = self.made.call_function(torch.ops.aten.clone.default, (new,))
+            copy.meta = dict(new.meta)
+            copy.name = self._free_name(f"{new.name}_own")
+            new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+            self.carrying.add(copy.name)
         return Lookup(new, item.weight, indices, item.padding_idx)
 
     def _is_used_apart(self, node: fx.Node) -> bool:

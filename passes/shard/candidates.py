@@ -7,8 +7,7 @@ their result. All others decide for themselves; what they read may be converted.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,42 +95,48 @@ class Candidates:
             segments = segmentations(template.first.nodes)
             for node in template.first.nodes:
                 call = read(node, differentiable)
-                found = strategies(node, n, differentiable=differentiable, segments=segments)
-                allowed = [s for s in found if _is_offered(call, s, n, classes)]
-                allowed = [s for s in allowed if not self._is_narrow(call, s)]
+                known = strategies(node, n, differentiable=differentiable, segments=segments)
+                updated = set(mutated_operands(node))
+                offered = (x for x in known if self._is_offered(call, x, classes, updated))
                 work = _NO_WORK if call.is_item else self.costs.work(node)
-                yield NodeChoices(node, call, work, tuple(self._sound(call, allowed)))
+                yield NodeChoices(node, call, work, tuple(offered))
 
-    def _is_narrow(self, call: OperatorCall, strategy: Strategy) -> bool:
-        """Whether ranks look up pieces of rows that are shorter than what memory yields at once.
+    def _is_offered(
+        self, call: OperatorCall, strategy: Strategy, classes: set[int], updated: set[fx.Node]
+    ) -> bool:
+        """Whether the programme may choose a strategy of a call.
 
-        Each would read as much as for whole rows. The user may demand it of a parameter.
+        Pieces are of one size, but for those of a vocabulary. Unless the user pins the table, ranks
+        look up no pieces of rows that are shorter than a cache line: each would read as much as for
+        whole rows. No update in place reaches a copy: what the prologue and the batch yield is
+        whole (`R`), and may be updated as such only.
         """
-        if call.base not in LOOKUPS or strategy.inputs[0].kind != "S":
+        graph, n = self.folded.graph, self.costs.n
+        shapes: list[Shape] = [*call.shapes, *call.result_shapes]
+        types = [*strategy.inputs, *strategy.outputs]
+        even = all(
+            placement.kind != "S"
+            or shape[placement.dim] in classes
+            or all(
+                part % self.costs.n == 0 for part in placement.segments or (shape[placement.dim],)
+            )
+            for shape, placement in zip(shapes, types, strict=True)
+        )
+        if not even and not strategy.special.startswith("vocabulary"):
             return False
-        table = call.operands[0]
-        item = self.folded.graph.by_node.get(table.node.name)
-        if item is None or self.pin(item.name) or strategy.inputs[0].dim == 0:
-            return False
-        return table.shape[1] * table.value.itemsize < self.costs.n * LINE
-
-    def _sound(self, call: OperatorCall, found: Sequence[Strategy]) -> Iterator[Strategy]:
-        """Without strategies under which an update in place would reach a copy.
-
-        What the prologue and the batch yield is whole (`R`), and may be updated as such only.
-        """
-        updated = set(mutated_operands(call.node))
-        known = self.folded.graph
-        for strategy in found:
-            pairs = zip(call.operands, strategy.inputs, strict=True)
-            if all(
-                placement.is_whole
-                or operand.node not in self.folded.fixed | updated
-                or operand.node in self.folded.stands_for
-                or operand.node.name in known.by_node
-                for operand, placement in pairs
-            ):
-                yield strategy
+        if call.base in LOOKUPS and types[0].kind == "S" and types[0].dim != 0:
+            table = call.operands[0]
+            item = graph.by_node.get(table.node.name)
+            row = table.shape[1] * table.value.itemsize
+            if item is not None and not self.pin(item.name) and row < n * LINE:
+                return False
+        return all(
+            placement.is_whole
+            or operand.node not in self.folded.fixed | updated
+            or operand.node in self.folded.stands_for
+            or operand.node.name in graph.by_node
+            for operand, placement in zip(call.operands, strategy.inputs, strict=True)
+        )
 
     def _followed(self, member: NodeChoices) -> fx.Node | None:
         """The node that a member follows."""
@@ -156,21 +161,17 @@ class Candidates:
 def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
     """The choices of members of which each, but the first, follows one before it."""
     number = {member.node: place for place, member in enumerate(members)}
-
-    def extended(chosen: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:
-        if len(chosen) == len(members):
-            yield chosen
-            return
-        member = members[len(chosen)]
-        producer = chosen[number[member.call.operands[0].node]]
-        made = producer.outputs[result_index(member.call)]
-        fitting = [strategy for strategy in member.strategies if strategy.inputs == (made,)]
-        for strategy in fitting[:1]:
-            yield from extended((*chosen, strategy))
-
-    return itertools.chain.from_iterable(
-        extended((strategy,)) for strategy in members[0].strategies
-    )
+    for first in members[0].strategies:
+        chosen = [first]
+        for member in members[1:]:
+            producer = chosen[number[member.call.operands[0].node]]
+            made = producer.outputs[result_index(member.call)]
+            following = next((s for s in member.strategies if s.inputs == (made,)), None)
+            if following is None:
+                break
+            chosen.append(following)
+        else:
+            yield tuple(chosen)
 
 
 def result_index(call: OperatorCall) -> int:
@@ -188,17 +189,3 @@ def result_index(call: OperatorCall) -> int:
     assert isinstance(index, int)
     before = of.meta["val"][: index % len(of.meta["val"])]
     return sum(1 for value in before if hasattr(value, "dtype"))
-
-
-def _is_offered(call: OperatorCall, strategy: Strategy, n: int, classes: Collection[int]) -> bool:
-    """Whether pieces are of one size, but for those of a vocabulary."""
-    if strategy.special.startswith("vocabulary"):
-        return True
-    shapes: list[Shape] = [*call.shapes, *call.result_shapes]
-    types = [*strategy.inputs, *strategy.outputs]
-    return all(
-        placement.kind != "S"
-        or shape[placement.dim] in classes
-        or all(part % n == 0 for part in placement.segments or (shape[placement.dim],))
-        for shape, placement in zip(shapes, types, strict=True)
-    )

@@ -184,10 +184,10 @@ class LinearModel:
 
     def _by_type(self, end: EdgeEnd) -> dict[Placement, list[Term]]:
         """The choices of a decision by the type that an edge has at this end under them."""
-        found: dict[Placement, list[Term]] = {}
+        terms: dict[Placement, list[Term]] = {}
         for variable, placement in zip(self.variables[end.decision], end.types, strict=True):
-            found.setdefault(placement, []).append((1, variable))
-        return found
+            terms.setdefault(placement, []).append((1, variable))
+        return terms
 
     def _share(self, number: int, cost: SharedCost) -> None:
         """A shared cost is due with each of its events."""

@@ -161,12 +161,12 @@ class _ProgrammeBuilder:
                     types = (strategy.inputs[place] for strategy in member.strategies)
                     split = (placement for placement in types if placement.kind == "S")
                     pieces[self.folded.group_of[item.name]].update(split)
-        found = {}
+        tensors = {}
         for tensor, types_of_pieces in pieces.items():
             whole = I if tensor.node.name in self.folded.graph.differentiable else R
             possible = (whole, *(() if tensor.outside else sorted(types_of_pieces, key=str)))
-            found[tensor] = self.pins.allowed(tensor, possible)
-        return found
+            tensors[tensor] = self.pins.allowed(tensor, possible)
+        return tensors
 
     # Decisions
 
@@ -397,11 +397,11 @@ def _is_allowed(source: _EdgeStart, a: Placement, t: Placement, carries: bool) -
 
 def _by_pair(numbers: Sequence[int], edges: Sequence[Edge]) -> dict[Pair, tuple[Event, ...]]:
     """For each pair of types the events that one of these edges leads through it."""
-    found: dict[Pair, list[Event]] = {}
+    events: dict[Pair, list[Event]] = {}
     for number in numbers:
         for pair in sorted(edges[number].allowed, key=str):
-            found.setdefault(pair, []).append(EdgeEvent(number, frozenset({pair})))
-    return {pair: tuple(events) for pair, events in found.items()}
+            events.setdefault(pair, []).append(EdgeEvent(number, frozenset({pair})))
+    return {pair: tuple(listed) for pair, listed in events.items()}
 
 
 def _read_as_made(edge: Edge, number: int, choices: set[int]) -> Iterator[EdgeEvent]:

@@ -50,6 +50,6 @@ def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
         problem = local(problem, dataclasses.replace(plan, sharding=None))
     if plan.sharding is None:
         return graph
-    assigned = {node.name: found for node, found in assignment(problem.graph, plan).items()}
+    assigned = {node.name: strategy for node, strategy in assignment(problem.graph, plan).items()}
     nodes = (node for node in graph.fx_graph.nodes if node.name in assigned)
     return shard(graph, {node: assigned[node.name] for node in nodes}, plan.mesh.tensor)

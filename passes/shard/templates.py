@@ -165,16 +165,16 @@ def _tensor_groups(folded: FoldedGraph) -> dict[str, TensorGroup]:
     for template in folded.templates:
         for block in template.blocks:
             for binding, first in zip(block.tensors, template.first.tensors, strict=True):
-                ours, theirs = find(binding.name), find(first.name)
-                leader[ours] = theirs
+                root = find(binding.name)
+                leader[root] = find(first.name)
     members: dict[str, list[Parameter]] = {}
     for name in sorted(leader):
         members.setdefault(find(name), []).append(folded.graph.by_name[name])
     nodes = {node.name: node for node in folded.graph.fx_graph.nodes if node.op == "placeholder"}
     read = {operand for node in folded.prologue for operand in node.all_input_nodes}
-    found = {}
+    groups = {}
     for items in members.values():
         outside = any(nodes[item.node] in read for item in items)
         group = TensorGroup(tuple(items), nodes[items[0].node], outside)
-        found.update({item.name: group for item in items})
-    return found
+        groups.update({item.name: group for item in items})
+    return groups
