@@ -117,7 +117,7 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Operato
             operands = (Operand("0", None, node.args[0], value, carried),)
     else:
         operands = tuple(_operands(arguments, differentiable))
-    results = tuple(_tensors(node.meta.get("val")))
+    results = tuple(tensors_of(node.meta.get("val")))
     # A node that is named carries a gradient, be it only by an update of its memory later.
     named = differentiable is not None
     reached = carries and (named or any(operand.differentiable for operand in operands))
@@ -177,11 +177,12 @@ def _operands(
         for index, item in enumerate(value if listed else (value,)):
             if not isinstance(item, fx.Node):
                 continue
-            for tensor in _tensors(item.meta.get("val")):
+            for tensor in tensors_of(item.meta.get("val")):
                 carries = differentiable is None or item.name in differentiable
                 place = index if listed else None
                 yield Operand(argument, place, item, tensor, carries and is_floating(tensor))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value or list of values."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

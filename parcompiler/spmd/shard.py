@@ -29,11 +29,12 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import effects_of, mutated_operands
+from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
 from parcompiler.spmd.call import OperatorCall, call_of, is_random
 from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
 from parcompiler.spmd.rules import strategies
-from parcompiler.spmd.runtime_call import NodeCollectives, conversion_call, local_size
+from parcompiler.spmd.runtime_call import conversion_call, local_size
 from parcompiler.spmd.special import special_call
 from parcompiler.spmd.strategy import Strategy, localized
 
@@ -280,9 +281,7 @@ class _Sharding:
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""
         self._describe(made, node, strategy.outputs)
-        made.name = self._free_name(f"{node.name}_of_piece")
-        if node.name in self.whole.differentiable:
-            self.carrying.add(made.name)
+        self._name(made, f"{node.name}_of_piece", node.name in self.whole.differentiable)
         scaled = self.local.call_function(torch.ops.aten.mul.Tensor, (made, strategy.factor))
         scaled.meta = dict(node.meta)
         return scaled
@@ -337,28 +336,20 @@ class _Sharding:
             return made
         call, args, kwargs, collectives = converting
         converted = self.local.call_function(call, (made, *args), dict(kwargs))
-        converted.meta = self._origin(node, user, collectives)
+        # A conversion has the source lines of the value, and the module of the user.
+        origins = (("nn_module_stack", user), ("stack_trace", node))
+        converted.meta = {k: origin.meta[k] for k, origin in origins if k in origin.meta}
+        converted.meta |= {"exchange": collectives, "val": node.meta["val"]}
         self._describe(converted, node, (target,))
-        converted.name = self._free_name(f"{node.name}_{call.name}")
-        if carries:
-            self.carrying.add(converted.name)
+        self._name(converted, f"{node.name}_{call.name}", carries)
         self.converted[key] = converted
         return converted
 
-    def _origin(self, node: fx.Node, user: fx.Node, collectives: NodeCollectives) -> dict[str, Any]:
-        """Where a conversion comes from: the lines of the value, the module of the user."""
-        pairs = (("nn_module_stack", user), ("stack_trace", node))
-        meta = {key: origin.meta[key] for key, origin in pairs if key in origin.meta}
-        return meta | {"exchange": collectives, "val": node.meta["val"]}
-
-    def _free_name(self, wish: str) -> str:
-        """A name that no node has."""
-        name, count = wish, 1
-        while name in self.taken:
-            count += 1
-            name = f"{wish}_{count}"
-        self.taken.add(name)
-        return name
+    def _name(self, made: fx.Node, name: str, carries: bool) -> None:
+        """Give a new node a free name, and note whether it carries a gradient."""
+        made.name = unique(name, self.taken)
+        if carries:
+            self.carrying.add(made.name)
 
     def _copied(self, node: fx.Node, converted: fx.Node) -> fx.Node:
         """A copy that may be updated in place."""
@@ -366,9 +357,7 @@ class _Sharding:
         assert node.op != "placeholder", f"{node.name} is updated as another type"
         copied = self.local.call_function(torch.ops.aten.clone.default, (converted,))
         copied.meta = {k: v for k, v in converted.meta.items() if k != "exchange"}
-        copied.name = self._free_name(f"{converted.name}_copy")
-        if converted.name in self.carrying:
-            self.carrying.add(copied.name)
+        self._name(copied, f"{converted.name}_copy", converted.name in self.carrying)
         return copied
 
     def _forget(self, updated: fx.Node, by: fx.Node) -> None:

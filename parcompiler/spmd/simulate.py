@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.pieces import piece
-from parcompiler.spmd.call import OperatorCall, Shape, is_floating, read
+from parcompiler.spmd.call import OperatorCall, Shape, is_floating, read, tensors_of
 from parcompiler.spmd.placement import I, P, Placement, R, join, take
 from parcompiler.spmd.strategy import Strategy, localized
 
@@ -86,11 +86,11 @@ def _faults(
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
-    whole = _results(_seeded(call, leaves, seed))
+    whole = tensors_of(_seeded(call, leaves, seed))
     operands = [dealt(v, t, n) for v, t in zip(_values(call), strategy.inputs, strict=True)]
     ranks = [_leaves(call, [pieces[rank] for pieces in operands]) for rank in range(n)]
     computed = [
-        _results(_seeded(call, local, seed, strategy, (n, rank), special))
+        tensors_of(_seeded(call, local, seed, strategy, (n, rank), special))
         for rank, local in enumerate(ranks)
     ]
     tolerance = _tolerance(call)
@@ -129,7 +129,7 @@ def attempt(call: OperatorCall, inputs: Sequence[Placement], n: int) -> list[lis
     operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
     with torch.no_grad():
         return [
-            _results(run(call, [pieces[rank] for pieces in operands], strategy, (n, rank)))
+            tensors_of(run(call, [pieces[rank] for pieces in operands], strategy, (n, rank)))
             for rank in range(n)
         ]
 
@@ -191,10 +191,6 @@ def _gradients(
     roots, given = zip(*coming, strict=True)
     gradients = iter(torch.autograd.grad(roots, wanted, given, materialize_grads=True))
     return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
-
-
-def _results(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _seeded(

@@ -117,8 +117,14 @@ def _pairs(step: StepIndex) -> Iterator[Pair]:
             before = {i + 1: place for i, place in forward.items()}
             yield Pair(stage.rank, before, forward, IN_TURN)
     for crossing in step.wiring.crossings:
-        local = crossing.source == crossing.target
-        yield from _handed_over(step, crossing) if local else _sent(step, crossing)
+        if crossing.source != crossing.target:
+            yield from _sent(step, crossing)
+            continue
+        rank, maker = crossing.source, crossing.maker
+        for j in crossing.readers:
+            yield Pair(rank, step.computed[Kind.FORWARD, maker], step.computed[Kind.FORWARD, j])
+            if crossing.differentiable:
+                yield Pair(rank, step.back[j], step.back[maker])
     yield from _collected(step)
 
 
@@ -131,15 +137,6 @@ def _updated(step: StepIndex, j: int) -> Iterator[Pair]:
     following = {microbatch[place]: then for place, then in pairwise(places) if place in microbatch}
     yield Pair(rank, backward, update, UPDATED)
     yield Pair(rank, update, following, UPDATED)
-
-
-def _handed_over(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:
-    """The order around a value that stays on its rank."""
-    rank, maker = crossing.source, crossing.maker
-    for j in crossing.readers:
-        yield Pair(rank, step.computed[Kind.FORWARD, maker], step.computed[Kind.FORWARD, j])
-        if crossing.differentiable:
-            yield Pair(rank, step.back[j], step.back[maker])
 
 
 def _sent(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:

@@ -94,8 +94,16 @@ class _Execution:
 
     def circle(self) -> list[int]:
         """The ranks of the shortest circle; each waits for the next, the last for the first."""
+        circles = []
         stuck = [rank for rank, halts in enumerate(self.halts) if self.at[rank] < len(halts)]
-        circles = [self._circle_from(rank) for rank in stuck]
+        for rank in stuck:
+            path: list[int] = []
+            while rank not in path:
+                path.append(rank)
+                need = self._lacks(rank)
+                assert need is not None
+                rank = self.counters[need.counter].rank
+            circles.append(path[path.index(rank) :])
         return min(circles, key=len, default=[])
 
     def described(self, rank: int) -> str:
@@ -131,16 +139,6 @@ class _Execution:
                 return need
         return None
 
-    def _circle_from(self, rank: int) -> list[int]:
-        """The circle that a rank which is left waiting ends up in."""
-        path: list[int] = []
-        while rank not in path:
-            path.append(rank)
-            need = self._lacks(rank)
-            assert need is not None
-            rank = self.counters[need.counter].rank
-        return path[path.index(rank) :]
-
     def _counter(self, rank: int, positions: list[int]) -> int:
         """A new counter, raised where a rank reaches these positions."""
         self.counters.append(Counter(rank, positions))
@@ -167,22 +165,19 @@ class _Execution:
     def _read_computes(self, arrivals: dict[Way, dict[int, tuple[int, Need]]]) -> None:
         """The halts at compute instructions: each waits for what it uses and was posted before."""
         needs: dict[tuple[int, int], list[Need]] = defaultdict(list)
-        for way, rank, places in self._uses():
+        uses: list[tuple[Way, int, Places]] = []
+        for item in self.step.wiring.crossings:
+            way = (item.source, item.target, item.name, False)
+            uses += [(way, item.target, self.step.computed[Kind.FORWARD, j]) for j in item.readers]
+            back = (item.target, item.source, item.name, True)
+            uses.append((back, item.source, self.step.back[item.maker]))
+        for way, rank, places in uses:
             for i, (posted, need) in arrivals.get(way, {}).items():
                 position = places.get(i, -1)
                 if posted < position:
                     needs[rank, position].append(need)
         for (rank, position), listed in needs.items():
             self.halts[rank].append(Halt(position, None, tuple(listed)))
-
-    def _uses(self) -> Iterator[tuple[Way, int, Places]]:
-        """Each message that compute instructions use, with their rank and where they stand."""
-        for item in self.step.wiring.crossings:
-            way = (item.source, item.target, item.name, False)
-            for j in item.readers:
-                yield way, item.target, self.step.computed[Kind.FORWARD, j]
-            back = (item.target, item.source, item.name, True)
-            yield back, item.source, self.step.back[item.maker]
 
     def _read_vocabulary(self) -> None:
         """The halts at what uses collectives of the vocabulary, and at these themselves."""
@@ -212,16 +207,9 @@ class _Execution:
                 group = self.step.at(rank, position).ranks
                 groups[group].setdefault(rank, []).append(position)
         for places in groups.values():
-            self._read_group(places)
-
-    def _read_group(self, places: dict[int, list[int]]) -> None:
-        """The halts of one group; `places` are those of its collectives on each rank."""
-        counters = {rank: self._counter(rank, positions) for rank, positions in places.items()}
-        for rank, positions in places.items():
-            for k, position in enumerate(positions):
-                needs = tuple(
-                    Need(counters[other], k)
-                    for other, theirs in places.items()
-                    if other != rank and k < len(theirs)
-                )
-                self.halts[rank].append(Halt(position, counters[rank], needs))
+            counters = {rank: self._counter(rank, positions) for rank, positions in places.items()}
+            for rank, positions in places.items():
+                others = [(other, listed) for other, listed in places.items() if other != rank]
+                for k, position in enumerate(positions):
+                    needs = (Need(counters[x], k) for x, listed in others if k < len(listed))
+                    self.halts[rank].append(Halt(position, counters[rank], tuple(needs)))

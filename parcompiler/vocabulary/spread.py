@@ -20,6 +20,7 @@ from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import drop_dead, keep_names
 from parcompiler.capture.effects import Effects, effects_of, overload_name
 from parcompiler.capture.prologue import cone
+from parcompiler.capture.templates import unique
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Head, Lookup, Vocabulary, dtype_of, shape_of
 from parcompiler.plan import VocabularyChoice
@@ -110,7 +111,7 @@ class _Spreading:
             with self.made.inserting_after(new):
                 copy = self.made.call_function(torch.ops.aten.clone.default, (new,))
             copy.meta = dict(new.meta)
-            copy.name = self._free_name(f"{new.name}_own")
+            copy.name = unique(f"{new.name}_own", self.taken)
             new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
             self.carrying.add(copy.name)
         return Lookup(new, item.weight, indices, item.padding_idx)
@@ -175,7 +176,7 @@ class _Spreading:
         with torch.no_grad():
             value = target(x.meta["val"], *values)
         new.meta = {**self.nodes[like].meta, "val": value}
-        new.name = self._free_name(f"{target._opname}_of_rows")
+        new.name = unique(f"{target._opname}_of_rows", self.taken)
         if x.name in self.whole.differentiable or x.name in self.carrying:
             self.carrying.add(new.name)
         return new
@@ -184,7 +185,7 @@ class _Spreading:
         """Let `new` stand where `old` does, under its name."""
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
-        old.name, new.name = self._free_name(f"{old.name}_whole"), old.name
+        old.name, new.name = unique(f"{old.name}_whole", self.taken), old.name
 
     def _tensor(self, name: str) -> fx.Node:
         """The placeholder of a tensor of the model."""
@@ -195,15 +196,6 @@ class _Spreading:
         """The placeholders that a small graph reads."""
         names = {node.name for node in computation.nodes if node.op == "placeholder"}
         return [copy for node, copy in self.nodes.items() if node.name in names]
-
-    def _free_name(self, wish: str) -> str:
-        """A name that no node has."""
-        name, count = wish, 1
-        while name in self.taken:
-            count += 1
-            name = f"{wish}_{count}"
-        self.taken.add(name)
-        return name
 
 
 def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
