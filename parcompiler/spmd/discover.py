@@ -111,7 +111,10 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
 
 def _strategies(call: OperatorCall, n: int) -> Iterator[Strategy]:
     """All splits of the operands with results that can be put together, values and gradients."""
-    choices = [_choices(operand.value, n) for operand in call.operands]
+    choices: list[list[Placement]] = []
+    for value in (operand.value for operand in call.operands):  # whole, in pieces, in summands
+        splits = [S(dim) for dim, size in enumerate(value.shape) if size and size % n == 0]
+        choices.append([R, *splits, *([P] if value.dtype.is_floating_point else [])])
     if prod(map(len, choices)) > MOST:
         return
     for inputs in itertools.product(*choices):
@@ -123,12 +126,6 @@ def _strategies(call: OperatorCall, n: int) -> Iterator[Strategy]:
         strategy = Strategy(inputs, outputs)
         if not _checked(faults, call, strategy, n):
             yield strategy
-
-
-def _choices(value: torch.Tensor, n: int) -> list[Placement]:
-    """Whole, split along each dimension, and summands."""
-    splits = [S(dim) for dim, size in enumerate(value.shape) if size and size % n == 0]
-    return [R, *splits, *([P] if value.dtype.is_floating_point else [])]
 
 
 def _outputs(

@@ -61,7 +61,7 @@ class RuntimeCall:
     likeness: Callable[..., Any] | None = field(default=None, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What a rank computes, as far as it does so alone."""
+        """The result on one rank, of calls that need no other."""
         if self.likeness is None:
             message = f"{self!r} runs on a rank"
             raise NotImplementedError(message)
@@ -73,13 +73,13 @@ class RuntimeCall:
 
     @property
     def __name__(self) -> str:
-        """What torch.fx calls the node."""
+        """The name that torch.fx gives the node."""
         return self.name
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCollectives:
-    """What the `n` ranks of an axis send each other in a node: its `meta["exchange"]`."""
+    """Collectives of a node among the `n` ranks of an axis: its `meta["exchange"]`."""
 
     n: int
     forward: Actions = ()

@@ -43,7 +43,7 @@ Types = tuple[Placement, ...]  # of the tensors that a node yields
 
 
 def shard(graph: Graph, assignment: Assignment, n: int) -> Graph:
-    """What one of `n` ranks computes when every node has the strategy of `assignment`.
+    """The graph of one of `n` ranks when every node has the strategy of `assignment`.
 
     A node without one takes its operands as they come, or whole. A parameter is held in pieces when
     all who read it want the same pieces, else whole. The loss must be I, P or S.
@@ -126,7 +126,7 @@ class _Sharding:
         return Vocabulary(tuple(lookups), head)
 
     def _fingerprint(self) -> str:
-        """That of the whole, with the strategies."""
+        """The fingerprint of the whole graph and the strategies."""
         digest = hashlib.sha256(f"{self.whole.fingerprint} {self.n}".encode())
         for node in self.whole.fx_graph.nodes:
             if node in self.assignment:
@@ -361,7 +361,7 @@ class _Sharding:
         return copied
 
     def _forget(self, updated: fx.Node, by: fx.Node) -> None:
-        """What was converted before an update in place is of no use after it."""
+        """Drop the conversions of a value that has been updated in place."""
         root = self.effects.root(updated)
         self.converted = {
             key: made for key, made in self.converted.items() if self.effects.root(key[0]) != root

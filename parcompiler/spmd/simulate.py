@@ -68,7 +68,7 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> OperatorCa
 def faults(
     call: OperatorCall, strategy: Strategy, n: int, special: Special | None = None
 ) -> tuple[str, ...]:
-    """What goes wrong with a strategy on the values of `call`: nothing when it is right.
+    """The faults of a strategy on the values of `call`; none when it is right.
 
     Strategies that draw other numbers on each rank are not carried out, nor special ones that are
     not in `special`.
@@ -135,7 +135,7 @@ def attempt(call: OperatorCall, inputs: Sequence[Placement], n: int) -> list[lis
 
 
 def dealt(value: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
-    """What each rank holds of a value: the whole, its piece, or a random summand."""
+    """The part of a value on each rank: the whole, its piece, or a random summand."""
     if placement.kind == "S":
         return [take(value, placement, n, rank).clone() for rank in range(n)]
     if placement.kind == "P":

@@ -133,7 +133,7 @@ class _Execution:
             self.ready += self.asleep.pop(raises, ())
 
     def _lacks(self, rank: int) -> Need | None:
-        """What a rank needs first before it can go on."""
+        """The first need of a rank that is not met."""
         for need in self.halts[rank][self.at[rank]].needs:
             if self.reached[need.counter] <= need.number:
                 return need

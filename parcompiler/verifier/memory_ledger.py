@@ -54,7 +54,7 @@ class MemoryLimits:
 
 @dataclass(slots=True)
 class MemoryLedger:
-    """What comes and goes on a rank, by the place of the instruction that takes or frees it."""
+    """Bytes taken and freed on a rank, by the place of the instruction that does so."""
 
     arriving: Counter[int] = field(default_factory=Counter)  # bytes of messages
     leaving: Counter[int] = field(default_factory=Counter)
@@ -106,7 +106,7 @@ def faults(step: StepIndex, memory: MemoryLimits) -> Iterator[Fault]:
 
 
 def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
-    """What comes and goes on each rank."""
+    """The ledger of each rank."""
     ledgers = [MemoryLedger() for _ in step.lists]
     for j, stage in enumerate(step.wiring.stages):
         if step.training and 0 <= stage.rank < len(ledgers):
@@ -160,7 +160,7 @@ def _add_vocabulary(step: StepIndex, ledgers: Sequence[MemoryLedger], saved: int
 
 
 def _summed(step: StepIndex, rank: int, part: Phase) -> list[Places]:
-    """What uses a sum on the rank where it goes."""
+    """The instructions that use a sum, on the rank where it goes."""
     wiring = step.wiring
     if part.gradient:
         home = wiring.head.stage if wiring.head else NOWHERE
@@ -183,7 +183,7 @@ def _arrive(
 
 
 def _moments(ledger: MemoryLedger) -> Iterator[Moment]:
-    """What a rank holds wherever that changes, the begin included."""
+    """The memory of a rank wherever it changes, the begin included."""
     activations = messages = 0
     yield Moment(0, 0, 0)
     for place in sorted({*ledger.arriving, *ledger.leaving, *ledger.begins, *ledger.ends}):

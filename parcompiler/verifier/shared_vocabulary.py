@@ -47,7 +47,7 @@ ROWS = "all ranks hold rows of the tensors that they read"
 STEADY = "the vocabulary is on all ranks only where parameters stay the same in a step"
 ONCE = "every rank does its part of the vocabulary"
 WANTED = "no part of the vocabulary is in vain"
-MEETING = "what all ranks have together goes from and to the right rank"
+PEERS = "what all ranks have together goes from and to the right rank"
 ORDERED = "collectives keep their order"
 
 EXCHANGES = {  # what follows S, and NORMALIZE where there is one
@@ -93,7 +93,7 @@ def _layers(wiring: Wiring, spread: Spread, wanted: Vocabulary) -> Iterator[Faul
 
 
 def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
-    """What a layer takes from the batch is what its indices or targets are computed from."""
+    """A layer takes from the batch the tensors of which its indices or targets are computed."""
     layers: list[tuple[str, tuple[str, ...], fx.Graph]] = [
         (item.value, item.inputs, item.lookup.indices) for item in spread.lookups
     ]
@@ -112,7 +112,7 @@ def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
 
 
 def _lookup_homes(wiring: Wiring) -> Iterator[Fault]:
-    """What is looked up is summed on the one rank whose stages read it."""
+    """Looked-up values are summed on the one rank whose stages read them."""
     for name, item in wiring.lookups.items():
         home, readers = wiring.rank_of(item.stage), wiring.readers.get(name, [])
         if item.stage not in readers:
@@ -125,7 +125,7 @@ def _lookup_homes(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _head_input(wiring: Wiring) -> Iterator[Fault]:
-    """What the head takes comes from the stage that makes it."""
+    """The head's input comes from the stage that makes it."""
     if wiring.head is not None:
         name, maker = wiring.head.value, wiring.makers.get(wiring.head.value)
         if maker != wiring.head.stage:
@@ -179,7 +179,7 @@ def faults(step: StepIndex) -> Iterator[Fault]:
     """All faults of what ranks do for the vocabulary, but those of its order beside stages."""
     if step.wiring.spread is None:
         return
-    expected = list(parts(step))
+    expected = list(phases(step))
     for rank, present in enumerate(step.parts):
         for part in expected:
             missing = set(step.microbatches) - set(present.get(part, ()))
@@ -194,8 +194,8 @@ def faults(step: StepIndex) -> Iterator[Fault]:
     yield from _order(step)
 
 
-def parts(step: StepIndex) -> Iterator[Phase]:
-    """What every rank has for each micro-batch."""
+def phases(step: StepIndex) -> Iterator[Phase]:
+    """The phases that every rank has for each micro-batch."""
     wiring, training = step.wiring, step.training
     for name in wiring.lookups:
         yield Phase(Kind.EMBED, name)
@@ -265,7 +265,7 @@ def dependencies(step: StepIndex) -> Iterator[Dependency]:
 
 
 def pairs(step: StepIndex) -> Iterator[Pair]:
-    """What must stand before something else, because of what collectives take and bring."""
+    """The order that the collectives demand: takers behind makers, users behind bringers."""
     for rank, collective, before, after in dependencies(step):
         places = step.places(rank, collective)
         yield Pair(rank, before, places)
@@ -295,7 +295,7 @@ def _peers(step: StepIndex, rank: int, part: Phase, places: Places) -> Iterator[
     if wrong:
         line = step.at(rank, places[wrong[0]])
         more = f" (and so for {numbers(wrong[1:])})" if wrong[1:] else ""
-        yield Fault(MEETING, f"rank {rank}: {line}: stage {j} is on rank {home}{more}")
+        yield Fault(PEERS, f"rank {rank}: {line}: stage {j} is on rank {home}{more}")
 
 
 def _order(step: StepIndex) -> Iterator[Fault]:

@@ -129,7 +129,7 @@ def _at(block: Block, j: int) -> str:
 
 
 def _incomplete_blocks(wiring: Wiring) -> Iterator[Fault]:
-    """What the nodes of a block read is made before them there, or comes into the block."""
+    """Operands of a block's nodes are made before them there, or come into the block."""
     blocks = {id(call.block): call.block for stage in wiring.stages for call in stage.calls}
     for block in blocks.values():
         known = set(block.inputs)
@@ -167,7 +167,7 @@ class _StageRules:
         yield from self._given()
 
     def _arguments(self) -> Iterator[Fault]:
-        """What the stage takes from the batch is in the batch, and nothing comes twice."""
+        """Inputs of the stage are in the batch, and none comes twice."""
         for name in self.stage.inputs:
             node = self.wiring.nodes.get(name)
             if node is None or node.name not in self.wiring.graph.input_nodes:
@@ -223,7 +223,7 @@ class _StageRules:
                     yield Fault(TWICE, f"{_at(block, self.j)} updates {tensor.name} in {node.name}")
 
     def _absent(self, block: Block, node: fx.Node) -> Iterator[Fault]:
-        """What a block reads was made on this stage or an earlier one, and has come here."""
+        """Inputs of a block were made on this stage or an earlier one, and have come here."""
         maker, home = next(iter(self.wiring.homes.get(node, ())), (None, None))
         if maker is not None and home is not None and maker > self.j:
             yield Fault(FLOWS, f"{_at(home, maker)} feeds {_at(block, self.j)}")
@@ -248,7 +248,7 @@ class _StageRules:
         return f"stage {maker} makes and stage {self.j} does not receive"
 
     def _received(self) -> Iterator[Fault]:
-        """What is received is made by another stage and used here."""
+        """Received values are made by another stage and used here."""
         used = {name for call in self.stage.calls for name in call.arguments}
         for name in self.stage.receives:
             maker = self.wiring.makers.get(name)

@@ -26,7 +26,7 @@ Label = tuple[str, bool, int]  # value, whether its gradient, micro-batch
 
 
 class Phase(NamedTuple):
-    """A line that every rank has for the vocabulary, of any micro-batch."""
+    """An instruction that every rank has for the vocabulary, of any micro-batch."""
 
     kind: Kind
     value: str = ""
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class ChannelEnd:
-    """What one rank does with a channel: its messages in order, and where each stands."""
+    """One end of a channel: its messages in order, and where each stands in the rank's list."""
 
     labels: list[Label] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -188,7 +188,7 @@ class StepIndex:
         return None
 
     def _part(self, rank: int, position: int, line: Instruction) -> str | None:
-        """What a rank does for the vocabulary; returns what is wrong with it by itself."""
+        """A phase of the vocabulary; returns what is wrong with it by itself."""
         if self.wiring.spread is None:
             return "no layer of the vocabulary is on all ranks"
         if line.value is None and line.kind not in HEAD:

@@ -143,7 +143,7 @@ class _UpdatedMemory:
                 yield from self._order(j, stage)
 
     def _name(self) -> str:
-        """What a user would call this memory."""
+        """The name of this memory for a user."""
         tensor = self.wiring.tensor(self.root)
         return self.root.name if tensor is None else tensor.name
 

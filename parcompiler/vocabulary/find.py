@@ -119,7 +119,7 @@ def obstacle(graph: Graph, node: fx.Node, effects: Effects) -> str | None:
 
 
 class _Matching:
-    """What is known of one graph while its layers are matched."""
+    """The search for the layers of one graph."""
 
     def __init__(self, graph: Graph, ranks: int) -> None:
         self.graph = graph

@@ -1,4 +1,4 @@
-"""What the layers of the vocabulary compute, in one process: the definition that ranks must meet.
+"""The layers of the vocabulary in one process: the definition that ranks must meet.
 
 These functions are also the targets of the nodes that stand for the layers in a spread graph. No
 stage runs those.

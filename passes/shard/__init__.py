@@ -110,7 +110,7 @@ def _fitting(
 
 
 def _states(problem: Problem) -> dict[str, StateCost]:
-    """What an element of each parameter and buffer costs: all its states are read and, but for the
+    """Costs of an element of each parameter and buffer: all its states are read and, but for the
     gradient, written once a step."""
     device, options = problem.slowest_device, problem.options
     bandwidth = device.memory_bandwidth * device.efficiency.bandwidth * options.microbatches
@@ -124,7 +124,7 @@ def _states(problem: Problem) -> dict[str, StateCost]:
 
 
 def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
-    """What fits on the ranks of a pipeline.
+    """The memory of the ranks of a pipeline.
 
     As many micro-batches are in flight as the first rank of 1F1B has; all of them under schedules
     that run every forward first.

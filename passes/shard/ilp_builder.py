@@ -200,7 +200,7 @@ class _ProgrammeBuilder:
         return member.work.saved_besides * part * self.memory.in_flight
 
     def _state(self, tensor: TensorGroup, placement: Placement) -> StateCost:
-        """What the tensors of a group cost on a rank."""
+        """Costs of the tensors of a group on a rank."""
         nbytes, seconds = 0.0, 0.0
         for item in tensor.items:
             part = share(item.shape, placement, self.costs.n)
@@ -285,7 +285,7 @@ class _ProgrammeBuilder:
         )
 
     def _whole(self, carries: bool) -> EdgeEnd:
-        """What leaves the blocks, or comes from none of them: whole, with a whole gradient."""
+        """The end of a value that leaves the blocks, or comes from none: whole, as its gradient."""
         return EdgeEnd(
             len(self.candidates.groups) + len(self.tensor_number), (I if carries else R,)
         )

@@ -44,7 +44,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
-    """What one rank's stages compute of `graph`, which is that of `problem` in other precision."""
+    """The graph of one rank's stages of `graph`: that of `problem` in another precision."""
     if plan.vocabulary is not None and plan.vocabulary.spread:
         graph = spread(graph, plan.vocabulary, plan.mesh.pipeline * plan.mesh.tensor)
         problem = local(problem, dataclasses.replace(plan, sharding=None))

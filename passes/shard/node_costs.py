@@ -186,7 +186,7 @@ def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Op
 
 
 def _masks(call: OperatorCall) -> Sequence[Operation]:
-    """What a lookup in a piece of a table does besides: it masks its rows and their gradients."""
+    """Further kernels of a lookup in a piece of a table: it masks rows and their gradients."""
     (result,) = call.results[:1]
     both = 2.0 * nbytes_of(result)
     mask = Operation("masked_fill", "other", float(result.numel()), both, result.dtype)

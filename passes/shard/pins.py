@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -72,9 +72,15 @@ def read(option: str | Mapping[str, str], graph: Graph) -> Pins:
     """The pins of an option. Raises InputError for a pattern that names no parameter."""
     if isinstance(option, str):
         return Pins({}, {})
-    matches = {pattern: frozenset(_named(pattern, graph.parameters)) for pattern in option}
-    for pattern, names in matches.items():
-        if not names:
+    matches = {}
+    for pattern in option:
+        matches[pattern] = frozenset(
+            item.name
+            for item in graph.parameters
+            if not item.buffer
+            and any(fnmatchcase(name, pattern) for name in (item.name, *item.aliases))
+        )
+        if not matches[pattern]:
             known = ", ".join(item.name for item in graph.parameters if not item.buffer)
             message = (
                 f"sharding pins {pattern!r}, which names no parameter (parameters: "
@@ -97,21 +103,13 @@ def agrees(placement: Placement, wanted: Placement) -> bool:
     return pieces and wanted.segments in ((), placement.segments)
 
 
-def _named(pattern: str, parameters: Collection[Parameter]) -> Iterator[str]:
-    """The parameters that a pattern names, under any of their names."""
-    for item in parameters:
-        names = (item.name, *item.aliases)
-        if not item.buffer and any(fnmatchcase(name, pattern) for name in names):
-            yield item.name
-
-
 def _refusal(
     item: Parameter,
     patterns: Sequence[str],
     placements: Mapping[str, Placement],
     types: Sequence[Placement],
 ) -> str:
-    """What to say of demands that no placement agrees with."""
+    """The message for pins that no placement agrees with."""
     shape = " x ".join(map(str, item.shape))
     alone = [p for p in patterns if not any(agrees(t, placements[p]) for t in types)]
     demands = " and ".join(f"{pattern!r}: '{placements[pattern]}'" for pattern in alone or patterns)
@@ -120,13 +118,9 @@ def _refusal(
             f"sharding pins {demands}, which exclude each other for {item.name} ({shape}): "
             "let one pattern name it"
         )
-    possible = ", ".join(dict.fromkeys(map(_plain, types)))
+    plain = ("R" if placement.is_whole else f"S({placement.dim})" for placement in types)
+    possible = ", ".join(dict.fromkeys(plain))
     return (
         f"sharding pins {demands}, but {item.name} ({shape}) can only be {possible}: "
         "change the pins that name it"
     )
-
-
-def _plain(placement: Placement) -> str:
-    """A placement as a user would write it."""
-    return "R" if placement.is_whole else f"S({placement.dim})"

@@ -81,7 +81,7 @@ class FoldedGraph:
         }
 
     def sources(self, number: int, place: int) -> Counter[fx.Node | None]:
-        """What the blocks of a template read as an input: which nodes that stand for others, how
+        """Sources of an input of a template's blocks: nodes that stand for others, and how
         often. None stands for the prologue and the batch."""
         known = {**self.stands_for, **{node: node for node in self.shared}}
         return Counter(known.get(block.inputs[place]) for block in self.templates[number].blocks)
@@ -143,7 +143,7 @@ def shared_nodes(graph: Graph) -> frozenset[fx.Node]:
 
 
 def end_of(graph: Graph) -> fx.Node:
-    """What must come out of the blocks whole: the loss, or what a shared head reads."""
+    """The value that must leave the blocks whole: the loss, or the input of a shared head."""
     head = graph.vocabulary.head if graph.vocabulary else None
     return graph.loss if head is None else head.x
 
