@@ -34,7 +34,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCall:
+class NodeCall:
     """One node of a graph. Two operands may be the same node.
 
     `results` are the tensors that it yields, in order, and `carries` says of each whether a
@@ -95,7 +95,7 @@ class OperatorCall:
         return tuple(dim % rank for dim in listed) if rank else ()
 
 
-def read(node: fx.Node, differentiable: Container[str] | None = None) -> OperatorCall:
+def read(node: fx.Node, differentiable: Container[str] | None = None) -> NodeCall:
     """The call that `node` is.
 
     `differentiable` are the names of the nodes that carry gradients; without it, those are the
@@ -122,10 +122,10 @@ def read(node: fx.Node, differentiable: Container[str] | None = None) -> Operato
     named = differentiable is not None
     reached = carries and (named or any(operand.differentiable for operand in operands))
     reaches = tuple(reached and is_floating(result) for result in results)
-    return OperatorCall(node, name, overload, arguments, operands, results, reaches)
+    return NodeCall(node, name, overload, arguments, operands, results, reaches)
 
 
-def call_of(node: fx.Node, graph: Graph) -> OperatorCall:
+def call_of(node: fx.Node, graph: Graph) -> NodeCall:
     """The call that a node of a captured graph is, read once."""
     return graph.once(("call", node), lambda: read(node, graph.differentiable))
 
@@ -151,12 +151,12 @@ def is_floating(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def is_random(call: OperatorCall) -> bool:
+def is_random(call: NodeCall) -> bool:
     """Whether a call draws random numbers (dropout in training mode with p > 0, say)."""
     return effects.is_random(call.node)
 
 
-def written(call: OperatorCall) -> tuple[int, ...]:
+def written(call: NodeCall) -> tuple[int, ...]:
     """The operands that a call updates in place, by their place among the operands."""
     target = call.node.target
     if not isinstance(target, torch._ops.OpOverload):

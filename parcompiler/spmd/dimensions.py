@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from parcompiler.spmd.call import OperatorCall, Shape
+from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.elementwise import nonlinear
 from parcompiler.spmd.formula import Rule
 from parcompiler.spmd.strategy import SizeArgument
 
-Family = Callable[[OperatorCall], Rule | None]
+Family = Callable[[NodeCall], Rule | None]
 
 
 def words(rank: int, whole: Collection[int] = ()) -> list[str]:
@@ -31,13 +31,13 @@ def formula(operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]])
     return " -> ".join(sides)
 
 
-def rank_of(call: OperatorCall) -> int:
+def rank_of(call: NodeCall) -> int:
     """The largest number of dimensions of an operand or result."""
     return max(map(len, (*call.shapes, *call.result_shapes)), default=0)
 
 
 def aligned(
-    call: OperatorCall,
+    call: NodeCall,
     dims: Collection[int],
     *,
     linear: bool = False,
@@ -71,25 +71,25 @@ def along(
 ) -> Family:
     """The rule of operators that work along the dimensions that an argument names."""
 
-    def rule(call: OperatorCall) -> Rule | None:
+    def rule(call: NodeCall) -> Rule | None:
         dims = call.dims(argument, rank_of(call))
         return aligned(call, dims, linear=linear, summed=summed, means=means)
 
     return rule
 
 
-def extreme(call: OperatorCall) -> Rule | None:
+def extreme(call: NodeCall) -> Rule | None:
     """max and min: over a dimension, or of two tensors."""
     return nonlinear(call) if len(call.operands) == 2 else along()(call)
 
 
-def triangle(call: OperatorCall) -> Rule | None:
+def triangle(call: NodeCall) -> Rule | None:
     """tril and triu: the matrices stay whole."""
     rank = rank_of(call)
     return aligned(call, (rank - 2, rank - 1), linear=True)
 
 
-def pad(call: OperatorCall) -> Rule | None:
+def pad(call: NodeCall) -> Rule | None:
     """The padded dimensions stay whole; with zeros, or values of the operand, it is linear."""
     rank, amounts = len(call.shapes[0]), call.arguments["pad"]
     if not all(isinstance(amount, int) for amount in amounts):
@@ -101,14 +101,14 @@ def pad(call: OperatorCall) -> Rule | None:
     return aligned(call, dims, linear=True, affine=constant and value not in (None, 0))
 
 
-def histc(call: OperatorCall) -> Rule | None:
+def histc(call: NodeCall) -> Rule | None:
     """Counts of the pieces add up, when the bins are given."""
     if not call.arguments["min"] < call.arguments["max"]:
         return None
     return Rule(f"!{' '.join(words(len(call.shapes[0])))} -> 1")
 
 
-def weight_norm(call: OperatorCall) -> Rule:
+def weight_norm(call: NodeCall) -> Rule:
     """All but one dimension of the weight stays whole."""
     rank = len(call.shapes[0])
     dim = int(call.arguments.get("dim", 0)) % rank
@@ -117,7 +117,7 @@ def weight_norm(call: OperatorCall) -> Rule:
     return Rule(f"!{direction}, {length} -> {direction}")
 
 
-def slice_(call: OperatorCall) -> Rule | None:
+def slice_(call: NodeCall) -> Rule | None:
     """The dimension stays whole unless all of it is taken."""
     rank = len(call.shapes[0])
     dim = int(call.arguments.get("dim", 0)) % rank
@@ -130,7 +130,7 @@ def slice_(call: OperatorCall) -> Rule | None:
     return Rule(formula([listed], [listed]), sizes)
 
 
-def unfold(call: OperatorCall) -> Rule:
+def unfold(call: NodeCall) -> Rule:
     """The dimension stays whole, and the windows are the last."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dimension", rank))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.spmd.call import OperatorCall, Shape, is_floating, is_random, written
+from parcompiler.spmd.call import NodeCall, Shape, is_floating, is_random, written
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.simulate import agrees, attempt, example, faults
 from parcompiler.spmd.strategy import Strategy
@@ -31,7 +31,7 @@ MOST = 1 << 10  # combinations of splits that are tried
 _known: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
 
 
-def discovered(call: OperatorCall, n: int) -> tuple[Strategy, ...]:
+def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     """The strategies that split a call, by trying; none for one that cannot be tried.
 
     Operators with integers are not tried, for these may say where in memory to look, nor are
@@ -50,7 +50,7 @@ def discovered(call: OperatorCall, n: int) -> tuple[Strategy, ...]:
     return tuple(s for s in _known[key] if _divides(s, call, n))
 
 
-def is_unchecked(call: OperatorCall) -> bool:
+def is_unchecked(call: NodeCall) -> bool:
     """Whether a kernel may read or write anywhere when its arguments do not fit together."""
     private = call.name.startswith("aten::_") or call.base == "as_strided"
     return private or any(
@@ -58,11 +58,11 @@ def is_unchecked(call: OperatorCall) -> bool:
     )
 
 
-def _dtypes(call: OperatorCall) -> tuple[torch.dtype, ...]:
+def _dtypes(call: NodeCall) -> tuple[torch.dtype, ...]:
     return tuple(operand.value.dtype for operand in call.operands)
 
 
-def _trial(call: OperatorCall, n: int) -> OperatorCall | None:
+def _trial(call: NodeCall, n: int) -> NodeCall | None:
     """The call on random values; None where it does not run, or yields something else.
 
     Large operands are made smaller, equal sizes alike everywhere in the call.
@@ -86,7 +86,7 @@ def _trial(call: OperatorCall, n: int) -> OperatorCall | None:
     return trial if trial.result_shapes == expected and not says_nothing else None
 
 
-def on_random(call: OperatorCall, shapes: Sequence[Shape]) -> OperatorCall:
+def on_random(call: NodeCall, shapes: Sequence[Shape]) -> NodeCall:
     """The call on random values of these shapes."""
     generator = torch.Generator().manual_seed(0)
     values = iter(
@@ -109,7 +109,7 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _strategies(call: OperatorCall, n: int) -> Iterator[Strategy]:
+def _strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     """All splits of the operands with results that can be put together, values and gradients."""
     choices: list[list[Placement]] = []
     for value in (operand.value for operand in call.operands):  # whole, in pieces, in summands
@@ -128,9 +128,7 @@ def _strategies(call: OperatorCall, n: int) -> Iterator[Strategy]:
             yield strategy
 
 
-def _outputs(
-    call: OperatorCall, inputs: tuple[Placement, ...], n: int
-) -> tuple[Placement, ...] | None:
+def _outputs(call: NodeCall, inputs: tuple[Placement, ...], n: int) -> tuple[Placement, ...] | None:
     """The types of the results that ranks get, when each has one."""
     ranks = _checked(attempt, call, inputs, n)
     if not ranks:
@@ -155,7 +153,7 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
         return ["it does not run"] if function is faults else None
 
 
-def _divides(strategy: Strategy, call: OperatorCall, n: int) -> bool:
+def _divides(strategy: Strategy, call: NodeCall, n: int) -> bool:
     """Whether a strategy found on small tensors holds for the sizes of the call."""
     sides = zip(
         (*strategy.inputs, *strategy.outputs), (*call.shapes, *call.result_shapes), strict=True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parcompiler.spmd.call import OperatorCall, is_floating
+from parcompiler.spmd.call import NodeCall, is_floating
 from parcompiler.spmd.formula import Rule
 
-Family = Callable[[OperatorCall], Rule | None]
+Family = Callable[[NodeCall], Rule | None]
 
 # Any number of operands, none of them linear.
 NONLINEAR = frozenset(
@@ -35,30 +35,30 @@ LINEAR = """
 REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = range(3)
 
 
-def nonlinear(call: OperatorCall) -> Rule:
+def nonlinear(call: NodeCall) -> Rule:
     """An operator that is linear in none of its operands."""
     results = ", ".join("*x" for _ in call.results)
     return Rule(", ".join("!*x" for _ in call.operands) + f" -> {results}")
 
 
-def add(call: OperatorCall) -> Rule:
+def add(call: NodeCall) -> Rule:
     """A sum or difference; of a tensor and a number it is not linear."""
     return Rule(" + ".join("*x" for _ in call.operands) + " -> *x", affine=len(call.operands) < 2)
 
 
-def multiply(call: OperatorCall) -> Rule:
+def multiply(call: NodeCall) -> Rule:
     """A product, linear in each factor."""
     return Rule(", ".join("*x" for _ in call.operands) + " -> *x")
 
 
-def divide(call: OperatorCall) -> Rule:
+def divide(call: NodeCall) -> Rule:
     """A quotient, linear in the numerator unless it is rounded."""
     if call.arguments.get("rounding_mode") is not None or call.operand("self") is None:
         return nonlinear(call)
     return Rule(", !".join("*x" for _ in call.operands) + " -> *x")
 
 
-def where(call: OperatorCall) -> Rule | None:
+def where(call: NodeCall) -> Rule | None:
     """where(condition, a, b), linear in both; a number among them other than 0 is a constant."""
     if "self" not in call.arguments:
         return None  # where(condition): the number of results depends on the values
@@ -68,7 +68,7 @@ def where(call: OperatorCall) -> Rule | None:
     return Rule(f"!*x, {terms} -> *x" if terms else "!*x -> *x", affine=affine)
 
 
-def masked_fill(call: OperatorCall) -> Rule:
+def masked_fill(call: NodeCall) -> Rule:
     """Linear when it fills with 0 or with a tensor."""
     value = call.operand("value")
     if value is not None:
@@ -76,7 +76,7 @@ def masked_fill(call: OperatorCall) -> Rule:
     return Rule("*x, !*x -> *x", affine=call.arguments["value"] != 0)
 
 
-def cast(call: OperatorCall) -> Rule:
+def cast(call: NodeCall) -> Rule:
     """A change of type or device, linear between floating types; to those of another tensor too."""
     floating = is_floating(call.operands[0].value) and is_floating(call.results[0])
     mark = "" if floating else "!"
@@ -84,7 +84,7 @@ def cast(call: OperatorCall) -> Rule:
     return Rule(f"{mark}*x{others} -> *x")
 
 
-def pointwise_loss(call: OperatorCall) -> Rule | None:
+def pointwise_loss(call: NodeCall) -> Rule | None:
     """Losses of two tensors, element by element: a mean is a mean of the means of equal pieces."""
     reduction = call.arguments.get("reduction", REDUCTION_MEAN)
     prediction, target = call.shapes[:2]
@@ -97,7 +97,7 @@ def pointwise_loss(call: OperatorCall) -> Rule | None:
     return Rule(f"{', '.join(operands)} -> {result}", means=means)
 
 
-def cross_entropy(call: OperatorCall) -> Rule | None:
+def cross_entropy(call: NodeCall) -> Rule | None:
     """cross_entropy_loss and nll_loss: rows, when they are added up or kept.
 
     The mean leaves out ignored rows and weighs classes: see `special` for that.

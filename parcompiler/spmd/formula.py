@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 
-from parcompiler.spmd.call import OperatorCall, Shape, is_random
+from parcompiler.spmd.call import NodeCall, Shape, is_random
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.strategy import Draws, SizeArgument, Strategy
 
@@ -143,7 +143,7 @@ class Rule:
     least: int = 1
 
 
-def replicated(call: OperatorCall) -> tuple[Strategy, ...]:
+def replicated(call: NodeCall) -> tuple[Strategy, ...]:
     """Every rank computes the whole: with whole gradients (I), or with summands of them (R).
 
     Both sides have the same type, for the backward is linear in the gradient that comes in: whole
@@ -160,7 +160,7 @@ def replicated(call: OperatorCall) -> tuple[Strategy, ...]:
 
 
 def expand(
-    rule: Rule, call: OperatorCall, n: int, *, uneven: bool, segments: Sequence[Segments]
+    rule: Rule, call: NodeCall, n: int, *, uneven: bool, segments: Sequence[Segments]
 ) -> Iterator[Strategy]:
     """The strategies of a rule on `n` ranks: splits of each word, then summands passed through.
 
@@ -186,7 +186,7 @@ def expand(
 
 
 def _split(
-    word: str, division: Segments, rule: Rule, bound: Bound, call: OperatorCall, n: int
+    word: str, division: Segments, rule: Rule, bound: Bound, call: NodeCall, n: int
 ) -> Iterator[Strategy]:
     """The strategies that split one word: several when a summand may be chosen in several ways."""
     formula = Formula.parse(rule.formula)
@@ -225,7 +225,7 @@ def _linear_operands(
     return itertools.product(*summands.values())
 
 
-def _summands(formula: Formula, call: OperatorCall) -> Iterator[Strategy]:
+def _summands(formula: Formula, call: NodeCall) -> Iterator[Strategy]:
     """Summands in, summands out."""
     draws: Draws = "same" if is_random(call) else ""
     for chosen in _linear_operands(formula, len(call.operands), except_in=set()):

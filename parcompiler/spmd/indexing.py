@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parcompiler.spmd.call import OperatorCall, Shape
+from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.dimensions import formula, words
 from parcompiler.spmd.formula import Rule
 
 
-def index_select(call: OperatorCall) -> Rule:
+def index_select(call: NodeCall) -> Rule:
     """index_select: rows by their number; the rows that are picked may be split."""
     rank = len(call.shapes[0])
     if rank == 0:
@@ -20,7 +20,7 @@ def index_select(call: OperatorCall) -> Rule:
     return Rule(f"{' '.join(before)}, !{'i' if call.shapes[1] else ''} -> {' '.join(after)}")
 
 
-def gather(call: OperatorCall) -> Rule:
+def gather(call: NodeCall) -> Rule:
     """gather and take_along_dim: dimensions in which table and indices agree, and the indices."""
     rank = len(call.shapes[0])
     table, index = call.shapes
@@ -32,7 +32,7 @@ def gather(call: OperatorCall) -> Rule:
     return Rule(f"{' '.join(here)}, !{' '.join(there)} -> {' '.join(there)}")
 
 
-def scatter(call: OperatorCall) -> Rule:
+def scatter(call: NodeCall) -> Rule:
     """scatter: dimensions in which all agree; what is written replaces what stood there."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
@@ -47,7 +47,7 @@ def scatter(call: OperatorCall) -> Rule:
     return Rule(f"{mark}{line}, !{line} + {mark}{line} -> {line}")
 
 
-def index_add(call: OperatorCall) -> Rule:
+def index_add(call: NodeCall) -> Rule:
     """index_add: what is added may be split by rows, for the rest counts once."""
     rank = len(call.shapes[0])
     listed = words(rank, call.dims("dim", rank))
@@ -57,7 +57,7 @@ def index_add(call: OperatorCall) -> Rule:
     return Rule(f"{line} + !i, {source} -> {line}")
 
 
-def index(call: OperatorCall) -> Rule | None:
+def index(call: NodeCall) -> Rule | None:
     """x[..., indices, ...] with integers: what is not indexed, and the indices themselves."""
     if (found := _indices(call)) is None:
         return None
@@ -72,7 +72,7 @@ def index(call: OperatorCall) -> Rule | None:
     return Rule(f"{' '.join(before)}, {listed} -> {' '.join(after)}")
 
 
-def index_put(call: OperatorCall) -> Rule | None:
+def index_put(call: NodeCall) -> Rule | None:
     """index_put: what is not indexed; when values are added up, by rows of them as well."""
     found, value = _indices(call), call.operand("values")
     if found is None or value is None:
@@ -93,7 +93,7 @@ def index_put(call: OperatorCall) -> Rule | None:
     return Rule(f"{line} + {listed}, {values} -> {line}")
 
 
-def _indices(call: OperatorCall) -> tuple[list[int], list[Shape], int] | None:
+def _indices(call: NodeCall) -> tuple[list[int], list[Shape], int] | None:
     """The indexed dimensions, the shapes of the indices, and the dimensions that these make.
 
     None for masks: how many elements they take is not known before.
@@ -112,7 +112,7 @@ def _adjacent(places: list[int]) -> bool:
     return places == list(range(places[0], places[0] + len(places)))
 
 
-def one_hot(call: OperatorCall) -> Rule | None:
+def one_hot(call: NodeCall) -> Rule | None:
     """one_hot with the number of classes: the indices."""
     if int(call.arguments.get("num_classes", -1)) < 0:
         return None
@@ -120,7 +120,7 @@ def one_hot(call: OperatorCall) -> Rule | None:
     return Rule(formula([["!", *listed]], [[*listed, "1"]]))
 
 
-def searchsorted(call: OperatorCall) -> Rule | None:
+def searchsorted(call: NodeCall) -> Rule | None:
     """bucketize and searchsorted in one list of borders: the values."""
     names = {operand.argument: operand for operand in call.operands}
     borders = names.get("boundaries") or names.get("sorted_sequence")
@@ -130,7 +130,7 @@ def searchsorted(call: OperatorCall) -> Rule | None:
     return Rule(f"{', '.join(lines)} -> *b")
 
 
-RULES: dict[str, str | Callable[[OperatorCall], Rule | None]] = {
+RULES: dict[str, str | Callable[[NodeCall], Rule | None]] = {
     "index_select": index_select,
     **dict.fromkeys(("gather", "take_along_dim"), gather),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),

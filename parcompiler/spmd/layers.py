@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.dimensions import formula, words
 from parcompiler.spmd.formula import Rule
 from parcompiler.spmd.strategy import SizeArgument
 
-Family = Callable[[OperatorCall], Rule | None]
+Family = Callable[[NodeCall], Rule | None]
 _PLANE = "*b (h) (w)"
 
 
-def matmul(call: OperatorCall) -> Rule:
+def matmul(call: NodeCall) -> Rule:
     """Vectors, matrices, and batches of them that are matched from the last dimension."""
     left, right = (len(shape) for shape in call.shapes)
     if left == 1:
@@ -25,14 +25,14 @@ def product_plus(product: str, result: str) -> Family:
     """addmm and the like: a product that is added to a tensor, which may lack dimensions."""
     names = result.split()
 
-    def rule(call: OperatorCall) -> Rule:
+    def rule(call: NodeCall) -> Rule:
         bias = names[len(names) - len(call.shapes[0]) :]
         return Rule(f"{' '.join(bias)} + {product} -> {result}")
 
     return rule
 
 
-def einsum(call: OperatorCall) -> Rule | None:
+def einsum(call: NodeCall) -> Rule | None:
     """The equation; a letter twice in one operand is a diagonal and stays whole."""
     equation = str(call.arguments["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -52,14 +52,14 @@ def einsum(call: OperatorCall) -> Rule | None:
     return Rule(formula(list(map(listed, operands)), [listed(right)]))
 
 
-def grouped_mm(call: OperatorCall) -> Rule | None:
+def grouped_mm(call: NodeCall) -> Rule | None:
     """Rows of several experts, each times the matrix of its own: rows and experts stay whole."""
     if [len(shape) for shape in call.shapes] != [2, 3, 1]:
         return None
     return Rule("(t) k, (e) k n, !(e) -> (t) n")
 
 
-def convolution(call: OperatorCall) -> Rule | None:
+def convolution(call: NodeCall) -> Rule | None:
     """Over the batch, output channels, input channels, or groups of both."""
     image, weight = call.shapes[:2]
     space = " ".join(["1"] * (len(weight) - 2))
@@ -73,13 +73,13 @@ def convolution(call: OperatorCall) -> Rule | None:
     return Rule(f"{batch} c {space}, {channels} {space} + o -> {batch} o {space}")
 
 
-def layer_norm(call: OperatorCall) -> Rule:
+def layer_norm(call: NodeCall) -> Rule:
     """layer_norm and rms_norm: the normalised dimensions stay whole."""
     last = " ".join(["1"] * len(call.arguments["normalized_shape"]))
     return Rule(f"!*b {last}, {last} + {last} -> *b {last}")
 
 
-def batch_norm(call: OperatorCall) -> Rule:
+def batch_norm(call: NodeCall) -> Rule:
     """Channels; in evaluation, when the statistics are given, all the rest too."""
     trains = call.arguments.get("training", call.arguments.get("use_input_stats", True))
     listed = words(len(call.shapes[0]), range(len(call.shapes[0])) if trains else ())
@@ -87,21 +87,21 @@ def batch_norm(call: OperatorCall) -> Rule:
     return _with_channels(call, listed, "c")
 
 
-def group_norm(call: OperatorCall) -> Rule:
+def group_norm(call: NodeCall) -> Rule:
     """The batch, or whole groups of channels."""
     listed = ["b", "g", *["1"] * (len(call.shapes[0]) - 2)]
     groups = int(call.arguments["num_groups"])
     return _with_channels(call, listed, "g", ("g", SizeArgument("num_groups", None, groups)))
 
 
-def prelu(call: OperatorCall) -> Rule:
+def prelu(call: NodeCall) -> Rule:
     """One slope, or one for each channel."""
     listed = words(len(call.shapes[0]))
     return _with_channels(call, listed, listed[1] if len(listed) > 1 else "1")
 
 
 def _with_channels(
-    call: OperatorCall, listed: list[str], channel: str, *sizes: tuple[str, SizeArgument]
+    call: NodeCall, listed: list[str], channel: str, *sizes: tuple[str, SizeArgument]
 ) -> Rule:
     """A tensor that others change channel by channel."""
     text = " ".join(listed)
@@ -109,7 +109,7 @@ def _with_channels(
     return Rule(f"{', '.join(operands)} -> {text}", sizes)
 
 
-def attention(call: OperatorCall) -> Rule | None:
+def attention(call: NodeCall) -> Rule | None:
     """Over the batch, the heads (those of keys with theirs), rows, and value features.
 
     Rows of a causal mask count from the first, so that they stay whole.
@@ -124,14 +124,14 @@ def attention(call: OperatorCall) -> Rule | None:
     return Rule(f"!{outer} {rows} (e), !{outer} (t) (e), {outer} (t) d{mask} -> {outer} {rows} d")
 
 
-def embedding(call: OperatorCall) -> Rule | None:
+def embedding(call: NodeCall) -> Rule | None:
     """The features, or the indices; the vocabulary needs another computation (see `special`)."""
     if call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"):
         return None
     return Rule("(v) h, !*b -> *b h")
 
 
-def embedding_bag(call: OperatorCall) -> Rule | None:
+def embedding_bag(call: NodeCall) -> Rule | None:
     """The features; the other results only say where bags are."""
     if call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"):
         return None

@@ -25,7 +25,7 @@ import torch  # noqa: F401  (of the example above)
 from torch import fx
 
 from parcompiler.spmd import dimensions, elementwise, indexing, layers, views
-from parcompiler.spmd.call import OperatorCall, read, written
+from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.formula import Rule, Segments, expand, replicated
 from parcompiler.spmd.segments import segment_strategies
@@ -35,7 +35,7 @@ from parcompiler.spmd.strategy import SizeArgument, Strategy
 Source = Literal["written", "discovered", "replicated"]
 
 
-def maker(call: OperatorCall) -> Rule | None:
+def maker(call: NodeCall) -> Rule | None:
     """zeros, ones and the like: every rank makes its piece."""
     shape = call.result_shapes[0]
     if not all(isinstance(size, int) for size in call.arguments["size"]):
@@ -46,7 +46,7 @@ def maker(call: OperatorCall) -> Rule | None:
 
 
 MAKERS = "zeros ones full empty new_zeros new_ones new_full new_empty".split()
-RULES: Mapping[str, str | Callable[[OperatorCall], Rule | None]] = {
+RULES: Mapping[str, str | Callable[[NodeCall], Rule | None]] = {
     **elementwise.RULES,
     **dimensions.RULES,
     **views.RULES,
@@ -86,7 +86,7 @@ def strategies(
     return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
 
 
-def _is_sound(strategy: Strategy, call: OperatorCall) -> bool:
+def _is_sound(strategy: Strategy, call: NodeCall) -> bool:
     """Whether operands that are updated in place have the type of the result that they become."""
     result = strategy.outputs[:1]
     return all(strategy.inputs[place] == result[0] for place in written(call) if result)
@@ -100,12 +100,12 @@ def source(node: fx.Node, n: int) -> Source:
     return "replicated" if is_unknown(call) or written_rule(call) is None else "written"
 
 
-def is_unknown(call: OperatorCall) -> bool:
+def is_unknown(call: NodeCall) -> bool:
     """Whether no rule is written for an operator."""
     return call.base not in RULES and not call.is_item
 
 
-def written_rule(call: OperatorCall) -> Rule | None:
+def written_rule(call: NodeCall) -> Rule | None:
     """The written rule of a call; None where there is none, or none for such arguments."""
     if call.is_item:
         return Rule("*x -> *x")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.placement import R, S
 from parcompiler.spmd.strategy import SizeArgument, Strategy
 
@@ -43,9 +43,7 @@ def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
     return tuple(division for division in divisions if len(division) > 1)
 
 
-def segment_strategies(
-    call: OperatorCall, n: int, segments: Sequence[Segments]
-) -> Iterator[Strategy]:
+def segment_strategies(call: NodeCall, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """The strategies of split, chunk, slice and cat that split the dimension that they divide."""
     divisible = [division for division in segments if all(part % n == 0 for part in division)]
     if call.base in _SPLITS:
@@ -56,16 +54,16 @@ def segment_strategies(
         yield from _slice(call, divisible)
 
 
-def _dim(call: OperatorCall) -> int:
+def _dim(call: NodeCall) -> int:
     return int(call.arguments.get("dim", 0)) % len(call.shapes[0])
 
 
-def _parts(call: OperatorCall) -> Segments:
+def _parts(call: NodeCall) -> Segments:
     """The sizes of the results of a split, along its dimension."""
     return tuple(shape[_dim(call)] for shape in call.result_shapes)
 
 
-def _split(call: OperatorCall, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _split(call: NodeCall, n: int, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """A split whose parts are the segments of its operand."""
     parts, dim = _parts(call), _dim(call)
     if parts not in segments or "tensor_split" in call.name:
@@ -83,7 +81,7 @@ def _split(call: OperatorCall, n: int, segments: Sequence[Segments]) -> Iterator
         yield Strategy((S(dim, parts),), (S(dim),) * len(parts), tuple(sizes))
 
 
-def _cat(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _cat(call: NodeCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """Parts that become segments."""
     rank, dim = len(call.result_shapes[0]), _dim(call)
     if any(len(shape) != rank for shape in call.shapes):
@@ -93,7 +91,7 @@ def _cat(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strategy]
         yield Strategy((S(dim),) * len(parts), (S(dim, parts),))
 
 
-def _slice(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
+def _slice(call: NodeCall, segments: Sequence[Segments]) -> Iterator[Strategy]:
     """A slice that is some of the segments of its operand."""
     dim, start, end = _taken(call)
     size = call.shapes[0][dim]
@@ -112,7 +110,7 @@ def _slice(call: OperatorCall, segments: Sequence[Segments]) -> Iterator[Strateg
             yield Strategy((S(dim, division),), (result,), tuple(sizes))
 
 
-def _taken(call: OperatorCall) -> tuple[int, int, int]:
+def _taken(call: NodeCall) -> tuple[int, int, int]:
     """The dimension of a slice, and the first and last element of it, as positive numbers."""
     dim = _dim(call)
     size, taken = call.shapes[0][dim], call.result_shapes[0][dim]

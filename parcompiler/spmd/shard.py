@@ -31,7 +31,7 @@ from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
-from parcompiler.spmd.call import OperatorCall, call_of, is_random
+from parcompiler.spmd.call import NodeCall, call_of, is_random
 from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, local_size
@@ -181,7 +181,7 @@ class _Sharding:
         if node in self.outside:
             self._convert_early(node)
 
-    def _item(self, node: fx.Node, call: OperatorCall) -> None:
+    def _item(self, node: fx.Node, call: NodeCall) -> None:
         """One of several results: of the type that it has there, or converted to another."""
         of, index = node.args
         assert isinstance(of, fx.Node)
@@ -222,7 +222,7 @@ class _Sharding:
             needs |= {(placement, c) for operand, placement, c in operands if operand.node is node}
         return needs.pop() if len(needs) == 1 else None
 
-    def _default(self, node: fx.Node, call: OperatorCall) -> Strategy:
+    def _default(self, node: fx.Node, call: NodeCall) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
         known = strategies(node, self.n, differentiable=self.whole.differentiable)
         there = [self.types[operand.node] for operand in call.operands]
@@ -235,7 +235,7 @@ class _Sharding:
     def _call(
         self,
         node: fx.Node,
-        call: OperatorCall,
+        call: NodeCall,
         strategy: Strategy,
         local: Mapping[tuple[str, int | None], fx.Node],
     ) -> fx.Node:
@@ -265,7 +265,7 @@ class _Sharding:
             ]
         return local.get((name, None)) or fx.map_arg(value, self.nodes.__getitem__)
 
-    def _draw_own(self, call: OperatorCall, strategy: Strategy, made: fx.Node) -> None:
+    def _draw_own(self, call: NodeCall, strategy: Strategy, made: fx.Node) -> None:
         """Let each rank draw the random numbers of its own piece."""
         if strategy.draws != "own" or not is_random(call):
             return

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.pieces import piece
-from parcompiler.spmd.call import OperatorCall, Shape, is_floating, read, tensors_of
+from parcompiler.spmd.call import NodeCall, Shape, is_floating, read, tensors_of
 from parcompiler.spmd.placement import I, P, Placement, R, join, take
 from parcompiler.spmd.strategy import Strategy, localized
 
@@ -41,7 +41,7 @@ Special = Mapping[str, Callable[[RankCall], Any]]  # what a rank computes, by sp
 TOLERANCE = 1e-9
 
 
-def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> OperatorCall:
+def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> NodeCall:
     """A call of an operator on real tensors, as the node of a graph would be read.
 
     Gradients go to the tensors that require them; to all floating ones when none does.
@@ -66,7 +66,7 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> OperatorCa
 
 
 def faults(
-    call: OperatorCall, strategy: Strategy, n: int, special: Special | None = None
+    call: NodeCall, strategy: Strategy, n: int, special: Special | None = None
 ) -> tuple[str, ...]:
     """The faults of a strategy on the values of `call`; none when it is right.
 
@@ -80,9 +80,7 @@ def faults(
         return tuple(_faults(call, strategy, n, special))
 
 
-def _faults(
-    call: OperatorCall, strategy: Strategy, n: int, special: Special | None
-) -> Iterator[str]:
+def _faults(call: NodeCall, strategy: Strategy, n: int, special: Special | None) -> Iterator[str]:
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
@@ -116,14 +114,14 @@ def _faults(
             yield f"gradient of operand {place} {wrong}"
 
 
-def _tolerance(call: OperatorCall) -> float:
+def _tolerance(call: NodeCall) -> float:
     """More where a call computes in less than double precision."""
     values = [*_values(call), *call.results]
     steps = [torch.finfo(value.dtype).eps for value in values if is_floating(value)]
     return max([TOLERANCE, *(1e3 * step for step in steps)])
 
 
-def attempt(call: OperatorCall, inputs: Sequence[Placement], n: int) -> list[list[torch.Tensor]]:
+def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[torch.Tensor]]:
     """The results on every rank of the plain operator on operands of these types."""
     strategy = Strategy(tuple(inputs), ())
     operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
@@ -168,11 +166,11 @@ def _same(part: torch.Tensor, whole: torch.Tensor, tolerance: float) -> bool:
     return torch.allclose(part, whole, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _values(call: OperatorCall) -> list[torch.Tensor]:
+def _values(call: NodeCall) -> list[torch.Tensor]:
     return [operand.value for operand in call.operands]
 
 
-def _leaves(call: OperatorCall, values: Values) -> list[torch.Tensor]:
+def _leaves(call: NodeCall, values: Values) -> list[torch.Tensor]:
     return [
         value.detach().clone().requires_grad_(carries)
         for value, carries in zip(values, call.gradients, strict=True)
@@ -194,7 +192,7 @@ def _gradients(
 
 
 def _seeded(
-    call: OperatorCall,
+    call: NodeCall,
     leaves: Values,
     seed: int,
     strategy: Strategy | None = None,
@@ -208,7 +206,7 @@ def _seeded(
 
 
 def run(
-    call: OperatorCall,
+    call: NodeCall,
     values: Values,
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
@@ -231,7 +229,7 @@ def run(
     return pytree.tree_map(lambda leaf: leaf * strategy.factor, result)
 
 
-def _filled(call: OperatorCall, values: Values) -> dict[str, Any]:
+def _filled(call: NodeCall, values: Values) -> dict[str, Any]:
     """The arguments with values for operands."""
     by_place = {
         (operand.argument, operand.index): value

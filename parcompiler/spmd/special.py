@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from parcompiler.spmd.call import OperatorCall, is_random
+from parcompiler.spmd.call import NodeCall, is_random
 from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.runtime_call import Actions, NodeCollectives, RuntimeCall
@@ -41,13 +41,13 @@ class SpecialCall:
     collectives: NodeCollectives | None = None
 
 
-def special_strategies(call: OperatorCall, n: int, *, uneven: bool) -> Iterator[Strategy]:
+def special_strategies(call: NodeCall, n: int, *, uneven: bool) -> Iterator[Strategy]:
     """The special strategies of a call."""
     if call.base in _STRATEGIES:
         yield from _STRATEGIES[call.base](call, n, uneven)
 
 
-def special_call(special: str, call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def special_call(special: str, call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     """The call for a strategy; `local` are the operator's arguments by name, as a rank has them."""
     return _CALLS[special](call, local, n)
 
@@ -59,14 +59,14 @@ def _divides(size: int, n: int, uneven: bool) -> bool:
 # Embeddings
 
 
-def _embedding_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _embedding_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
     plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
     if plain and call.arguments.get("max_norm") is None:
         if _divides(call.shapes[0][0], n, uneven):
             yield Strategy((S(0), R), (P,), special="vocabulary lookup")
 
 
-def _embedding(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _embedding(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     padding = local["padding_idx"]
     return SpecialCall(
         RuntimeCall("embedding", likeness=_like_embedding),
@@ -82,7 +82,7 @@ def _like_embedding(
     return rows.masked_fill((indices < size).unsqueeze(-1), 0)
 
 
-def _bag_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _bag_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
     plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
     sums = call.arguments.get("mode", 0) == 0 and len(call.operands) == 3
     padded = call.arguments.get("padding_idx") is not None
@@ -91,7 +91,7 @@ def _bag_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strate
         yield Strategy((S(0), R, R), (P, *rest), special="vocabulary bags")
 
 
-def _bags(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _bags(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     kwargs = {"include_last_offset": True} if local["include_last_offset"] else {}
     weights = local["per_sample_weights"]
     return SpecialCall(
@@ -104,7 +104,7 @@ def _bags(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 # Cross entropy of class indices
 
 
-def _loss_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _loss_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
     logits, target = call.shapes[:2]
     reduction = call.arguments.get("reduction")
     if len(logits) != 2 or len(target) != 1:
@@ -119,7 +119,7 @@ def _loss_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strat
         yield Strategy((S(1), *others), (result,), special="classes")
 
 
-def _loss_of_rows(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _loss_of_rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     kwargs = _loss_options(local)
     if local["weight"] is not None:
         kwargs = {"weight": local["weight"], **kwargs}
@@ -133,7 +133,7 @@ def _like_loss_of_rows(
     return F.cross_entropy(logits, target[: logits.shape[0]], weight, **more)
 
 
-def _loss_of_classes(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _loss_of_classes(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     kwargs = _loss_options(local)
     reduction = REDUCTIONS[local["reduction"]]
     if reduction != "mean":
@@ -143,7 +143,7 @@ def _loss_of_classes(call: OperatorCall, local: Mapping[str, Any], n: int) -> Sp
     return SpecialCall(target, args, kwargs, NodeCollectives(n, class_loss_actions(call)))
 
 
-def class_loss_actions(call: OperatorCall) -> Actions:
+def class_loss_actions(call: NodeCall) -> Actions:
     """The collectives of a loss of which ranks have classes: maxima, then sums of each row."""
     nbytes = float(call.shapes[0][0] * max(4, call.operands[0].value.dtype.itemsize))
     sums = 3 if call.arguments.get("label_smoothing") else 2
@@ -163,7 +163,7 @@ def _loss_options(local: Mapping[str, Any]) -> dict[str, Any]:
 # Heads of queries, where the heads of keys and values cannot be split with them
 
 
-def _head_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _head_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
     query, key = call.shapes[:2]
     if not call.arguments.get("enable_gqa") or len(query) < 3:
         return
@@ -178,7 +178,7 @@ def _head_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strat
     yield Strategy(tuple(inputs), (S(heads),), special="own heads", draws=draws)
 
 
-def _heads(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _heads(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
     kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
     args = (local["query"], local["key"], local["value"], call.shapes[0][-3])
@@ -197,13 +197,13 @@ def _like_heads(
 # Experts that are stacked in one matrix product
 
 
-def _expert_strategies(call: OperatorCall, n: int, uneven: bool) -> Iterator[Strategy]:
+def _expert_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
     if [len(shape) for shape in call.shapes] == [2, 3, 1]:
         if _divides(call.shapes[1][0], n, uneven):
             yield Strategy((R, S(0), R), (P,), special="own experts")
 
 
-def _experts(call: OperatorCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def _experts(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     rows, weight, ends = list(local.values())[:3]
     args = (call.node.target, rows, weight, ends, call.shapes[1][0])
     return SpecialCall(RuntimeCall("own_experts", likeness=_like_experts), args, {})
@@ -221,7 +221,7 @@ def _like_experts(
     return F.pad(product, (0, 0, 0, rows.shape[0] - product.shape[0]))
 
 
-_STRATEGIES: Mapping[str, Callable[[OperatorCall, int, bool], Iterator[Strategy]]] = {
+_STRATEGIES: Mapping[str, Callable[[NodeCall, int, bool], Iterator[Strategy]]] = {
     "embedding": _embedding_strategies,
     "embedding_bag": _bag_strategies,
     "cross_entropy_loss": _loss_strategies,
@@ -229,7 +229,7 @@ _STRATEGIES: Mapping[str, Callable[[OperatorCall, int, bool], Iterator[Strategy]
     "grouped_mm_fallback": _expert_strategies,
     "_grouped_mm": _expert_strategies,
 }
-_CALLS: Mapping[str, Callable[[OperatorCall, Mapping[str, Any], int], SpecialCall]] = {
+_CALLS: Mapping[str, Callable[[NodeCall, Mapping[str, Any], int], SpecialCall]] = {
     "vocabulary lookup": _embedding,
     "vocabulary bags": _bags,
     "own rows": _loss_of_rows,

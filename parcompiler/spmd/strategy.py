@@ -37,7 +37,7 @@ class SizeArgument:
 class Strategy:
     """Types of the operands and results with which ranks compute an operator on their own.
 
-    `inputs` are those of `OperatorCall.operands`, in order. The call on a rank has its local
+    `inputs` are those of `NodeCall.operands`, in order. The call on a rank has its local
     operands, the arguments of `sizes` made local, and its result times `factor`. `special` names
     another computation than that of the operator (see `special`). `draws` says which random numbers
     ranks need: the same ones, or each its own.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.dimensions import formula, words
 from parcompiler.spmd.formula import Rule
 from parcompiler.spmd.strategy import SizeArgument
@@ -48,7 +48,7 @@ def _heads(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, i
                 there.append(right.pop(0))
 
 
-def view(call: OperatorCall) -> Rule | None:
+def view(call: NodeCall) -> Rule | None:
     """A view by sizes, and all that amounts to one (flatten, squeeze, unsqueeze)."""
     if len(call.operands) != 1 or call.overload == "dtype":
         return None
@@ -72,7 +72,7 @@ def _sizes(
             yield word, SizeArgument(argument, place, whole)
 
 
-def expand(call: OperatorCall) -> Rule | None:
+def expand(call: NodeCall) -> Rule | None:
     """expand: a dimension that is stretched may be split where the operand is whole."""
     if len(call.operands) != 1:
         return None
@@ -83,7 +83,7 @@ def expand(call: OperatorCall) -> Rule | None:
     return Rule(formula([left], [right]), sizes)
 
 
-def repeat(call: OperatorCall) -> Rule | None:
+def repeat(call: NodeCall) -> Rule | None:
     """repeat: a dimension that is not repeated splits with its operand, one that is, by copies."""
     (before,), (after,) = call.shapes, call.result_shapes
     repeats = call.arguments["repeats"]
@@ -101,7 +101,7 @@ def repeat(call: OperatorCall) -> Rule | None:
     return Rule(formula([left], [right]), tuple(sizes))
 
 
-def repeat_interleave(call: OperatorCall) -> Rule | None:
+def repeat_interleave(call: NodeCall) -> Rule | None:
     """repeat_interleave by a number: copies stay with their element."""
     if call.overload != "self_int" or len(call.shapes[0]) != len(call.result_shapes[0]):
         return None
@@ -116,7 +116,7 @@ def repeat_interleave(call: OperatorCall) -> Rule | None:
     return Rule(formula([listed], [listed]), tuple(sizes))
 
 
-def permute(call: OperatorCall) -> Rule | None:
+def permute(call: NodeCall) -> Rule | None:
     """Dimensions in another order."""
     rank, name = len(call.shapes[0]), call.base
     order = list(range(rank))
@@ -134,7 +134,7 @@ def permute(call: OperatorCall) -> Rule | None:
     return Rule(formula([listed], [[listed[dim] for dim in order]]))
 
 
-RULES: dict[str, str | Callable[[OperatorCall], Rule | None]] = {
+RULES: dict[str, str | Callable[[NodeCall], Rule | None]] = {
     **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), view),
     **dict.fromkeys(
         ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permute

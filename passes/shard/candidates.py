@@ -17,7 +17,7 @@ from parcompiler.capture.effects import mutated_operands
 from parcompiler.passes.shard.node_costs import NodeWork, ShardCosts
 from parcompiler.passes.shard.templates import FoldedGraph
 from parcompiler.spmd import Placement, Strategy, strategies
-from parcompiler.spmd.call import OperatorCall, Shape, read
+from parcompiler.spmd.call import NodeCall, Shape, read
 from parcompiler.spmd.segments import segmentations
 
 LOOKUPS = frozenset({"embedding", "embedding_bag"})
@@ -30,7 +30,7 @@ class NodeChoices:
     """A node that stands for others: its call, its work, and the strategies that it may take."""
 
     node: fx.Node
-    call: OperatorCall
+    call: NodeCall
     work: NodeWork
     strategies: tuple[Strategy, ...]
 
@@ -102,7 +102,7 @@ class Candidates:
                 yield NodeChoices(node, call, work, tuple(offered))
 
     def _is_offered(
-        self, call: OperatorCall, strategy: Strategy, classes: set[int], updated: set[fx.Node]
+        self, call: NodeCall, strategy: Strategy, classes: set[int], updated: set[fx.Node]
     ) -> bool:
         """Whether the programme may choose a strategy of a call.
 
@@ -174,7 +174,7 @@ def _together(members: Sequence[NodeChoices]) -> Iterator[tuple[Strategy, ...]]:
             yield tuple(chosen)
 
 
-def result_index(call: OperatorCall) -> int:
+def result_index(call: NodeCall) -> int:
     """Which of the tensors of a node with several a call takes; 0 for other calls.
 
     >>> from parcompiler.spmd.simulate import example

@@ -26,7 +26,7 @@ from parcompiler.cost.collective import RankGroup, neighbours
 from parcompiler.device import Device
 from parcompiler.graph import Graph
 from parcompiler.spmd import Placement, Strategy
-from parcompiler.spmd.call import OperatorCall, Shape, shape_of
+from parcompiler.spmd.call import NodeCall, Shape, shape_of
 from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import local_shape
 from parcompiler.spmd.special import class_loss_actions
@@ -96,7 +96,7 @@ class ShardCosts:
             cost.saved - cost.saved_outputs,
         )
 
-    def strategy_seconds(self, call: OperatorCall, work: NodeWork, strategy: Strategy) -> float:
+    def strategy_seconds(self, call: NodeCall, work: NodeWork, strategy: Strategy) -> float:
         """Seconds of a node, forward and backward, with the collectives inside it."""
         arithmetic, traffic = shares(call, strategy, self.n)
         split = arithmetic if strategy.special == "vocabulary lookup" else None
@@ -147,7 +147,7 @@ def share(shape: Shape, placement: Placement, n: int) -> float:
     return math.prod(local_shape(shape, placement, n)) / whole if whole > 0 else 1.0
 
 
-def shares(call: OperatorCall, strategy: Strategy, n: int) -> tuple[float, float]:
+def shares(call: NodeCall, strategy: Strategy, n: int) -> tuple[float, float]:
     """The parts of its arithmetic, and of the bytes that it moves, that a rank does of a call."""
     shapes = [*call.shapes, *call.result_shapes]
     types = [*strategy.inputs, *strategy.outputs]
@@ -185,7 +185,7 @@ def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Op
     return (Operation(str(node.target), "other", most, nbytes, kernels[0].dtype),)
 
 
-def _masks(call: OperatorCall) -> Sequence[Operation]:
+def _masks(call: NodeCall) -> Sequence[Operation]:
     """Further kernels of a lookup in a piece of a table: it masks rows and their gradients."""
     (result,) = call.results[:1]
     both = 2.0 * nbytes_of(result)

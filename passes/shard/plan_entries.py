@@ -21,7 +21,7 @@ from parcompiler.passes.shard.templates import BlockTemplate, end_of, fold, shar
 from parcompiler.plan import Plan, Sharding, Shards
 from parcompiler.problem import Problem
 from parcompiler.spmd import I, Placement, Strategy, strategies
-from parcompiler.spmd.call import OperatorCall, call_of
+from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.rules import is_unknown, written_rule
 from parcompiler.spmd.segments import segmentations
@@ -218,7 +218,7 @@ def check(graph: Graph, assigned: Assignment) -> None:
         raise PlanError(message)
 
 
-def _output(maker: Strategy, call: OperatorCall, place: int) -> Placement:
+def _output(maker: Strategy, call: NodeCall, place: int) -> Placement:
     """The type of an operand that `maker` yields; one of several for an item."""
     if call.is_item and len(maker.outputs) > 1:
         return maker.outputs[result_index(call)]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from parcompiler.graph import Graph
 from parcompiler.passes.shard import Assignment
 from parcompiler.spmd import I, Placement
-from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.placement import join, take
 from parcompiler.spmd.shard import stored
@@ -156,17 +156,17 @@ class _Ranks:
 class _Filled:
     """A call with the values of operands that are no tensors: sizes that a graph computes."""
 
-    def __init__(self, call: OperatorCall, values: Mapping[fx.Node, list[Any]]) -> None:
+    def __init__(self, call: NodeCall, values: Mapping[fx.Node, list[Any]]) -> None:
         self.call, self.values = call, values
         self.known = {operand.node for operand in call.operands}
 
-    def on(self, rank: int) -> OperatorCall:
+    def on(self, rank: int) -> NodeCall:
         def fill(node: fx.Node) -> Any:
             return node if node in self.known else self.values[node][rank]
 
         arguments = {k: fx.map_arg(v, fill) for k, v in self.call.arguments.items()}
         call = self.call
-        return OperatorCall(
+        return NodeCall(
             call.node, call.name, call.overload, arguments, call.operands, call.results,
             call.carries,
         )  # fmt: skip
@@ -216,7 +216,7 @@ def _act(action: str, parts: Parts, here: Placement, there: Placement, shape: An
     return [take(total, there, n, rank).clone() for rank in range(n)]
 
 
-def _on_classes(call: OperatorCall, operands: Sequence[Parts]) -> Parts:
+def _on_classes(call: NodeCall, operands: Sequence[Parts]) -> Parts:
     """The loss when each rank has the logits of some classes."""
     logits, *others = operands
     rest = {k: v for k, v in call.arguments.items() if not isinstance(v, fx.Node)}

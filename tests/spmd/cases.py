@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.simulate import example
 
 aten = torch.ops.aten
-Case = Callable[[int, int, int, int], OperatorCall]
+Case = Callable[[int, int, int, int], NodeCall]
 
 
 def real(*shape: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def pointwise(name: str) -> list[Case]:
     overload = _overload(name)
     needed = [a for a in overload._schema.arguments if not a.has_default_value()]
 
-    def call(a: int, b: int, c: int, d: int, *, stretched: bool) -> OperatorCall:
+    def call(a: int, b: int, c: int, d: int, *, stretched: bool) -> NodeCall:
         shapes = itertools.chain([(a, b, c)], itertools.repeat((b, 1) if stretched else (a, b, c)))
         make = (lambda *s: below(8, *s)) if name in _BITS else real
         return example(

@@ -14,7 +14,7 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects
 from parcompiler.graph import Graph, nbytes_of
-from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.conversions import conversion, moved
 from parcompiler.spmd.placement import I, P, Placement, R, parse
 from parcompiler.spmd.rules import strategies
@@ -100,19 +100,19 @@ class _Walk:
                         self.pinned[node] = placement
                         self.types[node] = (placement,)
 
-    def calls(self) -> Iterator[tuple[fx.Node, OperatorCall]]:
+    def calls(self) -> Iterator[tuple[fx.Node, NodeCall]]:
         for node in self.graph.fx_graph.nodes:
             if node.op == "call_function":
                 yield node, read(node, self.graph.differentiable)
 
-    def possible(self, node: fx.Node, call: OperatorCall) -> list[Strategy]:
+    def possible(self, node: fx.Node, call: NodeCall) -> list[Strategy]:
         """The strategies that the values at hand can be converted for."""
         known = strategies(
             node, self.n, differentiable=self.graph.differentiable, segments=self.segments
         )
         return [s for s in known if self._converts(node, call, s)]
 
-    def _converts(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> bool:
+    def _converts(self, node: fx.Node, call: NodeCall, strategy: Strategy) -> bool:
         made = node.name not in self.graph.differentiable and node in self.fixed
         made = made and not call.is_item
         if made and not all(placement.is_whole for placement in strategy.outputs):
@@ -142,7 +142,7 @@ class _Walk:
                 return False
         return True
 
-    def cost(self, call: OperatorCall, strategy: Strategy) -> tuple[float, float]:
+    def cost(self, call: NodeCall, strategy: Strategy) -> tuple[float, float]:
         """Bytes that conversions send, now and for summands later; then elements that result."""
         sent = 0.0
         for operand, wanted, carries in zip(
@@ -159,7 +159,7 @@ class _Walk:
         pieces = sum(p.kind == "S" for p in (*strategy.outputs, *strategy.inputs))
         return sent, -pieces if any(call.carries) else 0
 
-    def take(self, node: fx.Node, call: OperatorCall, strategy: Strategy) -> None:
+    def take(self, node: fx.Node, call: NodeCall, strategy: Strategy) -> None:
         self.chosen[node] = strategy
         self.types[node] = strategy.outputs or (R,)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.simulate import example
 from tests.spmd.cases import Case, aten, below, real
 
@@ -15,7 +15,7 @@ from tests.spmd.cases import Case, aten, below, real
 def attention(shared: int, heads: int, *, causal: bool = False, mask: str = "") -> Case:
     """Attention with `heads`, of which each `shared` have the same keys."""
 
-    def case(a: int, b: int, c: int, d: int) -> OperatorCall:
+    def case(a: int, b: int, c: int, d: int) -> NodeCall:
         shapes = {"": None, "scores": (b, c), "heads": (a, heads, b, c), "batch": (a, 1, 1, c)}
         shape = shapes[mask]
         return example(
@@ -35,7 +35,7 @@ def attention(shared: int, heads: int, *, causal: bool = False, mask: str = "") 
 def classes(weighted: bool, reduction: int, smoothing: float = 0.0) -> Case:
     """cross_entropy_loss with a row that does not count."""
 
-    def case(a: int, b: int, c: int, d: int) -> OperatorCall:
+    def case(a: int, b: int, c: int, d: int) -> NodeCall:
         target = below(b, a + 1)
         target[0] = -100
         weight = real(b) if weighted else None
@@ -47,7 +47,7 @@ def classes(weighted: bool, reduction: int, smoothing: float = 0.0) -> Case:
     return case
 
 
-def grouped(a: int, b: int, c: int, d: int) -> OperatorCall:
+def grouped(a: int, b: int, c: int, d: int) -> NodeCall:
     """A product of rows with the matrices of their experts."""
     import transformers.integrations.moe  # noqa: F401  (it registers the operator)
 
@@ -60,7 +60,7 @@ def grouped(a: int, b: int, c: int, d: int) -> OperatorCall:
 def convolution(name: str, groups: int, transposed: bool = False) -> Case:
     """A convolution of one to three dimensions."""
 
-    def case(a: int, b: int, c: int, d: int) -> OperatorCall:
+    def case(a: int, b: int, c: int, d: int) -> NodeCall:
         space = int(name[-2])
         sides = [groups * b, c] if transposed else [groups * c, b]
         tail = ([1] * space, [0] * space)

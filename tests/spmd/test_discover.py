@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from parcompiler.spmd import P, R, S, Strategy
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.rules import source, strategies
 from parcompiler.spmd.simulate import example
 from tests.spmd.cases import aten, below, real
 
 
-def splits(call: OperatorCall) -> set[Strategy]:
+def splits(call: NodeCall) -> set[Strategy]:
     return {s for s in strategies(call.node, 2) if not s.is_replicated}
 
 
@@ -27,7 +27,7 @@ def splits(call: OperatorCall) -> set[Strategy]:
     ],
     ids=lambda call: call.base,
 )
-def test_what_is_written_is_discovered(call: OperatorCall) -> None:
+def test_what_is_written_is_discovered(call: NodeCall) -> None:
     assert splits(call) <= set(discovered(call, 2))
 
 

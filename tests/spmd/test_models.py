@@ -11,7 +11,7 @@ from torch import fx
 from parcompiler.capture import capture
 from parcompiler.graph import Graph
 from parcompiler.spmd import I, P, R, S, Strategy, source, strategies
-from parcompiler.spmd.call import OperatorCall, read
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.discover import on_random
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.simulate import faults
@@ -52,7 +52,7 @@ def calls(name: str) -> Iterator[fx.Node]:
 _compared: set[object] = set()
 
 
-def is_compared(call: OperatorCall, n: int) -> bool:
+def is_compared(call: NodeCall, n: int) -> bool:
     """Whether random values can tell, and no model before had the same operator and shapes."""
     key = n, call.node.target, call.shapes, call.result_shapes, call.gradients
     fresh = key not in _compared

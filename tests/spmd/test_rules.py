@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from parcompiler.pieces import piece
 from parcompiler.spmd import I, P, R, S, Strategy, strategies
-from parcompiler.spmd.call import OperatorCall
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.placement import take
 from parcompiler.spmd.rules import RULES
 from parcompiler.spmd.simulate import example, faults
@@ -26,7 +26,7 @@ SIZES = st.sampled_from((4, 2, 3, 1))
 SEGMENTS = ((4, 4), (8, 8), (4, 8), (8, 4), (4, 4, 4), (8, 8, 8), (1, 3))
 
 
-def split(call: OperatorCall, n: int) -> tuple[Strategy, ...]:
+def split(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     """All strategies, of calls in which gradients go where the call says."""
     names = {o.node.name for o in call.operands if o.differentiable} | {call.node.name}
     found = strategies(call.node, n, differentiable=names, segments=SEGMENTS)
@@ -63,7 +63,7 @@ def test_every_rule_splits_something(name: str, n: int) -> None:
     assert any(not strategy.is_replicated for strategy in found)
 
 
-def linear() -> OperatorCall:
+def linear() -> NodeCall:
     return example(aten.linear.default, real(2, 3, 4), real(8, 4), real(8))
 
 
