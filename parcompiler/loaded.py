@@ -99,8 +99,9 @@ class LoadedProgram:
     def _path(self, rank: int) -> Path:
         """The script of a rank: that of the first one at its pipeline coordinate."""
         index, grid = whole(rank), self._grid
-        known = index is not None and index in range(grid.size)
-        path = self.path / f"rank_{index - index % grid.copies}.py" if known else None
+        path = None
+        if index is not None and index in range(grid.size):
+            path = self.path / f"rank_{index - index % grid.copies}.py"
         if path is None or not path.is_file():
             message = f"{self.path} has no rank {shown(rank)}"
             raise InputError(message)

@@ -19,7 +19,7 @@ _WIDEST = 40  # of the left column; what is longer has a line of its own
 _GLUE = "\0"  # a space where no line ends
 
 LETTERS = (
-    "Head and loss, by every rank for each micro-batch, with x = {x}, W = own rows of {weight}, "
+    "Head and loss, by every rank for each micro-batch, with x = {x}, W = its rows of {weight}, "
     "G = {labels}, g = the gradient of each row's loss"
 )
 _DERIVED = ", D = the derivative of `logits`"
@@ -28,7 +28,7 @@ _BY_ITSELF = (
     _HERE + ", m' = the largest of a row, sum' = Σ exp(logits - m'), P' = exp(logits - m') / sum'"
 )
 _STATISTICS = (
-    "m', sum' and the label's logit of all ranks give m, sum and the loss, and own "
+    "m', sum' and the label's logit of all ranks give m, sum and the loss, and its "
     "s = sum' exp(m' - m) / sum"
 )
 _BROADCAST = ("BROADCAST {x}", "from stage {stage}")
@@ -91,9 +91,9 @@ def _holdings(lowered: Lowered, spread: Spread) -> str:
     size = lowered.size * lowered.tensor
     for name, whole in zip(spread.tensors, spread.sizes, strict=True):
         shape = " x ".join(map(str, lowered.graph.by_name[name].shape))
-        held = rows(whole, size)
-        padded = "" if held * size == whole else ", padded with zeros behind the last"
-        lines.append(paragraph(f"{docstring(name)} ({shape}): {held} rows each{padded}."))
+        each = rows(whole, size)
+        padded = "" if each * size == whole else ", padded with zeros behind the last"
+        lines.append(paragraph(f"{docstring(name)} ({shape}): {each} rows each{padded}."))
     return "\n".join(lines)
 
 
@@ -159,7 +159,7 @@ def _rows(what: str, does: str, width: int) -> Iterator[str]:
     if len(what) > width:
         yield head.rstrip()
         head = pad
-    together = re.sub(r"\([^()]*\)| = ", lambda found: found[0].replace(" ", _GLUE), does)
+    together = re.sub(r"\([^()]*\)| = ", lambda formula: formula[0].replace(" ", _GLUE), does)
     lines = textwrap.wrap(
         together, WIDTH, initial_indent=head, subsequent_indent=pad, break_on_hyphens=False
     )

@@ -10,18 +10,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from parcompiler.capture.blocks import steps
+from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.templates import ATTRIBUTES, identifier, relative_name
 from parcompiler.codegen.calls import OperatorCall, bind
-from parcompiler.codegen.layout import remarked, wrap
-from parcompiler.codegen.literals import literal
-from parcompiler.codegen.tensors import tensor_line, whole_shape
+from parcompiler.codegen.layout import remarked, table, wrap
+from parcompiler.codegen.literals import literal, string
 from parcompiler.graph import Block, Graph, Parameter
+from parcompiler.pieces import Shard  # noqa: F401 (the doctest's)
 from parcompiler.runtime.stage import name_in_model
 
 
@@ -32,13 +33,15 @@ class BlockAttributes:
     `calls` has for the nodes that a module of torch.nn computes that module and its argument;
     `counted` are the counters of batches that such a module keeps besides.
     `names` gives for paths that are not those of the model what the model has there, from the
-    layer on where it starts with a dot. `deferring` nodes leave the gradients of weights for later.
+    layer on where it starts with a dot. `deferring` are the nodes that leave the gradients of
+    their weights to BACKWARD_WEIGHT, in a `split` backward.
     """
 
-    def __init__(self, graph: Graph, block: Block, deferring: Collection[fx.Node] = ()) -> None:
+    def __init__(self, graph: Graph, block: Block, *, split: bool = False) -> None:
         self._block = block
         self._tensors = [graph.by_name[binding.name] for binding in block.tensors]
-        self._deferring = deferring
+        trained = {item.node for item in self._tensors if split and item.trainable}
+        self.deferring = {x for x in block.nodes if deferrable_weight(x, trained) is not None}
         self._paths: dict[str, str] = {}
         self._taken: dict[str, set[str]] = {}
         self.names: dict[str, str] = {}
@@ -56,15 +59,8 @@ class BlockAttributes:
         self.counted: set[fx.Node] = set()
         self._made: dict[str, str] = {}  # the lines of modules, by path
         for owner in dict.fromkeys(place.rpartition(".")[0] for place in self.places):
-            if not owner:
-                continue
-            own = [
-                node
-                for item, place in zip(self._tensors, self.places, strict=True)
-                if place.startswith(f"{owner}.")
-                for node in readers[item.node]
-            ]
-            self._make(owner, list(dict.fromkeys(own)))
+            if owner:
+                self._make(owner, readers)
 
     def constructor(self) -> list[str]:
         """The lines that make the tensors, and the modules that hold them."""
@@ -101,7 +97,7 @@ class BlockAttributes:
             self.names[path] = key
         return path
 
-    def _make(self, owner: str, readers: Sequence[fx.Node]) -> None:
+    def _make(self, owner: str, readers: Mapping[str, Sequence[fx.Node]]) -> None:
         """Let a module of torch.nn hold the tensors of `owner`, if it computes all that reads them.
 
         The model has that module there, and calls it: what it computes is its operator alone.
@@ -111,11 +107,12 @@ class BlockAttributes:
             for place, item in zip(self.places, self._tensors, strict=True)
             if place.startswith(f"{owner}.")
         }
+        nodes = dict.fromkeys(node for item in tensors.values() for node in readers[item.node])
         where = name_in_model(owner, self.names, self._block.scope)
-        counters = {node for node in readers if _is_counter(node, tensors)}
-        computing = [node for node in readers if node not in counters]
+        counters = {node for node in nodes if _is_counter(node, tensors)}
+        computing = [node for node in nodes if node not in counters]
         made = {
-            _module(node, where, tensors, deferred=node in self._deferring) for node in computing
+            _module(node, where, tensors, deferred=node in self.deferring) for node in computing
         }
         if None in made or len(made) != 1 or len(counters) not in (0, len(computing)):
             return
@@ -241,3 +238,44 @@ MODULES: Mapping[str, Callable[[OperatorCall, Sequence[int]], list[str] | None]]
     "Conv2d": _conv,
     "Conv3d": _conv,
 }
+
+
+def names_table(names: Mapping[str, str]) -> list[str]:
+    """The class attribute that maps attributes to the model's names."""
+    if not names:
+        return []
+    rows = [(string(attribute), string(name)) for attribute, name in names.items()]
+    return [*table("names = {", rows, "}", 4), ""]
+
+
+def constructor(lines: Sequence[str]) -> list[str]:
+    """`__init__` of these lines; nothing where there are none."""
+    if not lines:
+        return []
+    return ["    def __init__(self) -> None:", "        super().__init__()", *lines, ""]
+
+
+def tensor_line(attribute: str, item: Parameter, made: str | None = None) -> str:
+    """The line that makes a parameter or buffer, still empty unless `made` says how."""
+    if made is None:
+        sizes = ", ".join(map(literal, item.shape)) or "()"
+        dtype = "" if item.dtype == torch.float32 else f", dtype={literal(item.dtype)}"
+        made = f"torch.empty({sizes}{dtype})"
+    if item.buffer:
+        owner, _, name = f"self.{attribute}".rpartition(".")
+        line = wrap(f'{owner}.register_buffer("{name}", {made})', 8)
+    else:
+        frozen = "" if item.trainable else ", requires_grad=False"
+        line = wrap(f"self.{attribute} = nn.Parameter({made}{frozen})", 8)
+    return line if item.shard is None else remarked(line, f"a piece of {whole_shape(item)}")
+
+
+def whole_shape(item: Parameter) -> str:
+    """The shape of which ranks hold pieces.
+
+    >>> shard = Shard(0, (48,))
+    >>> whole_shape(Parameter("qkv.weight", "w", (24, 16), torch.float32, shard=shard))
+    '48 x 16'
+    """
+    assert item.shard is not None
+    return " x ".join(map(str, item.shard.shape(item.shape)))

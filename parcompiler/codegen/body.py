@@ -5,33 +5,38 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.effects import Effects, is_random, mutated_operands
 from parcompiler.capture.gradients import requiring
 from parcompiler.capture.templates import identifier
 from parcompiler.codegen.attributes import BlockAttributes
+from parcompiler.codegen.heading import home_of
 from parcompiler.codegen.layout import remarked, wrap
 from parcompiler.codegen.literals import literal
-from parcompiler.codegen.merge import merged
 from parcompiler.codegen.operators import expression
 from parcompiler.codegen.quoting import comment
-from parcompiler.codegen.registry import home_of
 from parcompiler.graph import Graph
 from parcompiler.naming.variables import Variables
 from parcompiler.spmd.runtime_call import NodeCollectives
 
 INDENT = 8
+NEUTRAL = {
+    "add.Tensor": 0,
+    "sub.Tensor": 0,
+    "mul.Tensor": 1,
+    "div.Tensor": 1,
+}  # operands that change nothing
 
 
 class Body:
     """Writes nodes as statements, with names that `Variables` chooses.
 
-    `operands` names what is there before; `fixed` are names that no variable may take; `deferring`
-    are nodes that can leave the gradient of their weight for later. `attributes` have tensors under
-    other names than `operands`, and modules that compute some nodes.
+    `operands` names what is there before; `fixed` are names that no variable may take. The nodes of
+    a block have its `attributes`: the paths of its tensors, and modules that compute some nodes.
     """
 
     def __init__(
@@ -41,7 +46,6 @@ class Body:
         operands: Mapping[fx.Node, str],
         fixed: Iterable[str] = (),
         scope: str = "",
-        deferring: Collection[fx.Node] = (),
         attributes: BlockAttributes | None = None,
     ) -> None:
         self._graph = graph
@@ -50,11 +54,9 @@ class Body:
         homes = {home_of(node) for node in graph.fx_graph.nodes if node.op == "call_function"}
         self._fixed = {*fixed, *(home.partition(".")[0] for home in homes)}
         self._scope = scope
-        self._deferring = deferring
-        tensors = attributes.operands if attributes else {}
-        self._paths = {operands[node]: path for node, path in tensors.items()}
-        self._modules = attributes.calls if attributes else {}
-        self._counted = attributes.counted if attributes else set()
+        self._attributes = attributes
+        paths = attributes.operands.items() if attributes else ()
+        self._paths = {operands[node]: path for node, path in paths}
         self._variables = Variables((), {}, operands)
 
     def lines(self, nodes: Sequence[fx.Node], outputs: Mapping[fx.Node, str | None]) -> list[str]:
@@ -96,13 +98,15 @@ class Body:
     def _statement(self, node: fx.Node, indent: int) -> str | None:
         """One line; None where none is needed."""
         names = self._variables.assign(node)
-        if names is None or node in self._counted:
+        attributes = self._attributes
+        if names is None or (attributes and node in attributes.counted):
             return None
-        if node in self._modules:
-            module, argument = self._modules[node]
+        if attributes and node in attributes.calls:
+            module, argument = attributes.calls[node]
             text = f"{module}({self.name(argument)})"
         else:
-            text = expression(node, self.name, deferring=node in self._deferring)
+            deferring = attributes is not None and node in attributes.deferring
+            text = expression(node, self.name, deferring=deferring)
         if not names:
             return wrap(text, indent)
         line = wrap(f"{', '.join(names)} = {text}", indent)
@@ -120,7 +124,7 @@ class Body:
         return comment(path)
 
     def _needed(self, contexts: Sequence[Context], nodes: Sequence[fx.Node]) -> Sequence[Context]:
-        """The contexts that matter: without gradients it does not matter who forbids them."""
+        """The contexts without `no_grad` and its like where nothing has a gradient."""
         graph = self._graph
         recorded = graph.once("requiring", lambda: requiring(graph.fx_graph, graph.differentiable))
         if any(operand.name in recorded for node in nodes for operand in node.all_input_nodes):
@@ -130,22 +134,22 @@ class Body:
 
 def _contexts(node: fx.Node) -> tuple[Context, ...]:
     """The `with` statements that a node stands under."""
-    found: tuple[Context, ...] = node.meta.get("contexts", ())
-    return found
+    contexts: tuple[Context, ...] = node.meta.get("contexts", ())
+    return contexts
 
 
 def _remark(node: fx.Node) -> str:
-    """What ranks tell each other in a conversion, in words."""
-    said: NodeCollectives | None = node.meta.get("exchange")
-    if said is None:
+    """The collectives of a conversion, forward and backward."""
+    exchange: NodeCollectives | None = node.meta.get("exchange")
+    if exchange is None:
         return ""
-    there, back = (
+    forward, backward = (
         " and ".join(dict.fromkeys(action for action, _ in actions))
-        for actions in (said.forward, said.backward)
+        for actions in (exchange.forward, exchange.backward)
     )
-    if there.replace("-", "_") == getattr(node.target, "name", ""):
-        there = f"{said.n} ranks"  # the name says the rest
-    return ", ".join(part for part in (there, f"back: {back}" if back else "") if part)
+    if forward.replace("-", "_") == getattr(node.target, "name", ""):
+        forward = f"{exchange.n} ranks"  # the name says the rest
+    return ", ".join(part for part in (forward, f"back: {backward}" if backward else "") if part)
 
 
 def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
@@ -159,3 +163,58 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
         else:
             call = f"torch.{kind}()"
         yield f"{' ' * (INDENT + 4 * depth)}with {call}:"
+
+
+def merged(
+    nodes: Sequence[fx.Node], kept: Collection[fx.Node], graph: Graph, effects: Effects
+) -> Mapping[fx.Node, fx.Node]:
+    """For each node that need not be written, the one that has its value; never one of `kept`.
+
+    Masks and position ids are built by helpers that each start from the same `arange`. Only nodes
+    without a gradient are merged, since the order in which gradients are added up must stay, and
+    only where nothing updates their memory or that of their operands in place.
+    """
+    same: dict[fx.Node, fx.Node] = {}
+    first: dict[object, fx.Node] = {}
+    for node in nodes:
+        if not _is_constant(node, graph, effects):
+            continue
+        operand = _unchanged(node)
+        if operand is None:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda item: same.get(item, item))
+            operand = first.setdefault(repr(_key(node, arguments)), node)
+        if operand is not node and node not in kept:
+            same[node] = same.get(operand, operand)
+    return same
+
+
+def _key(node: fx.Node, arguments: object) -> object:
+    """What two nodes must share to have the same value; fx nodes print their unique names."""
+    return str(node.target), arguments, node.meta.get("contexts", ())
+
+
+def _is_constant(node: fx.Node, graph: Graph, effects: Effects) -> bool:
+    """Whether a node yields a tensor that has no gradient and that nothing changes afterwards."""
+    if node.name in graph.differentiable or is_random(node) or any(mutated_operands(node)):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return not any(effects.writers.get(effects.root(n)) for n in (node, *node.all_input_nodes))
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The operand whose value a node returns as it is: `x + 0`, `x * 1.0`."""
+    neutral = NEUTRAL.get(str(node.target).removeprefix("aten."))
+    if neutral is None or node.kwargs or len(node.args) != 2:
+        return None
+    operand, other = node.args
+    if not isinstance(operand, fx.Node) or isinstance(other, fx.Node) or other != neutral:
+        return None
+    before, after = operand.meta.get("val"), node.meta["val"]
+    if not isinstance(before, torch.Tensor) or before.dtype != after.dtype:
+        return None
+    if neutral == 0 and after.dtype.is_floating_point:
+        return None  # -0.0 + 0 is 0.0
+    return operand

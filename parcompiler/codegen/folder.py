@@ -130,19 +130,19 @@ def texts(
     grid = lowered.grid
     if ranks is None:
         ranks = range(grid.size if grid.size <= MOST_SCRIPTS else 0)
-    found = {
+    files = {
         f"stage_{stage.index}.py": StageWriter(lowered, stage, devices[stage.rank]).text()
         for stage in lowered.stages
     }
     if lowered.vocabulary is not None:
-        found["vocabulary.py"] = vocabulary_module(lowered, devices[0])
+        files["vocabulary.py"] = vocabulary_module(lowered, devices[0])
     if lowered.graph.hooks:
-        found["hooks.py"] = hooks_module(lowered.graph, devices[0])
+        files["hooks.py"] = hooks_module(lowered.graph, devices[0])
     first = range(0, grid.size, grid.copies)
     for rank in sorted({*first, *ranks}):
         program = rank_program(lowered, rank, devices[grid.coordinate(rank).pipeline])
         script = rank_script if rank in first else further_script
-        found[f"rank_{rank}.py"] = script(lowered, program)
+        files[f"rank_{rank}.py"] = script(lowered, program)
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
     facts |= launch.facts(str(facts["model"]), grid.size, devices[0])
     environment = Environment(
@@ -150,8 +150,8 @@ def texts(
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     for name in ("main.py", "README.md", *([launch.file] if launch.file else [])):
-        found[name] = environment.get_template(f"{name}.jinja").render(facts)
-    return found
+        files[name] = environment.get_template(f"{name}.jinja").render(facts)
+    return files
 
 
 def _facts(lowered: Lowered) -> dict[str, object]:
@@ -232,7 +232,7 @@ def _write(path: Path, text: str) -> None:
 
 def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str, torch.Tensor]:
     """Tensors under the model's names; buffers always, parameters on request."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in names:
         item, tensor = graph.by_name[name], graph.tensors[name]
         if parameters and tensor.is_meta:
@@ -243,8 +243,8 @@ def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str
             raise InputError(message)
         if (parameters or item.buffer) and not tensor.is_meta:
             masters = graph.narrow is not None and item.dtype == graph.narrow
-            found[name] = tensor.detach().to("cpu", tensor.dtype if masters else item.dtype)
-    return found
+            tensors[name] = tensor.detach().to("cpu", tensor.dtype if masters else item.dtype)
+    return tensors
 
 
 def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bool) -> None:
@@ -252,21 +252,21 @@ def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bo
     n = lowered.size * lowered.tensor
     sizes = dict(zip(spread.tensors, spread.sizes, strict=True))
     names = (*spread.tensors, *held_whole(lowered.graph, spread))
-    found = _stored(lowered.graph, names, parameters=parameters)
+    whole = _stored(lowered.graph, names, parameters=parameters)
     for index in range(n):
-        own = dict(found)
-        for name in found.keys() & sizes.keys():
+        rows = dict(whole)
+        for name in whole.keys() & sizes.keys():
             span = own_rows(sizes[name], n, index)
-            dim = found[name].shape.index(sizes[name])
-            own[name] = found[name].narrow(dim, span.start, span.size)
-        _save(folder / f"vocabulary_{index}.safetensors", own)
+            dim = whole[name].shape.index(sizes[name])
+            rows[name] = whole[name].narrow(dim, span.start, span.size)
+        _save(folder / f"vocabulary_{index}.safetensors", rows)
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors."""
     path.parent.mkdir(exist_ok=True)
-    own, metadata = storable(tensors)
-    save_file(own, path, metadata)
+    contiguous, metadata = storable(tensors)
+    save_file(contiguous, path, metadata)
 
 
 def _copy_runtime(path: Path) -> None:

@@ -33,8 +33,8 @@ class Forward:
         self._paths = paths
         self._variables = variables
         self._results = [*stage.gives, *([stage.loss] if stage.loss else [])]
-        own = {name for call in stage.calls for name in call.results}
-        self._taken = {*taken, *own, *variables.values()}
+        results = {name for call in stage.calls for name in call.results}
+        self._taken = {*taken, *results, *variables.values()}
         self._last = {
             name: i
             for i, loop in enumerate(loops)
@@ -128,28 +128,28 @@ class Forward:
     def _clashing(self, calls: Sequence[Call], now: int, loop: Loop | None) -> set[str]:
         """The values of a round that cannot have the same name as another one there."""
         spans = _spans(calls, loop, {name for name, last in self._last.items() if last > now})
-        found = set()
+        clashing = set()
         for first, second in itertools.combinations(spans, 2):
             if self._name(first) == self._name(second) and _overlap(spans[first], spans[second]):
-                found |= {first, second}
+                clashing |= {first, second}
         if loop is not None:
             reads = sources(loop.rounds[1], loop.rounds[0])
             fixed = {self._name(str(place)) for kind, place in reads if kind == "outside"}
             initial = {self._name(name) for _, _, name in loop.carried}
             fixed |= initial if len(loop.carried) > 1 else set()
-            found |= {value for value in spans if self._name(value) in fixed}
-        return found
+            clashing |= {value for value in spans if self._name(value) in fixed}
+        return clashing
 
 
 def _spans(
-    calls: Sequence[Call], loop: Loop | None, later: Collection[str]
+    calls: Sequence[Call], loop: Loop | None, read_later: Collection[str]
 ) -> dict[str, list[tuple[int, int]]]:
-    """When the values of a round are alive: from the call that makes them to the last reader."""
+    """When the values of a round are live: from the call that makes them to the last reader."""
     place = {name: p for p, call in enumerate(calls) for name in call.results}
     spans: dict[str, list[tuple[int, int]]] = {}
     for name, p in place.items():
         readers = [q for q, call in enumerate(calls) if name in call.arguments]
-        end = ALWAYS if name in later else max(readers, default=p)
+        end = ALWAYS if name in read_later else max(readers, default=p)
         spans[name] = [(p, end)]
     if loop is not None:
         reads = sources(loop.rounds[1], loop.rounds[0])
@@ -161,7 +161,7 @@ def _spans(
 
 
 def _overlap(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
-    """Whether two values are alive at once; one may take the name of what its call reads last."""
+    """Whether two values are live at once; one may take the name of what its call reads last."""
     return any(a == c or (a < d and c < b) for a, b in first for c, d in second)
 
 

@@ -4,10 +4,8 @@
     slurm        submit.sbatch       one torchrun on each node, which meet at the first
     kubernetes   pytorchjob.yaml     one pod for each node, the first of them the master
 
->>> Nodes.of(32, 8)
-Nodes(count=4, ranks=8)
->>> Nodes.of(12, 8)
-Nodes(count=2, ranks=6)
+>>> per_node(32, 8), per_node(12, 8)
+(8, 6)
 >>> label("GPT2LMHeadModel"), label("9 Übung$(rm -rf /)")
 ('gpt2lmheadmodel', 'train-9-bung-rm-rf')
 """
@@ -29,20 +27,6 @@ LONGEST = 40  # a name of Kubernetes has 63, of which its pods' names add some
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
-    """So many machines with so many ranks on each."""
-
-    count: int
-    ranks: int
-
-    @classmethod
-    def of(cls, size: int, most: int) -> Nodes:
-        """`size` ranks on the fewest nodes that have equally many, at most `most`, each."""
-        ranks = max(n for n in range(1, max(1, most) + 1) if size % n == 0)
-        return cls(size // ranks, ranks)
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """By what the program is started, and how many devices a node has."""
 
@@ -56,21 +40,26 @@ class Launch:
 
     def facts(self, model: str, size: int, device: str) -> dict[str, object]:
         """What the template of its file says."""
-        nodes = Nodes.of(size, self.devices_per_node)
+        ranks = per_node(size, self.devices_per_node)
         return {
             "launcher": self.launcher,
             "launch_file": self.file,
             "label": label(model),
-            "nodes": nodes.count,
-            "per_node": nodes.ranks,
+            "nodes": size // ranks,
+            "per_node": ranks,
             "on_cpu": device == "cpu" or device.startswith("cpu-"),
             "resource": VENDORS.get(device, "nvidia.com/gpu"),
         }
 
 
+def per_node(size: int, most: int) -> int:
+    """The ranks on each of the fewest nodes that have equally many of `size`, at most `most`."""
+    return max(n for n in range(1, max(1, most) + 1) if size % n == 0)
+
+
 def label(name: str) -> str:
     """A model's name as that of a job: what DNS labels may have (RFC 1035), and no more."""
-    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if not found[:1].isalpha():
-        found = f"train-{found}"
-    return found[:LONGEST].strip("-")
+    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not text[:1].isalpha():
+        text = f"train-{text}"
+    return text[:LONGEST].strip("-")

@@ -35,7 +35,7 @@ class StageLayers:
 
     def variables(self, taken: Collection[str]) -> dict[str, str]:
         """The loop variable of each list: `layer`, or the piece of the layer that is in it."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for loop in self.loops:
             names = dict.fromkeys(self.paths[call.block.name] for call in loop.rounds[0])
             lists = [path.rpartition("[")[0] for path in names if path.endswith("]")]
@@ -45,8 +45,8 @@ class StageLayers:
                 while wish in taken or wish in used:
                     wish += "_"
                 used.add(wish)
-                found[path] = wish
-        return found
+                variables[path] = wish
+        return variables
 
     def made(self) -> Iterator[str]:
         """The lines that make the layers."""
@@ -59,8 +59,11 @@ class StageLayers:
     def ties(self) -> Iterator[str]:
         """The lines that let layers share a tensor."""
         first: dict[str, str] = {}
+        by_template: dict[str, tuple[str, ...]] = {}
         for name, block in self._distinct():
-            places = BlockAttributes(self.graph, block).places
+            if block.template not in by_template:
+                by_template[block.template] = BlockAttributes(self.graph, block).places
+            places = by_template[block.template]
             for binding, inner in zip(block.tensors, places, strict=True):
                 place = f"{self.paths[name]}.{inner}"
                 known = first.setdefault(binding.name, place)

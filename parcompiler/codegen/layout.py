@@ -109,19 +109,19 @@ def _opening(line: str) -> int | None:
     """The bracket to break at: that of a `def`, else the last one at the outermost level."""
     if line.startswith("return ") and len(split(line)) > 1:
         return None
-    depth, found = 0, None
+    depth, opening = 0, None
     for index, char in _code(line):
         if char in "([{":
             if depth == 0 and line[index + 1 : index + 2] not in ")]}":
-                found = index
+                opening = index
                 if line.startswith("def "):
-                    return found
+                    return opening
             depth += 1
         elif char in ")]}":
             depth -= 1
-    if found is None or line[_closing(line, found) + 1 :].strip(" ,:"):
+    if opening is None or line[_closing(line, opening) + 1 :].strip(" ,:"):
         return None  # more than a comma follows
-    return found
+    return opening
 
 
 def _is_call(line: str, opening: int) -> bool:

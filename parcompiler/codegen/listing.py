@@ -123,11 +123,12 @@ def _phases(instructions: Sequence[Instruction]) -> list[tuple[str, Sequence[Ins
         if stop <= start:
             names, start = ("Forwards", "", "Backwards"), stop
     parts = (lines[:start], lines[start:stop], lines[stop:end])
-    phases = [(name, part) for name, part in zip(names, parts, strict=True) if part]
-    if len(phases) == 1:
-        phases = [("", phases[0][1])]
-    rest = lines[end:]
-    return [*phases, ("End of the step" if len(phases) > 1 else "", rest)] if rest else phases
+    phases: list[tuple[str, Sequence[Instruction]]] = [
+        (name, part) for name, part in zip(names, parts, strict=True) if part
+    ]
+    headed = len(phases) > 1
+    phases.append(("End of the step", lines[end:]))
+    return [(name if headed else "", part) for name, part in phases if part]
 
 
 def _rows(lines: Sequence[Instruction]) -> list[tuple[str, list[str], Kind | None]]:

@@ -45,8 +45,8 @@ def loops(stage: Stage, instances: Mapping[str, str]) -> Iterator[Loop]:
     calls = list(stage.calls)
     start = 0
     while start < len(calls):
-        found = [_longest(stage, instances, start, period) for period in PERIODS]
-        best = max(found, key=lambda loop: len(loop.calls) if len(loop.rounds) > 1 else 1)
+        candidates = [_longest(stage, instances, start, period) for period in PERIODS]
+        best = max(candidates, key=lambda loop: len(loop.calls) if len(loop.rounds) > 1 else 1)
         best = best if len(best.rounds) > 1 else Loop(((calls[start],),))
         yield best
         start += len(best.calls)
@@ -75,15 +75,15 @@ def _fresh(
     rounds: Sequence[Sequence[Call]], instances: Mapping[str, str]
 ) -> tuple[bool, ...] | None:
     """For each place whether its layers are all new there, or all one; None if mixed."""
-    found = []
+    fresh = []
     for members in zip(*rounds, strict=True):
         layers = [instances[call.block.name] for call in members]
         new = all(i == call.block.name for i, call in zip(layers, members, strict=True))
         alike = len({(call.block.template, call.recompute) for call in members}) == 1
         if not alike or not (new or len(set(layers)) == 1):
             return None
-        found.append(new)
-    return tuple(found)
+        fresh.append(new)
+    return tuple(fresh)
 
 
 def _carried(rounds: Sequence[Sequence[Call]]) -> tuple[tuple[int, int, str], ...] | None:
@@ -106,20 +106,20 @@ def sources(calls: Sequence[Call], before: Sequence[Call]) -> list[Source]:
     """Where each argument of a round comes from, call after call."""
     here = {name: (p, r) for p, call in enumerate(calls) for r, name in enumerate(call.results)}
     there = {name: (p, r) for p, call in enumerate(before) for r, name in enumerate(call.results)}
-    found: list[Source] = []
+    places: list[Source] = []
     for name in (name for call in calls for name in call.arguments):
         if name in here:
-            found.append(("inside", here[name]))
+            places.append(("inside", here[name]))
         elif name in there:
-            found.append(("before", there[name]))
+            places.append(("before", there[name]))
         else:
-            found.append(("outside", name))
-    return found
+            places.append(("outside", name))
+    return places
 
 
 def _is_read_elsewhere(loop: Loop, stage: Stage) -> bool:
     """Whether something after the loop reads a value of a round that is not the last."""
     inside = {name for part in loop.rounds[:-1] for call in part for name in call.results}
-    own = {call.block.name for call in loop.calls}
-    later = {n for call in stage.calls if call.block.name not in own for n in call.arguments}
-    return bool(inside & (later | set(stage.gives)))
+    blocks = {call.block.name for call in loop.calls}
+    read = {n for call in stage.calls if call.block.name not in blocks for n in call.arguments}
+    return bool(inside & (read | set(stage.gives)))

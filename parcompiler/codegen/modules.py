@@ -18,11 +18,11 @@ from parcompiler.runtime import Stage, Vocabulary
 
 def stage_classes(lowered: Lowered, rank: int, device: str) -> dict[int, type[Stage]]:
     """The stage classes of a rank by stage index: the text that `export` writes, imported."""
-    found = {}
+    classes = {}
     for stage in lowered.on_rank(rank):
         text = StageWriter(lowered, stage, device).text()
-        found[stage.index] = _import(text, f"stage_{stage.index}", f"Stage{stage.index}")
-    return found
+        classes[stage.index] = _import(text, f"stage_{stage.index}", f"Stage{stage.index}")
+    return classes
 
 
 def vocabulary_class(lowered: Lowered, device: str) -> type[Vocabulary] | None:
@@ -37,8 +37,8 @@ def hook_functions(lowered: Lowered, device: str) -> dict[str, Callable[[Tensor]
     """What the model does to gradients, by the name of the parameter."""
     if not lowered.graph.hooks:
         return {}
-    found: dict[str, Any] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
-    return found
+    functions: dict[str, Any] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
+    return functions
 
 
 def _import(text: str, module_name: str, kind: str) -> Any:

@@ -8,7 +8,8 @@ rank_5.py   says who rank 5 is, and runs rank_4.py
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.codegen.layout import WIDTH, table, wrap
@@ -84,20 +85,21 @@ if __name__ == "__main__":
     run(worker)
 '''
 
-_INPUTS = "The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype."
-_VALUES = "The tensors between stages, for one micro-batch; gradients come back unless it says not."
-_TIED = "Tensors that several ranks hold: their gradients are summed."
+_TITLES = {
+    "inputs": "The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.",
+    "values": "The tensors between stages, for one micro-batch; gradients come back unless it says "
+    "not.",
+    "tied": "Tensors that several ranks hold: their gradients are summed.",
+    "buckets": "The tensors whose gradients are summed together over the data ranks.",
+    "shards": "Tensors of which tensor ranks hold pieces: the dimension that is split, its size.",
+    "rows": "Tensors that all ranks of a pipeline hold rows of: how many there are on the whole.",
+    "aliases": "Further names of tied tensors.",
+}
 _TIED_OVER_DATA = (
     "Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
     "there."
 )
-_BUCKETS = "The tensors whose gradients are summed together over the data ranks."
-_SHARDS = "Tensors that tensor ranks hold in pieces: along which dimension, and its whole size."
-_ROWS = "Tensors that all ranks of a pipeline hold rows of: how many there are on the whole."
-_ALIASES = "Further names of tied tensors."
-_UNSAVED = (
-    "Tensors that the model's state dict has not: constants, buffers that are not persistent."
-)
+_UNSAVED = "Tensors that the model's state dict lacks: constants, buffers that are not persistent."
 _STEP = "One training step. A receive is only posted where it stands; its first use waits for it."
 _PEERS = (
     " Numbers of ranks are pipeline coordinates: for this process, q is rank "
@@ -288,94 +290,62 @@ def _own_rows(program: RankProgram, *, shared: bool) -> str:
     ranks = program.grid.plane(program.coordinate.data)
     words = []
     for size in dict.fromkeys(program.rows.values()):
-        own = own_rows(size, len(ranks), ranks.index(program.rank))
-        which = f"rows {own.start} to {own.start + own.size - 1}" if own.size else "no rows"
+        span = own_rows(size, len(ranks), ranks.index(program.rank))
+        which = f"rows {span.start} to {span.start + span.size - 1}" if span.size else "no rows"
         words.append(f"{'rows' if shared else which} of a vocabulary of {size}")
     return " and ".join(words)
 
 
 def _tables(lowered: Lowered, program: RankProgram) -> Iterator[str]:
     """The tables of what goes in and out, those that have a row."""
-    values = {name: _value(lowered, name, item) for name, item in program.values.items()}
-    tied = {label: _tied(item) for label, item in program.tied.items()}
-    buckets = {label: literal(names) for label, names in program.buckets.items()}
-    shards = {name: _shard(item) for name, item in program.shards.items()}
     if program.grid.copies > 1:
         first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
         yield f"RANK = rank_among(range({first}, {first + copies}))  # that of this process\n"
-    yield from _table(_INPUTS, "INPUTS", {n: _input(item) for n, item in program.inputs.items()})
-    yield from _table(_VALUES, "VALUES", values)
-    yield from _table(_TIED if program.data == 1 else _TIED_OVER_DATA, "TIED", tied)
-    yield from _table(_BUCKETS, "BUCKETS", buckets)
-    yield from _table(_SHARDS, "SHARDS", shards)
-    yield from _table(_ROWS, "ROWS", {n: literal(size) for n, size in program.rows.items()})
-    yield from _table(_ALIASES, "ALIASES", {a: string(n) for a, n in program.aliases.items()})
+    for field, title in _TITLES.items():
+        rows = {
+            string(key): _value(lowered, key, item) if isinstance(item, Value) else _source(item)
+            for key, item in getattr(program, field).items()
+        }
+        if rows:
+            over_data = field == "tied" and program.data > 1
+            comment = _comment(_TIED_OVER_DATA if over_data else title)
+            lines = table(f"{field.upper()} = {{", list(rows.items()), "}", 0)
+            yield "\n".join([comment, *lines, ""])
     if program.unsaved:
         yield "\n".join([_comment(_UNSAVED), wrap(f"UNSAVED = {literal(program.unsaved)}"), ""])
 
 
-def _table(title: str, name: str, rows: Mapping[str, str]) -> Iterator[str]:
-    """A dict with a line per entry, under a comment; nothing when it is empty."""
-    if rows:
-        quoted = [(string(key), value) for key, value in rows.items()]
-        yield "\n".join([_comment(title), *table(f"{name} = {{", quoted, "}", 0), ""])
-
-
 def _fields(program: RankProgram) -> Iterator[str]:
-    """The fields of the program, without those that say nothing."""
-    yield "rank=RANK" if program.grid.copies > 1 else f"rank={program.rank}"
-    yield f"size={program.size}"
-    yield f"device={literal(program.device)}"
-    yield f"microbatches={program.microbatches}"
-    yield f"digest={literal(program.digest)}"
-    yield f"loss={literal(program.loss)}"
-    if program.data > 1:
-        yield f"data={program.data}"
-    if program.tensor > 1:
-        yield f"tensor={program.tensor}"
-    for name in ("inputs", "values", "tied", "buckets", "shards", "rows", "aliases", "unsaved"):
-        if getattr(program, name):
-            yield f"{name}={name.upper()}"
-    if program.channels:
-        yield f"channels={literal(program.channels)}"
-    yield f"stages={literal(program.stages)}"
-    yield "instructions=INSTRUCTIONS"
-    yield "evaluation=EVALUATION"
-    if program.positional:
-        yield "positional=True"
-    if program.asynchronous:
-        yield "asynchronous=True"
-    if program.synchronized:
-        yield "synchronized=True"
-    if program.narrow is not None:
-        yield f"narrow={literal(program.narrow)}"
+    """The fields of the program as arguments, without those that have their default."""
+    constants = {"instructions", "evaluation", "unsaved", *_TITLES}
+    constants |= {"rank"} if program.grid.copies > 1 else set()
+    for field in fields(program):
+        value = getattr(program, field.name)
+        if value != field.default and value != {}:
+            text = field.name.upper() if field.name in constants else literal(value)
+            yield f"{field.name}={text}"
 
 
-def _input(item: Input) -> str:
-    """An input as the script writes it."""
-    more = "" if item.high is None else f", high={item.high}"
-    return f"Input({literal(item.key)}, {literal(tuple(item.shape))}, {literal(item.dtype)}{more})"
+def _source(item: object) -> str:
+    """A value as the script writes it: `Input("x", (2, 12), torch.int64, high=96)`."""
+    if not is_dataclass(item):
+        return literal(item)
+    values = {field: getattr(item, field.name) for field in fields(item)}
+    texts = [
+        literal(value) if field.default is MISSING else f"{field.name}={literal(value)}"
+        for field, value in values.items()
+        if value != field.default
+    ]
+    return f"{type(item).__name__}({', '.join(texts)})"
 
 
 def _value(lowered: Lowered, name: str, value: Value) -> str:
-    """A value as the script writes it."""
+    """A value between stages; a size that differs between tensor ranks is computed from RANK."""
     sizes = [
         str(size)
         if shard is None
-        else f"{_shard(shard)}.length({lowered.tensor}, RANK % {lowered.tensor})"
+        else f"{_source(shard)}.length({lowered.tensor}, RANK % {lowered.tensor})"
         for size, shard in _dimensions(lowered, name)
     ]
     shape = f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
-    more = "" if value.differentiable else ", differentiable=False"
-    more += f", order={literal(value.order)}" if value.order else ""
-    return f"Value({shape}, {literal(value.dtype)}{more})"
-
-
-def _tied(item: Tied) -> str:
-    """A tied tensor as the script writes it."""
-    return f"Tied({literal(item.name)}, {literal(item.ranks)})"
-
-
-def _shard(item: Shard) -> str:
-    """How a tensor is split, as the script writes it."""
-    return f"Shard({item.dim}, {literal(item.sizes)})"
+    return _source(value).replace(literal(tuple(value.shape)), shape, 1)

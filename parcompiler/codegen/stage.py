@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
+from parcompiler.capture.blocks import steps
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
-from parcompiler.codegen.block import block_class
+from parcompiler.codegen.attributes import (
+    BlockAttributes,
+    constructor,
+    names_table,
+    tensor_line,
+)
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.forward import Forward
 from parcompiler.codegen.heading import module_text
@@ -16,9 +22,10 @@ from parcompiler.codegen.layers import StageLayers
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
-from parcompiler.codegen.tensors import constructor, names_table, tensor_line
-from parcompiler.graph import Block, Parameter
+from parcompiler.graph import Block, Graph, Parameter
 from parcompiler.lower.lowered import Lowered, Stage
+from parcompiler.naming.source import Frame, frames
+from parcompiler.naming.variables import argument_names
 from parcompiler.report.names import ranges
 
 
@@ -66,8 +73,8 @@ class StageWriter:
     def _stage_class(self) -> str:
         """The class that calls the layers."""
         arguments = [*self.stage.inputs, *self.stage.receives]
-        own = self._own_tensors()
-        tensors = [tensor_line(attribute, item) for attribute, item in own.items()]
+        further = self._further_tensors()
+        tensors = [tensor_line(attribute, item) for attribute, item in further.items()]
         results = len(self.stage.gives) + bool(self.stage.loss)
         kind = "Tensor" if results == 1 else "tuple[Tensor, ...]"
         parameters = "".join(f", {name}: Tensor" for name in arguments)
@@ -76,10 +83,10 @@ class StageWriter:
             f'    """{paragraph(self._title(), 4)}"""',
             "",
             *self._declarations(),
-            *names_table({attribute: item.name for attribute, item in own.items()}),
+            *names_table({attribute: item.name for attribute, item in further.items()}),
             *constructor([*tensors, *self.layers.made(), *self.layers.ties()]),
             wrap(f"def forward(self{parameters}) -> {kind}:", 4),
-            *self._prologue(own),
+            *self._prologue(further),
             *self._forward(arguments).lines(),
         ]
         return "\n".join(lines)
@@ -104,43 +111,102 @@ class StageWriter:
         rows = [(string(path), string(scope)) for path, scope in self.layers.scopes()]
         yield from [*table("scopes = {", rows, "}", 4), ""] if rows else [""]
 
-    def _own_tensors(self) -> dict[str, Parameter]:
+    def _further_tensors(self) -> dict[str, Parameter]:
         """Tensors that no layer holds: those of the prologue, and those that nothing reads."""
-        held = {b.name for call in self.stage.calls for b in call.block.tensors}
+        of_layers = {b.name for call in self.stage.calls for b in call.block.tensors}
         read = {n.name for node in self.stage.prologue for n in node.all_input_nodes}
         taken = {*ATTRIBUTES, *self.layers.attributes}
-        own = {}
+        further = {}
         for name in self.stage.tensors:
             item = self.graph.by_name[name]
-            if name not in held or item.node in read:
+            if name not in of_layers or item.node in read:
                 attribute = identifier(name)
                 while attribute in taken:
                     attribute += "_"
                 taken.add(attribute)
-                own[attribute] = item
-        return own
+                further[attribute] = item
+        return further
 
-    def _prologue(self, own: dict[str, Parameter]) -> list[str]:
-        """What the stage computes for itself instead of receiving it."""
+    def _prologue(self, further: dict[str, Parameter]) -> list[str]:
+        """The lines for what the stage computes for itself instead of receiving it."""
         if not self.stage.prologue:
             return []
-        operands = self._operands(own)
+        variables = self.lowered.variables
+        attributes = {item.node: f"self.{attribute}" for attribute, item in further.items()}
+        operands = {
+            node: attributes.get(node.name, variables.get(node, ""))
+            for node in self.graph.fx_graph.nodes
+            if node.op == "placeholder" and (node.name in attributes or node in variables)
+        }
         used = {name for call in self.stage.calls for name in call.arguments}
-        kept = {n: name for n, name in self._prologue_names().items() if name in used}
-        fixed = {*self.stage.inputs, *self.stage.receives}
-        body = Body(self.graph, self.effects, operands, fixed)
+        kept = {n: variables[n] for n in self.stage.prologue if variables[n] in used}
+        body = Body(self.graph, self.effects, operands, {*self.stage.inputs, *self.stage.receives})
         lines = body.lines(self.stage.prologue, kept)
         title = "        # Computed here, not received: no parameters, no gradient."
         rest = [line for line in lines if line and not line.strip().startswith("#")]
         return [title, *rest, ""]
 
-    def _prologue_names(self) -> dict[fx.Node, str]:
-        """The names of the prologue's values."""
-        return {node: self.lowered.variables[node] for node in self.stage.prologue}
 
-    def _operands(self, own: dict[str, Parameter]) -> dict[fx.Node, str]:
-        """What the prologue reads: buffers of the stage and tensors of the batch."""
-        attributes = {item.node: f"self.{attribute}" for attribute, item in own.items()}
-        placeholders = [n for n in self.graph.fx_graph.nodes if n.op == "placeholder"]
-        found = {n: attributes.get(n.name) or self.lowered.variables.get(n) for n in placeholders}
-        return {node: text for node, text in found.items() if text is not None}
+def block_class(
+    graph: Graph,
+    effects: Effects,
+    instances: Sequence[Block],
+    variables: Mapping[fx.Node, str],
+    *,
+    split: bool = False,
+) -> str:
+    """The class of a template, from the blocks that are instances of it.
+
+    The weight gradients of its linear layers can be left for later where the backward is `split`.
+    """
+    block = instances[0]
+    arguments = argument_names(graph, [item.inputs for item in instances], variables)
+    tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
+    nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
+    operands = {nodes[name]: text for name, text in tensors.items()} | arguments
+    attributes = BlockAttributes(graph, block, split=split)
+    body = Body(graph, effects, operands, scope=block.scope, attributes=attributes)
+    lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
+    title, made = _title(instances), attributes.constructor()
+    text = "\n".join([*made, *lines])
+    deferring = [kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text]
+    if deferring:
+        kinds = ", ".join(f"`runtime.{kind}`" for kind in deferring)
+        title += f" The gradients of weights of {kinds} wait for BACKWARD_WEIGHT."
+    results = ", ".join(body.name(node) for node in block.outputs)
+    kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
+    parameters = "".join(f", {name}: Tensor" for name in arguments.values())
+    parts = [
+        f"class {block.template}(runtime.Block):",
+        f'    """{paragraph(title, 4)}"""',
+        "",
+        *names_table(attributes.names),
+        *constructor(made),
+        wrap(f"def forward(self{parameters}) -> {kind}:", 4),
+        *lines,
+        wrap(f"return {results}" if results else "return ()", 8),
+    ]
+    return "\n".join(parts)
+
+
+def _title(instances: Sequence[Block]) -> str:
+    """Which layers of the model a class is, and where they begin in its source."""
+    listed = ranges([docstring(block.name) for block in instances])
+    frame = _beginning(instances[0])
+    if frame is None:
+        return f"{listed}."
+    file = frame.file.replace("\\", "/").rpartition("/")[2]
+    return f"{listed}, from {file}:{frame.line}."
+
+
+def _beginning(block: Block) -> Frame | None:
+    """The line of the layer's own forward that comes first; else the innermost of the model."""
+    for node in block.nodes:
+        paths = [step.path for step in steps(node)]
+        calls = [frame for frame in frames(node) if frame.function == "forward"]
+        if block.scope in paths and len(calls) == len(paths) + 1:
+            frame = calls[paths.index(block.scope) + 1]
+            if not frame.is_torch:
+                return frame
+    of_model = (f for node in block.nodes for f in frames(node)[::-1] if not f.is_torch)
+    return next(of_model, None)

@@ -16,11 +16,11 @@ from parcompiler import runtime
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
 from parcompiler.codegen.algorithm import algorithm
+from parcompiler.codegen.attributes import names_table, tensor_line
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.heading import module_text
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
-from parcompiler.codegen.tensors import names_table, tensor_line
 from parcompiler.graph import Graph, Head, Parameter
 from parcompiler.lower.lowered import Lowered, Spread, SpreadHead
 
@@ -37,15 +37,15 @@ def vocabulary_module(lowered: Lowered, device: str) -> str:
 def held_whole(graph: Graph, spread: Spread) -> tuple[str, ...]:
     """The buffers that indices and targets are computed from: every rank has all of them."""
     read = {node.name for small in _graphs(spread) for node in _placeholders(small)}
-    found = (item.name for item in graph.parameters if item.node in read)
-    return tuple(name for name in found if name not in spread.tensors)
+    names = (item.name for item in graph.parameters if item.node in read)
+    return tuple(name for name in names if name not in spread.tensors)
 
 
 @cache
 def reserved() -> frozenset[str]:
     """What the class has besides its tensors and methods, so that none of them may be called so."""
-    own = {"method", "size", "lookups", "head", "targets", "logits", "indices"}
-    return ATTRIBUTES | own | frozenset(dir(runtime.Vocabulary(1, 0)))
+    further = {"method", "size", "lookups", "head", "targets", "logits", "indices"}
+    return ATTRIBUTES | further | frozenset(dir(runtime.Vocabulary(1, 0)))
 
 
 class VocabularyWriter:
@@ -75,7 +75,7 @@ class VocabularyWriter:
         ]
         lines = [
             "class Vocabulary(runtime.Vocabulary):",
-            '    """Own rows of the tables, and what the model does before and behind them."""',
+            '    """Rows of the tables, and what the model does before and behind them."""',
             "",
             f"    method = {literal(self.spread.method)}",
             *names_table(named)[:-1],
@@ -92,10 +92,10 @@ class VocabularyWriter:
     @cached_property
     def methods(self) -> dict[str, tuple[str, Sequence[str], fx.Graph]]:
         """Name -> what it is, its arguments and its graph."""
-        found: dict[str, tuple[str, Sequence[str], fx.Graph]] = {}
+        methods: dict[str, tuple[str, Sequence[str], fx.Graph]] = {}
         for value, name in self._indices.items():
             item = next(item for item in self.spread.lookups if item.value == value)
-            found[name] = (
+            methods[name] = (
                 f"Which rows of the table {value} has.",
                 item.inputs,
                 item.lookup.indices,
@@ -103,22 +103,22 @@ class VocabularyWriter:
         head = self.spread.head
         if head is not None and not self._is_plain(head.head.targets, head.inputs):
             comment = f"The class of each row of {head.value}."
-            found["targets"] = (comment, head.inputs, head.head.targets)
+            methods["targets"] = (comment, head.inputs, head.head.targets)
         if head is not None and head.head.logits is not None:
             comment = "From x Wᵀ to what the loss takes, element by element."
-            found["logits"] = (comment, ("logits",), head.head.logits)
-        return found
+            methods["logits"] = (comment, ("logits",), head.head.logits)
+        return methods
 
     @cached_property
     def _indices(self) -> dict[str, str]:
         """The methods that compute indices, by the value that is looked up."""
-        own = [
+        values = [
             x.value for x in self.spread.lookups if not self._is_plain(x.lookup.indices, x.inputs)
         ]
-        if len(own) == 1:
-            return {own[0]: "indices"}
+        if len(values) == 1:
+            return {values[0]: "indices"}
         taken = {*reserved(), *self.attributes.values()}
-        return _distinct(own, taken, "{}_indices")
+        return _distinct(values, taken, "{}_indices")
 
     def _lookups(self) -> Iterator[str]:
         """The table of embeddings."""
@@ -164,11 +164,11 @@ class VocabularyWriter:
         sizes = dict(zip(self.spread.tensors, self.spread.sizes, strict=True))
         for name, attribute in self.attributes.items():
             item = self.graph.by_name[name]
-            held = name in sizes
-            yield _rows_line(attribute, item, sizes[name]) if held else tensor_line(attribute, item)
+            made = _rows(item, sizes[name]) if name in sizes else None
+            yield tensor_line(attribute, item, made)
 
     def _method(
-        self, name: str, comment: str, arguments: Sequence[str], small: fx.Graph
+        self, name: str, remark: str, arguments: Sequence[str], small: fx.Graph
     ) -> Iterator[str]:
         """A method that computes what a small graph computes."""
         operands = {node: self._operand(node, arguments) for node in _placeholders(small)}
@@ -180,7 +180,7 @@ class VocabularyWriter:
         lines = body.lines(nodes, {result: None})
         parameters = "".join(f", {argument}: Tensor" for argument in arguments)
         yield wrap(f"def {name}(self{parameters}) -> Tensor:", 4)
-        yield f'        """{comment}"""'
+        yield f'        """{remark}"""'
         yield from lines
         yield wrap(f"return {body.name(result)}", 8)
 
@@ -197,16 +197,12 @@ class VocabularyWriter:
         return arguments[0] if known is None else self.lowered.variables[known]
 
 
-def _rows_line(attribute: str, item: Parameter, size: int) -> str:
-    """The line that makes own rows of a tensor, still zeros."""
+def _rows(item: Parameter, size: int) -> str:
+    """The expression that makes this rank's rows of a tensor, still zeros."""
     sizes = ", ".join(map(literal, item.shape))
     dim = item.shape.index(size)
     sizes += f", dim={dim}" if dim else ""
-    rows = f"runtime.rows({sizes}, ranks=ranks, dtype={literal(item.dtype)})"
-    if item.buffer:
-        return wrap(f'self.register_buffer("{attribute}", {rows})', 8)
-    frozen = "" if item.trainable else ", requires_grad=False"
-    return wrap(f"self.{attribute} = nn.Parameter({rows}{frozen})", 8)
+    return f"runtime.rows({sizes}, ranks=ranks, dtype={literal(item.dtype)})"
 
 
 def _inputs(names: Sequence[str]) -> str:
@@ -217,14 +213,14 @@ def _inputs(names: Sequence[str]) -> str:
 def _distinct(names: Sequence[str], reserved: Collection[str], form: str = "{}") -> dict[str, str]:
     """An identifier for each name, none of them `reserved`."""
     taken = {*reserved, *EMITTED}
-    found: dict[str, str] = {}
+    identifiers: dict[str, str] = {}
     for name in names:
         wish = form.format(identifier(name))
         while wish in taken:
             wish += "_"
         taken.add(wish)
-        found[name] = wish
-    return found
+        identifiers[name] = wish
+    return identifiers
 
 
 def _graphs(spread: Spread) -> Iterator[fx.Graph]:
@@ -252,12 +248,12 @@ def _result(graph: fx.Graph) -> fx.Node:
 
 def _differentiable(graph: fx.Graph) -> frozenset[str]:
     """The nodes of a small graph that carry gradients: floats, from what it reads on."""
-    found: set[str] = set()
+    carrying: set[str] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
         floating = value is not None and getattr(value, "is_floating_point", lambda: False)()
         reads = [operand.name for operand in node.all_input_nodes]
         stopped = any(str(kind).endswith("_grad") for kind, *_ in node.meta.get("contexts", ()))
-        if floating and (node.op == "placeholder" or found & set(reads)) and not stopped:
-            found.add(node.name)
-    return frozenset(found)
+        if floating and (node.op == "placeholder" or carrying & set(reads)) and not stopped:
+            carrying.add(node.name)
+    return frozenset(carrying)

@@ -37,15 +37,15 @@ class Stage(nn.Module):
 
     def tensor_names(self) -> dict[str, str]:
         """Attribute path in this module -> name in the user's model, for every tensor."""
-        found = dict(self.names)
+        names = dict(self.names)
         for path, scope in self.scopes.items():
             block = self.get_submodule(path)
             assert isinstance(block, Block)
-            tensors = dict(block.named_parameters(remove_duplicate=False))
-            tensors |= dict(block.named_buffers(remove_duplicate=False))
-            for place in tensors:
-                found[f"{path}.{place}"] = name_in_model(place, block.names, scope)
-        return found
+            parameters = block.named_parameters(remove_duplicate=False)
+            buffers = block.named_buffers(remove_duplicate=False)
+            for place, _ in (*parameters, *buffers):
+                names[f"{path}.{place}"] = name_in_model(place, block.names, scope)
+        return names
 
 
 def name_in_model(place: str, names: Mapping[str, str], scope: str) -> str:

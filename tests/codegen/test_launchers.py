@@ -16,7 +16,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.cli.words import LAUNCHERS as WORDS
 from parcompiler.codegen.folder import texts
-from parcompiler.codegen.launchers import LAUNCHERS, Launch, Nodes, label
+from parcompiler.codegen.launchers import LAUNCHERS, Launch, label, per_node
 from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from tests import zoo
@@ -154,7 +154,8 @@ def test_names_are_those_of_jobs_whatever_the_model_is_called() -> None:
     [(4, 8, (1, 4)), (16, 8, (2, 8)), (12, 8, (2, 6)), (13, 8, (13, 1)), (1024, 8, (128, 8))],
 )
 def test_nodes_hold_equally_many_ranks(size: int, most: int, nodes: tuple[int, int]) -> None:
-    assert Nodes.of(size, most) == Nodes(*nodes)
+    ranks = per_node(size, most)
+    assert (size // ranks, ranks) == nodes
 
 
 def test_an_unknown_launcher_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -78,14 +78,14 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="2f71fd1ee54cda3",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    tied=TIED,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    channels=((0, 1), (1, 0)),
+    aliases=ALIASES,
 )
 
 

@@ -113,16 +113,16 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="0767b9965385477",
     loss=torch.float32,
-    data=2,
+    stages=(1,),
+    instructions=INSTRUCTIONS,
+    evaluation=EVALUATION,
     inputs=INPUTS,
     values=VALUES,
     tied=TIED,
     buckets=BUCKETS,
-    aliases=ALIASES,
     channels=((0, 1), (1, 0)),
-    stages=(1,),
-    instructions=INSTRUCTIONS,
-    evaluation=EVALUATION,
+    aliases=ALIASES,
+    data=2,
 )
 
 

@@ -40,7 +40,7 @@ TIED = {
     "tied_0": Tied("embedding.weight", (0, 1)),
 }
 
-# Tensors that tensor ranks hold in pieces: along which dimension, and its whole size.
+# Tensors of which tensor ranks hold pieces: the dimension that is split, its size.
 SHARDS = {
     "embedding.weight": Shard(0, (97,)),
     "layers.0.attention.qkv.weight": Shard(0, (48,)),
@@ -100,16 +100,16 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="eba510430451e93",
     loss=torch.float32,
-    tensor=2,
-    inputs=INPUTS,
-    values=VALUES,
-    tied=TIED,
-    shards=SHARDS,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    channels=((0, 1), (1, 0)),
+    aliases=ALIASES,
+    tensor=2,
+    shards=SHARDS,
 )
 
 

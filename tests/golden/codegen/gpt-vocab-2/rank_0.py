@@ -134,14 +134,14 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="978a9d815465cad",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    rows=ROWS,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    channels=((0, 1), (1, 0)),
+    aliases=ALIASES,
+    rows=ROWS,
 )
 
 

@@ -9,7 +9,7 @@ Embedding, by every rank for each micro-batch:
     BROADCAST embedding.grad  from stage 0, once it has gone back
     EMBED_BACKWARD embedding  into the gradient of the rows that are here
 
-Head and loss, by every rank for each micro-batch, with x = norm, W = own rows of
+Head and loss, by every rank for each micro-batch, with x = norm, W = its rows of
 embedding.weight, G = 1 in the column of a row's label, else 0, g = the gradient of each row's
 loss:
 
@@ -17,7 +17,7 @@ loss:
     S                    logits = x Wᵀ, m' = the largest of a row, sum' = Σ exp(logits - m'),
                          P' = exp(logits - m') / sum'; A = P' W, B = G W
     EXCHANGE statistics  m', sum' and the label's logit of all ranks give m, sum and the loss, and
-                         own s = sum' exp(m' - m) / sum
+                         its s = sum' exp(m' - m) / sum
     REDUCE norm.grad     Σ g (s A - B) over all ranks, to stage 1, which goes back without waiting
                          for T
     T                    Z = g (s P' - G), W.grad += Zᵀ x
@@ -30,7 +30,7 @@ from parcompiler import runtime
 
 
 class Vocabulary(runtime.Vocabulary):
-    """Own rows of the tables, and what the model does before and behind them."""
+    """Rows of the tables, and what the model does before and behind them."""
 
     method = "vocab-2"
     names = {

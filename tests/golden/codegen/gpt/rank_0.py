@@ -70,14 +70,14 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="7679309e3bd348d",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    tied=TIED,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    channels=((0, 1), (1, 0)),
+    aliases=ALIASES,
 )
 
 

@@ -36,7 +36,7 @@ ALIASES = {
     "lm_head.weight": "model.embed_tokens.weight",
 }
 
-# Tensors that the model's state dict has not: constants, buffers that are not persistent.
+# Tensors that the model's state dict lacks: constants, buffers that are not persistent.
 UNSAVED = (
     "model.embed_tokens.embed_scale",
     "model.rotary_emb.inv_freq",
@@ -130,15 +130,15 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="b153ff218c7463b",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    rows=ROWS,
-    aliases=ALIASES,
-    unsaved=UNSAVED,
-    channels=((0, 1), (1, 0)),
     stages=(1,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    channels=((0, 1), (1, 0)),
+    aliases=ALIASES,
+    rows=ROWS,
+    unsaved=UNSAVED,
 )
 
 

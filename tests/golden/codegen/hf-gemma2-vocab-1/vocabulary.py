@@ -10,7 +10,7 @@ Embedding, by every rank for each micro-batch:
     BROADCAST embed_tokens.grad  from stage 0, once it has gone back
     EMBED_BACKWARD embed_tokens  into the gradient of the rows that are here
 
-Head and loss, by every rank for each micro-batch, with x = norm, W = own rows of
+Head and loss, by every rank for each micro-batch, with x = norm, W = its rows of
 model.embed_tokens.weight, G = 1 in the column of a row's label, else 0, g = the gradient of each
 row's loss, D = the derivative of `logits`:
 
@@ -18,7 +18,7 @@ row's loss, D = the derivative of `logits`:
     S                    logits = x Wᵀ, through `logits`, m' = the largest of a row, sum' = Σ
                          exp(logits - m'), P' = exp(logits - m') / sum'
     EXCHANGE statistics  m', sum' and the label's logit of all ranks give m, sum and the loss, and
-                         own s = sum' exp(m' - m) / sum
+                         its s = sum' exp(m' - m) / sum
     T                    Z = g (s P' - G) D, W.grad += Zᵀ x
     REDUCE norm.grad     Σ Z W over all ranks, to stage 1, which then goes back
 """
@@ -31,7 +31,7 @@ from parcompiler import runtime
 
 
 class Vocabulary(runtime.Vocabulary):
-    """Own rows of the tables, and what the model does before and behind them."""
+    """Rows of the tables, and what the model does before and behind them."""
 
     method = "vocab-1"
     names = {

@@ -59,12 +59,12 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="815eab5ed71419d",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    channels=((0, 1), (1, 0)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    channels=((0, 1), (1, 0)),
 )
 
 

@@ -74,14 +74,14 @@ PROGRAM = RankProgram.parsed(
     microbatches=4,
     digest="c4adeba0d68aa55",
     loss=torch.float32,
-    inputs=INPUTS,
-    values=VALUES,
-    tied=TIED,
-    aliases=ALIASES,
-    channels=((0, 1), (1, 0), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)),
     stages=(0,),
     instructions=INSTRUCTIONS,
     evaluation=EVALUATION,
+    inputs=INPUTS,
+    values=VALUES,
+    tied=TIED,
+    channels=((0, 1), (1, 0), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)),
+    aliases=ALIASES,
 )
 
 
