@@ -8,11 +8,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 
 import torch
 from torch import fx
 
 from parcompiler.errors import InputError
+from parcompiler.pieces import Shard  # noqa: F401 (the doctest's)
 from parcompiler.spmd.runtime_call import Piece
 
 Operand = Callable[[fx.Node], str]
@@ -43,6 +45,24 @@ def literal(value: object, operand: Operand | None = None) -> str:
     if isinstance(value, NAMED):
         return str(value)
     return _number(value)
+
+
+def construction(item: object, module: str = "", *, keywords: bool = False) -> str:
+    """The source of a frozen value, without fields that have their default; of others, a literal.
+
+    Fields without a default go by position unless `keywords` says otherwise.
+
+    >>> print(construction(Shard(1, (8, 4))), construction(Shard(1, (8, 4)), "pc.", keywords=True))
+    Shard(1, (8, 4)) pc.Shard(dim=1, sizes=(8, 4))
+    """
+    if not is_dataclass(item):
+        return literal(item)
+    texts = [
+        f"{'' if field.default is MISSING and not keywords else f'{field.name}='}{literal(value)}"
+        for field in fields(item)
+        if (value := getattr(item, field.name)) != field.default
+    ]
+    return f"{module}{type(item).__name__}({', '.join(texts)})"
 
 
 def string(value: str) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields
 
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.codegen.layout import WIDTH, table, wrap
 from parcompiler.codegen.listing import written
-from parcompiler.codegen.literals import literal, string
+from parcompiler.codegen.literals import construction, literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.graph import Graph
 from parcompiler.grid import Grid
@@ -302,14 +302,14 @@ def _tables(lowered: Lowered, program: RankProgram) -> Iterator[str]:
         first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
         yield f"RANK = rank_among(range({first}, {first + copies}))  # that of this process\n"
     for field, title in _TITLES.items():
-        rows = {
-            string(key): _value(lowered, key, item) if isinstance(item, Value) else _source(item)
+        rows = [
+            (string(key), _entry(lowered, key, item))
             for key, item in getattr(program, field).items()
-        }
+        ]
         if rows:
             over_data = field == "tied" and program.data > 1
             comment = _comment(_TIED_OVER_DATA if over_data else title)
-            lines = table(f"{field.upper()} = {{", list(rows.items()), "}", 0)
+            lines = table(f"{field.upper()} = {{", rows, "}", 0)
             yield "\n".join([comment, *lines, ""])
     if program.unsaved:
         yield "\n".join([_comment(_UNSAVED), wrap(f"UNSAVED = {literal(program.unsaved)}"), ""])
@@ -326,26 +326,16 @@ def _fields(program: RankProgram) -> Iterator[str]:
             yield f"{field.name}={text}"
 
 
-def _source(item: object) -> str:
-    """A value as the script writes it: `Input("x", (2, 12), torch.int64, high=96)`."""
-    if not is_dataclass(item):
-        return literal(item)
-    values = {field: getattr(item, field.name) for field in fields(item)}
-    texts = [
-        literal(value) if field.default is MISSING else f"{field.name}={literal(value)}"
-        for field, value in values.items()
-        if value != field.default
-    ]
-    return f"{type(item).__name__}({', '.join(texts)})"
-
-
-def _value(lowered: Lowered, name: str, value: Value) -> str:
-    """A value between stages; a size that differs between tensor ranks is computed from RANK."""
+def _entry(lowered: Lowered, name: str, item: object) -> str:
+    """An entry of a table; a size that differs between tensor ranks is computed from RANK."""
+    text = construction(item)
+    if not isinstance(item, Value):
+        return text
     sizes = [
         str(size)
         if shard is None
-        else f"{_source(shard)}.length({lowered.tensor}, RANK % {lowered.tensor})"
+        else f"{construction(shard)}.length({lowered.tensor}, RANK % {lowered.tensor})"
         for size, shard in _dimensions(lowered, name)
     ]
     shape = f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
-    return _source(value).replace(literal(tuple(value.shape)), shape, 1)
+    return text.replace(literal(tuple(item.shape)), shape, 1)

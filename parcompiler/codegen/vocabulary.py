@@ -7,7 +7,7 @@ the labels and what happens to logits, is written here as methods.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, cached_property
 
 from torch import fx
@@ -20,12 +20,9 @@ from parcompiler.codegen.attributes import names_table, tensor_line
 from parcompiler.codegen.body import Body
 from parcompiler.codegen.heading import module_text
 from parcompiler.codegen.layout import table, wrap
-from parcompiler.codegen.literals import literal, string
-from parcompiler.graph import Graph, Head, Parameter
-from parcompiler.lower.lowered import Lowered, Spread, SpreadHead
-
-# What goes without saying of a head.
-USUAL = {field.name: field.default for field in fields(Head)}
+from parcompiler.codegen.literals import construction, literal, string
+from parcompiler.graph import Graph, Parameter
+from parcompiler.lower.lowered import Lowered, Spread
 
 
 def vocabulary_module(lowered: Lowered, device: str) -> str:
@@ -124,38 +121,35 @@ class VocabularyWriter:
         """The table of embeddings."""
         rows = []
         for item in self.spread.lookups:
-            fields = [literal(self.attributes[item.lookup.weight]), _inputs(item.inputs)]
-            if item.value in self._indices:
-                fields.append(f"indices={literal(self._indices[item.value])}")
-            if item.lookup.padding_idx is not None:
-                fields.append(f"padding_idx={literal(item.lookup.padding_idx)}")
-            rows.append((string(item.value), f"runtime.Lookup({', '.join(fields)})"))
+            lookup = runtime.Lookup(
+                weight=self.attributes[item.lookup.weight],
+                inputs=item.inputs,
+                indices=self._indices.get(item.value, ""),
+                padding_idx=item.lookup.padding_idx,
+            )
+            rows.append((string(item.value), construction(lookup, "runtime.", keywords=True)))
         if rows:
             yield from table("lookups = {", rows, "}", 4)
 
     def _head(self) -> Iterator[str]:
         """The head and its loss."""
-        if self.spread.head is not None:
-            fields = ", ".join(self._head_fields(self.spread.head))
-            yield wrap(f"head = runtime.Head({fields})", 4)
-
-    def _head_fields(self, item: SpreadHead) -> Iterator[str]:
-        """What the head is, without what goes without saying."""
-        head = item.head
-        yield f"x={literal(item.value)}"
-        yield f"weight={literal(self.attributes[head.weight])}"
-        yield _inputs(item.inputs)
-        if "targets" in self.methods:
-            yield 'targets="targets"'
-        for name in ("bias", "class_weight"):
-            tensor = getattr(head, name)
-            if tensor is not None:
-                yield f"{name}={literal(self.attributes[tensor])}"
-        if "logits" in self.methods:
-            yield "logits=True"
-        for name in ("ignore_index", "label_smoothing", "reduction", "scale"):
-            if getattr(head, name) != USUAL[name]:
-                yield f"{name}={literal(getattr(head, name))}"
+        if self.spread.head is None:
+            return
+        head, inputs = self.spread.head.head, self.spread.head.inputs
+        made = runtime.Head(
+            x=self.spread.head.value,
+            weight=self.attributes[head.weight],
+            inputs=inputs,
+            targets="targets" if "targets" in self.methods else "",
+            bias=self.attributes.get(head.bias or "", ""),
+            logits="logits" in self.methods,
+            class_weight=self.attributes.get(head.class_weight or "", ""),
+            ignore_index=head.ignore_index,
+            label_smoothing=head.label_smoothing,
+            reduction=head.reduction,
+            scale=head.scale,
+        )
+        yield wrap(f"head = {construction(made, 'runtime.', keywords=True)}", 4)
 
     def _constructor(self) -> Iterator[str]:
         """`__init__` with a line per tensor."""
@@ -203,11 +197,6 @@ def _rows(item: Parameter, size: int) -> str:
     dim = item.shape.index(size)
     sizes += f", dim={dim}" if dim else ""
     return f"runtime.rows({sizes}, ranks=ranks, dtype={literal(item.dtype)})"
-
-
-def _inputs(names: Sequence[str]) -> str:
-    """The tensors of the batch that something is computed from."""
-    return f"inputs={literal(tuple(names))}"
 
 
 def _distinct(names: Sequence[str], reserved: Collection[str], form: str = "{}") -> dict[str, str]:

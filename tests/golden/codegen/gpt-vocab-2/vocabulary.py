@@ -40,7 +40,7 @@ class Vocabulary(runtime.Vocabulary):
         "embedding_weight": 96,
     }
     lookups = {
-        "embedding": runtime.Lookup("embedding_weight", inputs=("tokens",)),
+        "embedding": runtime.Lookup(weight="embedding_weight", inputs=("tokens",)),
     }
     head = runtime.Head(x="norm", weight="embedding_weight", inputs=("labels",), targets="targets")
 

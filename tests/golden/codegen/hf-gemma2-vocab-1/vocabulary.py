@@ -42,7 +42,7 @@ class Vocabulary(runtime.Vocabulary):
     }
     lookups = {
         "embed_tokens": runtime.Lookup(
-            "model_embed_tokens_weight", inputs=("input_ids",), padding_idx=0
+            weight="model_embed_tokens_weight", inputs=("input_ids",), padding_idx=0
         ),
     }
     head = runtime.Head(
