@@ -18,6 +18,7 @@ captured in evaluation mode stays so.
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
@@ -197,24 +198,46 @@ def _view(call: OperatorCall) -> str | None:
     before the ones that stay at the end, is -1. In row-major order these are the same dimensions,
     whatever their sizes.
     """
-    owner, sizes = call.values["self"], call.values.get("size", call.values.get("shape"))
-    assert isinstance(sizes, list | tuple)
-    if not isinstance(owner, fx.Node) or not all(type(size) is int for size in sizes):
+    name, before, sizes = _reshaped(call, "size" if "size" in call.values else "shape")
+    if not before or not sizes or not all(before):
         return None
-    name, before = call.text("self"), tuple(owner.meta["val"].shape) if "val" in owner.meta else ()
-    if not (name.isidentifier() and before and sizes and all(before) and -1 not in sizes):
+    known = math.prod(size for size in sizes if size != -1)
+    after = [math.prod(before) // known if size == -1 else size for size in sizes]
+    kept = _common(before, after)
+    ending = 0 if kept else _common(before[::-1], after[::-1])
+    joined = len(after) - kept - ending == 1 and kept < len(before)  # all that is left, to one
+    if not kept and not joined:
         return None
-    kept = _common(before, sizes)
-    ending = 0 if kept else _common(before[::-1], sizes[::-1])
-    if len(sizes) - kept - ending != 1 and not kept:
-        return None
-    rest = [str(size) for size in sizes[kept:]]
-    if len(sizes) - kept - ending == 1 and kept < len(before):
-        rest[0] = "-1"
+    rest = ["-1", *map(str, after[kept + 1 :])] if joined else [str(size) for size in sizes[kept:]]
     shape = f"{name}.shape[0]" if kept == 1 else f"*{name}.shape[:{kept}]"
     shape = f"*{name}.shape" if kept == len(before) else shape
     method = call.key.partition(".")[0]
     return f"{name}.{method}({', '.join([shape] * bool(kept) + rest)})"
+
+
+def _expand(call: OperatorCall) -> str | None:
+    """An expansion in which dimensions that stay are -1."""
+    name, before, sizes = _reshaped(call, "size")
+    new = len(sizes) - len(before)
+    if not before or not {"implicit"} <= call.defaults:
+        return None
+    texts = [
+        "-1" if k >= new and size == before[k - new] else str(size) for k, size in enumerate(sizes)
+    ]
+    return f"{name}.expand({', '.join(texts)})"
+
+
+def _reshaped(call: OperatorCall, argument: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The operand of a change of shape, its sizes, and those that are asked for.
+
+    Both are empty where the operand is no variable, or some size is no plain number.
+    """
+    owner, sizes, name = call.values["self"], call.values[argument], call.text("self")
+    assert isinstance(sizes, list | tuple)
+    plain = all(type(size) is int for size in sizes) and name.isidentifier()
+    if not plain or not isinstance(owner, fx.Node) or "val" not in owner.meta:
+        return name, (), ()
+    return name, tuple(owner.meta["val"].shape), tuple(sizes)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -231,6 +254,7 @@ SPECIALS: Mapping[str, Callable[[OperatorCall], str | None]] = {
     "index_put_.default": _index_put,
     "embedding.default": _embedding,
     "einsum.default": _einsum,
+    "expand.default": lambda call: _expand(call) or _spelled(call),
     "view.default": lambda call: _view(call) or _spelled(call),
     "reshape.default": lambda call: _view(call) or _spelled(call),
 }

@@ -57,7 +57,7 @@ class Norm(runtime.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.norm(x)
-        norm = norm.reshape(24, -1)
+        norm = norm.reshape(-1, 16)
         return norm
 
 

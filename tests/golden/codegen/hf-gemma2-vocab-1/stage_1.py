@@ -48,13 +48,13 @@ class Gemma2DecoderLayer(runtime.Block):
 
         # self_attn
         q_proj = self.self_attn.q_proj(input_layernorm)
-        query_states = q_proj.view(2, 12, -1, 4)
+        query_states = q_proj.view(*q_proj.shape[:2], -1, 4)
         query_states = query_states.transpose(1, 2)
         k_proj = self.self_attn.k_proj(input_layernorm)
-        key_states = k_proj.view(2, 12, -1, 4)
+        key_states = k_proj.view(*k_proj.shape[:2], -1, 4)
         key_states = key_states.transpose(1, 2)
         v_proj = self.self_attn.v_proj(input_layernorm)
-        value_states = v_proj.view(2, 12, -1, 4)
+        value_states = v_proj.view(*v_proj.shape[:2], -1, 4)
         value_states = value_states.transpose(1, 2)
         cos = cos.unsqueeze(1)
         sin = sin.unsqueeze(1)
@@ -73,10 +73,10 @@ class Gemma2DecoderLayer(runtime.Block):
         product_2 = joined * sin
         key_states = product + product_2
         key_states = key_states.unsqueeze(2)
-        key_states = key_states.expand(2, 2, 2, 12, 4)
+        key_states = key_states.expand(-1, -1, 2, -1, -1)
         key_states = key_states.reshape(key_states.shape[0], 4, 12, 4)
         value_states = value_states.unsqueeze(2)
-        value_states = value_states.expand(2, 2, 2, 12, 4)
+        value_states = value_states.expand(-1, -1, 2, -1, -1)
         value_states = value_states.reshape(value_states.shape[0], 4, 12, 4)
         key_states = key_states.transpose(2, 3)
         matmul = query_states @ key_states
@@ -89,7 +89,7 @@ class Gemma2DecoderLayer(runtime.Block):
         matmul = softmax @ value_states
         matmul = matmul.transpose(1, 2)
         matmul = matmul.contiguous()
-        attn_output = matmul.reshape(2, 12, -1)
+        attn_output = matmul.reshape(*matmul.shape[:2], -1)
         attn_output = self.self_attn.o_proj(attn_output)
 
         # post_attention_layernorm
@@ -159,7 +159,7 @@ class Norm(runtime.Block):
         output = output * total
         hidden_states = output.type_as(hidden_states)
 
-        hidden_states = hidden_states.reshape(24, -1)
+        hidden_states = hidden_states.reshape(-1, 16)
         return hidden_states
 
 
@@ -211,7 +211,7 @@ class Stage1(runtime.Stage):
         picked_2 = expand[arange, unsqueeze]
         at_most = picked_2 <= picked
         both_2 = both & at_most
-        both_2 = both_2.expand(2, -1, 12, 12)
+        both_2 = both_2.expand(-1, -1, -1, -1)
         zeros = torch.zeros((), dtype=torch.float32, device=DEVICE)
         where = torch.where(both_2, zeros, -3.4028234663852886e38)
         new_ones = picked.new_ones((), dtype=torch.bool)
@@ -220,7 +220,7 @@ class Stage1(runtime.Stage):
         both_2 = new_ones & above
         both_2 = both_2 & at_most
         both = both & both_2
-        both = both.expand(2, -1, 12, 12)
+        both = both.expand(-1, -1, -1, -1)
         where_1 = torch.where(both, zeros, -3.4028234663852886e38)
         position_ids = position_ids.unsqueeze(2)
         freqs = position_ids.to(torch.float32)
