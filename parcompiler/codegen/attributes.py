@@ -18,7 +18,7 @@ from torch import fx
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.templates import ATTRIBUTES, identifier, relative_name
-from parcompiler.codegen.calls import OperatorCall, bind
+from parcompiler.codegen.calls import BoundCall, bind
 from parcompiler.codegen.layout import remarked, table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.graph import Block, Graph, Parameter
@@ -173,12 +173,12 @@ def _module(
     return made if parameters[0].trainable else f"{made}.requires_grad_(False)"
 
 
-def _linear(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _linear(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.Linear(in_features, out_features)`."""
     return [literal(size) for size in reversed(shape)] if call.key == "linear.default" else None
 
 
-def _embedding(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _embedding(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.Embedding(num_embeddings, embedding_dim)`."""
     padding = call.values.get("padding_idx")
     if not {"scale_grad_by_freq", "sparse"} <= call.defaults or not isinstance(padding, int):
@@ -187,7 +187,7 @@ def _embedding(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
     return [*map(literal, shape), *more] if padding >= -1 else None
 
 
-def _layer_norm(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _layer_norm(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.LayerNorm(normalized_shape)`, and so `nn.RMSNorm`."""
     usual = 1e-05 if "bias" in call.values else None
     sizes = call.values["normalized_shape"]
@@ -197,13 +197,13 @@ def _layer_norm(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
     return [literal(sizes[0] if len(sizes) == 1 else tuple(sizes)), *eps]
 
 
-def _group_norm(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _group_norm(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.GroupNorm(num_groups, num_channels)`."""
     eps = [] if call.values["eps"] == 1e-05 else [f"eps={call.text('eps')}"]
     return [call.text("num_groups"), literal(shape[0]), *eps]
 
 
-def _conv(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _conv(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.Conv2d(in_channels, out_channels, kernel_size)`, and so for other dimensions."""
     groups = call.values["groups"]
     assert isinstance(groups, int)
@@ -213,7 +213,7 @@ def _conv(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
     return [literal(shape[1] * groups), literal(shape[0]), size, *more]
 
 
-def _batch_norm(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
+def _batch_norm(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.BatchNorm2d(num_features)`, and so for other dimensions; it follows the module's mode."""
     if call.values["training"] is not True or not isinstance(call.values["momentum"], float):
         return None
@@ -225,7 +225,7 @@ def _batch_norm(call: OperatorCall, shape: Sequence[int]) -> list[str] | None:
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 # By the class of the model's module: the arguments that make one with the operator's options.
-MODULES: Mapping[str, Callable[[OperatorCall, Sequence[int]], list[str] | None]] = {
+MODULES: Mapping[str, Callable[[BoundCall, Sequence[int]], list[str] | None]] = {
     "Linear": _linear,
     "Embedding": _embedding,
     "LayerNorm": _layer_norm,

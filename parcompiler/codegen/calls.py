@@ -33,7 +33,7 @@ NUMBERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCall:
+class BoundCall:
     """One call of an operator, by the names that Python has for its arguments."""
 
     target: torch._ops.OpOverload
@@ -94,7 +94,7 @@ class OperatorCall:
         return not without and self.values.get("running_mean", "no norm") is not None
 
 
-def bind(node: fx.Node, operand: Operand) -> OperatorCall:
+def bind(node: fx.Node, operand: Operand) -> BoundCall:
     """Give every argument of a call of an operator its name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = {_name(argument): argument for argument in node.target._schema.arguments}
@@ -105,7 +105,7 @@ def bind(node: fx.Node, operand: Operand) -> OperatorCall:
     defaults = {name for name, item in arguments.items() if _is_default(item, values[name])}
     if given.get("eps") is not None:
         defaults.discard("eps")  # people write it, be it the default or not
-    return OperatorCall(node.target, arguments, values, frozenset(defaults), operand)
+    return BoundCall(node.target, arguments, values, frozenset(defaults), operand)
 
 
 def _name(argument: torch.Argument) -> str:

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.functions import Applied
-from parcompiler.codegen.calls import OperatorCall, bind
+from parcompiler.codegen.calls import BoundCall, bind
 from parcompiler.codegen.literals import Operand, literal
 from parcompiler.codegen.spellings import Spelling, fill, spellings
 from parcompiler.errors import InputError
@@ -94,13 +94,13 @@ def _builtin(node: fx.Node, operand: Operand) -> str:
     return BUILTINS[node.target].format(*(literal(item, operand) for item in node.args))
 
 
-def _spelled(call: OperatorCall) -> str | None:
+def _spelled(call: BoundCall) -> str | None:
     """The first spelling that says all there is to say, if there is one."""
     needed = call.values.keys() - call.defaults
     return next((fill(item, call) for item in spellings(call.key) if needed <= item.names), None)
 
 
-def _in_full(call: OperatorCall) -> str:
+def _in_full(call: BoundCall) -> str:
     """The call by its full name, which is right for every operator."""
     head = _full_name(call.target)
     positional = [name for name, item in call.arguments.items() if not item.kwarg_only]
@@ -129,15 +129,15 @@ def _member(owner: str, name: str) -> str:
     return f"getattr({owner}, {literal(name)})"
 
 
-def _select(call: OperatorCall) -> str:
+def _select(call: BoundCall) -> str:
     return _at(call, call.text("index"))
 
 
-def _slice(call: OperatorCall) -> str:
+def _slice(call: BoundCall) -> str:
     return _at(call, ":".join(_bounds(call)))
 
 
-def _bounds(call: OperatorCall) -> Iterator[str]:
+def _bounds(call: BoundCall) -> Iterator[str]:
     """Start, end and step of a slice, each empty where it is open."""
     start, end, step = (call.values[name] for name in ("start", "end", "step"))
     yield "" if start is None or start == 0 else call.text("start")
@@ -146,7 +146,7 @@ def _bounds(call: OperatorCall) -> Iterator[str]:
         yield call.text("step")
 
 
-def _at(call: OperatorCall, index: str) -> str:
+def _at(call: BoundCall, index: str) -> str:
     """An index into one dimension: `x[:, 0]`, or `x[..., 0]` for the last of three or more."""
     owner, dim = call.values["self"], call.values["dim"]
     rank = owner.meta["val"].ndim if isinstance(owner, fx.Node) and "val" in owner.meta else None
@@ -159,7 +159,7 @@ def _at(call: OperatorCall, index: str) -> str:
     return f"{call.text('self')}[{':, ' * dim}{index}]"
 
 
-def _index(call: OperatorCall) -> str | None:
+def _index(call: BoundCall) -> str | None:
     """`x[:, i]`; a tensor without dimensions is another index in Python: a number."""
     indices = call.values["indices"]
     assert isinstance(indices, list | tuple)
@@ -172,26 +172,26 @@ def _index(call: OperatorCall) -> str | None:
     return f"{call.text('self')}[{', '.join(texts)}]"
 
 
-def _index_put(call: OperatorCall) -> str | None:
+def _index_put(call: BoundCall) -> str | None:
     """The method takes no gaps among its indices."""
     indices = call.values["indices"]
     assert isinstance(indices, list | tuple)
     return None if None in indices else _spelled(call)
 
 
-def _embedding(call: OperatorCall) -> str | None:
+def _embedding(call: BoundCall) -> str | None:
     """`F.embedding` counts a negative `padding_idx` from the end; in ATen it means none."""
     padding = call.values["padding_idx"]
     return _spelled(call) if isinstance(padding, int) and padding >= -1 else None
 
 
-def _einsum(call: OperatorCall) -> str | None:
+def _einsum(call: BoundCall) -> str | None:
     """Of three and more operands, `torch.einsum` chooses the order by what is installed."""
     operands = call.values["tensors"]
     return _spelled(call) if isinstance(operands, list | tuple) and len(operands) < 3 else None
 
 
-def _view(call: OperatorCall) -> str | None:
+def _view(call: BoundCall) -> str | None:
     """A view by the operand's own sizes, as far as they stay: batch and sequence are no constants.
 
     Leading dimensions that stay are read from the operand; what is made of all others, or of those
@@ -215,7 +215,7 @@ def _view(call: OperatorCall) -> str | None:
     return f"{name}.{method}({', '.join([shape] * bool(kept) + rest)})"
 
 
-def _expand(call: OperatorCall) -> str | None:
+def _expand(call: BoundCall) -> str | None:
     """An expansion in which dimensions that stay are -1."""
     name, before, sizes = _reshaped(call, "size")
     new = len(sizes) - len(before)
@@ -227,7 +227,7 @@ def _expand(call: OperatorCall) -> str | None:
     return f"{name}.expand({', '.join(texts)})"
 
 
-def _reshaped(call: OperatorCall, argument: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _reshaped(call: BoundCall, argument: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The operand of a change of shape, its sizes, and those that are asked for.
 
     Both are empty where the operand is no variable, or some size is no plain number.
@@ -246,7 +246,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return len(list(pairs))
 
 
-SPECIALS: Mapping[str, Callable[[OperatorCall], str | None]] = {
+SPECIALS: Mapping[str, Callable[[BoundCall], str | None]] = {
     "select.int": _select,
     "slice.Tensor": _slice,
     "index.Tensor": _index,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from parcompiler.codegen.calls import OperatorCall
+from parcompiler.codegen.calls import BoundCall
 from parcompiler.codegen.literals import literal
 
 MODULES = frozenset({"torch", "F", "runtime"})
@@ -290,7 +290,7 @@ def spellings(key: str) -> tuple[Spelling, ...]:
     return _by_operator().get(key, ())
 
 
-def fill(spelling: Spelling, call: OperatorCall) -> str:
+def fill(spelling: Spelling, call: BoundCall) -> str:
     """The spelling with the arguments of a call in the place of their names."""
     return ast.unparse(_Fill(call).visit(ast.parse(spelling.text, mode="eval")))
 
@@ -298,7 +298,7 @@ def fill(spelling: Spelling, call: OperatorCall) -> str:
 class _Fill(ast.NodeTransformer):
     """Every name becomes the source of that argument; `ast` prints a name as it stands."""
 
-    def __init__(self, call: OperatorCall) -> None:
+    def __init__(self, call: BoundCall) -> None:
         self.call = call
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
