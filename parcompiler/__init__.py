@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parcompiler.runtime import Worker
     from parcompiler.schedules import Schedule
     from parcompiler.timeline import Timeline
-    from parcompiler.verification import Verification
+    from parcompiler.verification.comparison import Verification
 
 _HOME = {
     "compile": "compiler",
@@ -53,7 +53,7 @@ _HOME = {
     "Schedule": "schedules",
     "Worker": "runtime",
     "Timeline": "timeline",
-    "Verification": "verification",
+    "Verification": "verification.comparison",
 }
 
 __all__ = [

@@ -1,29 +1,38 @@
-"""What `compile` refuses before it captures anything, and the search of a mesh it weighs."""
+"""What `compile` refuses: arguments before anything is captured, and a plan that the user gives.
+
+A plan must be made for this model and mesh, whole, and possible.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
 
+from parcompiler.capture.blocks import cut
 from parcompiler.cost import OPTIMIZERS
-from parcompiler.errors import InputError, shown
+from parcompiler.errors import InputError, PlanError, shown
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import Check
 from parcompiler.options import METHODS, MOST_PASSES, Options, offered
 from parcompiler.passes import Pass
-from parcompiler.plan import Plan
-from parcompiler.program import Program
+from parcompiler.passes.decide import start
+from parcompiler.passes.recompute import check_patterns, chosen
+from parcompiler.passes.shard.local import local
+from parcompiler.passes.shard.plan_entries import check_pins
+from parcompiler.plan import VOCABULARY_PASSES, Plan
+from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import planned, trunk
 from parcompiler.schedules.vocabulary import spread
 
 
-def check_kinds(mesh: object, plan: object, passes: object) -> None:
-    """Refuse what is no mesh, no plan, and no sequence of passes."""
+def check_types(mesh: object, plan: object, passes: object) -> None:
+    """Refuse a mesh, plan or passes of a wrong type."""
     if passes is not None:
-        listed = isinstance(passes, Sequence) and all(isinstance(item, Pass) for item in passes)
+        listed = isinstance(passes, Sequence) and all(isinstance(each, Pass) for each in passes)
         if not listed:
             message = f"passes must be a sequence of Pass ({shown(passes)} given)"
             raise InputError(message)
@@ -38,8 +47,10 @@ def check_kinds(mesh: object, plan: object, passes: object) -> None:
         raise InputError(message)
 
 
-def check_given(mesh: Mesh | Cluster, model: object, options: Options, plan: Plan | None) -> None:
-    """Refuse options that do not go together, and what a given mesh cannot have."""
+def check_options(
+    mesh: Mesh | Cluster, model: nn.Module | None, options: Options, plan: Plan | None
+) -> None:
+    """Refuse options that do not go together, or not with the mesh."""
     if isinstance(mesh, Mesh):
         _check_size(mesh, options, plan)
         _check_order(mesh, options)
@@ -47,8 +58,8 @@ def check_given(mesh: Mesh | Cluster, model: object, options: Options, plan: Pla
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
 
 
-def checked(model: object) -> Check:
-    """What a mesh that is weighed must pass: the checks of one that is given."""
+def check_of_meshes(model: nn.Module | None) -> Check:
+    """The check of each mesh that a search considers."""
 
     def check(mesh: Mesh, options: Options) -> None:
         _check_size(mesh, options, None)
@@ -85,11 +96,10 @@ def _check_order(mesh: Mesh, options: Options) -> None:
     """Refuse a schedule that cannot have these ranks, micro-batches or stages on a rank."""
     wanted, ranks = options.schedule, mesh.pipeline
     if isinstance(wanted, Schedule):
-        found = wanted.ranks, wanted.microbatches
-        if found != (ranks, options.microbatches):
+        if (wanted.ranks, wanted.microbatches) != (ranks, options.microbatches):
             message = (
-                f"the schedule {wanted.name!r} has {found[0]} ranks and {found[1]} micro-batches "
-                f"(given: pipeline={ranks}, microbatches={options.microbatches})"
+                f"the schedule {wanted.name!r} has {wanted.ranks} ranks and {wanted.microbatches} "
+                f"micro-batches (given: pipeline={ranks}, microbatches={options.microbatches})"
             )
             raise InputError(message)
         schedule = wanted
@@ -109,12 +119,11 @@ def _check_order(mesh: Mesh, options: Options) -> None:
         raise InputError(message)
 
 
-def _check_replicas(mesh: Mesh, model: object, plan: Plan | None) -> None:
-    """Refuse what several data ranks cannot have: updates inside the step, statistics of some."""
+def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> None:
+    """Refuse updates inside the step, and batch norms over some ranks, on several data ranks."""
     if mesh.data == 1:
         return
-    found = model.model if isinstance(model, Program) else model
-    for path, module in found.named_modules() if isinstance(found, nn.Module) else ():
+    for path, module in model.named_modules() if model is not None else ():
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
             message = (
                 f"{path!r} is a SyncBatchNorm over a process group of its own, which may not be "
@@ -133,3 +142,166 @@ def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
             f"together (data={mesh.data}): take data=1 or a synchronous schedule"
         )
         raise InputError(message)
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan that was made for another model, mesh or number of micro-batches."""
+    expected = start(problem)
+    for name in ("model", "fingerprint", "mesh", "microbatches", "precision", "optimizer"):
+        here, there = getattr(expected, name), getattr(plan, name)
+        if here != there:
+            message = (
+                f"the plan is of another {name} (plan: {there}, here: {here}); compile without "
+                "plan= to make a new one"
+            )
+            raise PlanError(message)
+    decisions = ["schedule", "granularity", "stages", "recompute"]
+    decisions += ["sharding"] if problem.mesh.tensor > 1 else []
+    missing = [n for n in decisions if getattr(plan, n) is None]
+    if missing:
+        message = f"the plan leaves {missing[0]!r} undecided"
+        raise PlanError(message)
+    _check_schedule(problem.options, plan)
+    _check_vocabulary(problem.options, plan)
+    rank_problem = local(problem, plan)
+    check_pins(problem, plan)
+    _check_costs(rank_problem, plan)
+    _check_vocabulary_costs(plan)
+    if plan.vocabulary_costs is not None:
+        rank_problem.vocabulary_times[plan.vocabulary_costs.method] = plan.vocabulary_costs
+    level = granularity_of(plan)
+    rank_problem.times.update({(level, costs.template): costs for costs in plan.costs or ()})
+    _check_blocks(rank_problem, plan)
+    _check_recompute(rank_problem, plan)
+
+
+def _check_schedule(options: Options, plan: Plan) -> None:
+    """Refuse a plan with another schedule than was asked for."""
+    schedule, wanted = trunk(plan), options.schedule
+    if isinstance(wanted, Schedule):
+        if schedule != wanted:
+            message = f"the plan has another schedule ({plan.schedule!r}) than {wanted.name!r}"
+            raise PlanError(message)
+    elif wanted not in ("auto", plan.schedule):
+        message = f"the plan has schedule {plan.schedule!r} (asked for: {wanted!r})"
+        raise PlanError(message)
+    elif options.virtual_stages not in (1, plan.virtual_stages):
+        message = (
+            f"the plan has {plan.virtual_stages} stages on each rank (asked for: "
+            f"{options.virtual_stages})"
+        )
+        raise PlanError(message)
+
+
+def _check_vocabulary(options: Options, plan: Plan) -> None:
+    """Refuse a plan with another method for the vocabulary than was asked for."""
+    choice = plan.vocabulary
+    method = choice.method if choice else "whole"
+    if method not in ("whole", *METHODS):
+        message = f"the plan has vocabulary {method!r} (known: whole, {', '.join(METHODS)})"
+        raise PlanError(message)
+    possible = method != "whole" or (choice is not None and not choice.kept)
+    if options.vocabulary not in ("auto", method) and possible:
+        message = f"the plan has vocabulary {method!r} (asked for: {options.vocabulary!r})"
+        raise PlanError(message)
+
+
+def _check_blocks(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan whose stages do not hold each block of the model once."""
+    if granularity_of(plan) not in problem.levels:
+        known = ", ".join(map(str, problem.levels))
+        message = f"the plan has granularity {plan.granularity} (the model has: {known})"
+        raise PlanError(message)
+    assert plan.stages is not None
+    priced = problem.priced(granularity_of(plan))
+    sent = tuple(node.name for node in priced.sent)
+    if (plan.sent or ()) != sent:
+        message = f"the plan has sent {plan.sent}; on this device it is {sent}, and not a choice"
+        raise PlanError(message)
+    blocks = [block.name for block in priced.cut.blocks]
+    planned_blocks = [name for choice in plan.stages for name in choice.blocks]
+    for name in sorted(set(blocks) ^ set(planned_blocks)) or _repeated(planned_blocks):
+        verb = "lacks" if name in blocks and name not in planned_blocks else "misplaces"
+        method = f" with vocabulary {plan.vocabulary.method!r}" if plan.vocabulary else ""
+        message = f"the plan {verb} block {name!r} (blocks{method}: {', '.join(blocks)})"
+        raise PlanError(message)
+    ranks = tuple(choice.rank for choice in plan.stages)
+    if ranks != planned(plan).placement:
+        message = (
+            f"the plan has stages on ranks {ranks}; its schedule {plan.schedule!r} has them on "
+            f"{planned(plan).placement}"
+        )
+        raise PlanError(message)
+
+
+def _check_costs(problem: Problem, plan: Plan) -> None:
+    """Refuse measured times that are no seconds, or of other templates than this model's."""
+    if plan.costs is None or granularity_of(plan) not in problem.levels:
+        return
+    if not problem.mesh.is_uniform:
+        message = "the plan has times measured on one device, and its mesh has several: remove them"
+        raise PlanError(message)
+    templates = {block.template for block in cut(problem.graph, granularity_of(plan)).blocks}
+    measured = [costs.template for costs in plan.costs]
+    for name in sorted(templates ^ set(measured)) or _repeated(measured):
+        message = f"the plan's costs and its blocks differ in template {name!r}: measure again"
+        raise PlanError(message)
+    for costs in plan.costs:
+        _check_seconds(costs, ("forward", "backward", "weight"), f"costs of {costs.template!r}")
+
+
+def _check_vocabulary_costs(plan: Plan) -> None:
+    """Refuse measured times of passes that are no seconds, or of another method than the plan's."""
+    costs = plan.vocabulary_costs
+    if costs is None:
+        return
+    method = plan.vocabulary.method if plan.vocabulary else "whole"
+    if costs.method != method:
+        message = (
+            f"the plan's vocabulary costs are of method {costs.method!r}, and its vocabulary is "
+            f"{method!r}: measure again"
+        )
+        raise PlanError(message)
+    _check_seconds(costs, VOCABULARY_PASSES, "vocabulary costs")
+
+
+def _check_seconds(costs: object, fields: Sequence[str], subject: str) -> None:
+    """Refuse numbers that cannot be seconds."""
+    for field in fields:
+        seconds = getattr(costs, field)
+        if not 0 <= seconds < math.inf:
+            message = f"the plan's {subject} must have seconds as {field!r} ({seconds} found)"
+            raise PlanError(message)
+
+
+def _check_recompute(problem: Problem, plan: Plan) -> None:
+    """Refuse a plan that recomputes what it cannot, or other blocks than was asked for."""
+    priced, names = problem.priced(granularity_of(plan)), plan.recompute or ()
+    known = [block.name for block in priced.cut.blocks]
+    for name in names:
+        if name not in priced.repeatable:
+            why = "updates buffers, which must happen once" if name in known else "is no block"
+            message = f"the plan recomputes {name!r}, which {why} (blocks: {', '.join(known)})"
+            raise PlanError(message)
+    wanted = problem.options.recompute
+    if not isinstance(wanted, str):
+        check_patterns(problem, wanted)
+    if wanted != "auto":
+        asked = chosen(problem, granularity_of(plan), wanted)
+        for name in sorted(set(asked) ^ set(names)):
+            verb = "keeps" if name in asked else "recomputes"
+            message = f"the plan {verb} the activations of {name!r} (asked for: {wanted!r})"
+            raise PlanError(message)
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    """The names that appear more than once."""
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def granularity_of(plan: Plan) -> int:
+    """The plan's granularity, decided by the stage pass."""
+    if plan.granularity is None or plan.stages is None or plan.schedule is None:
+        message = "the passes left the plan undecided: schedule and stage are needed"
+        raise PlanError(message)
+    return plan.granularity

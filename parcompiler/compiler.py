@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +20,15 @@ from parcompiler.capture.lift import lift
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.patches import ONE_THREAD
-from parcompiler.checks import check_given, check_hooks, check_kinds, checked
+from parcompiler.checks import (
+    check_hooks,
+    check_of_meshes,
+    check_options,
+    check_plan,
+    check_types,
+    granularity_of,
+)
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
-from parcompiler.garbage import rarely_collected
-from parcompiler.given_plan import check_plan, granularity_of
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.mesh import Cluster, Mesh
@@ -44,9 +51,11 @@ from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 from parcompiler.progress import Progress
-from parcompiler.runtime.device import rank_device
+from parcompiler.runtime.joining import rank_device
 from parcompiler.schedules import Schedule
 from parcompiler.verifier import MemoryLimits, verify
+
+GARBAGE_THRESHOLD = 50_000  # new objects between two collections
 
 
 def compile(
@@ -87,8 +96,8 @@ def compile(
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
-    plan. What the tensor ranks of a CPU exchange is measured among as many processes, if there is
-    a core for each of them that others leave alone. A `Program` in the place of the model compiles
+    plan. Collectives of tensor ranks on a CPU are measured among as many processes, if there is
+    an idle core for each of them. A `Program` in the place of the model compiles
     its model again without capturing it; `plan` reuses a plan, perhaps an edited one. With a
     `Cluster`, `microbatch` "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside that of
     `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step stay the
@@ -98,9 +107,13 @@ def compile(
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
     """
-    check_kinds(mesh, plan, passes)
-    microbatches = _microbatches(mesh, microbatches, plan)
-    source, criterion = _source(model, loss)
+    check_types(mesh, plan, passes)
+    if isinstance(mesh, Cluster):
+        microbatches = global_microbatches(mesh, microbatches)
+    elif microbatches is None:  # as many as keep the ranks busy
+        microbatches = 4 * mesh.pipeline if plan is None else plan.microbatches
+    source, criterion = (model.model, model.loss) if isinstance(model, Program) else (model, loss)
+    source = source if isinstance(source, nn.Module) else None
     wanted = wanted_rows(microbatch, mesh, costs, again=source is not None)
     options = Options(
         microbatches=microbatches,
@@ -115,44 +128,38 @@ def compile(
         costs=costs,
     )
     bench = _bench(mesh, options)
-    check_given(mesh, model, options, plan)
-    with ONE_THREAD, rarely_collected(), Progress(progress) as steps:
+    check_options(mesh, source, options, plan)
+    with ONE_THREAD, _rare_garbage_collection(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow)
-            _tell_mode(captured)
+            _warn_of_evaluation_mode(captured)
         with steps("simplify"):
-            alone = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            problem = Problem(_prepared(captured, options), alone, options, bench=bench)
+            one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
+            problem = Problem(_prepared(captured, options), one_mesh, options, bench=bench)
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = _sizes(problem, captured, wanted, source, criterion)
-            captured, problem, plan = search(sizes, mesh, chosen, checked(model), steps)
+            captured, problem, plan = search(sizes, mesh, chosen, check_of_meshes(source), steps)
             plan = _with_costs(local(problem, plan), plan)
         else:
             plan = _planned(problem, chosen, plan, steps)
         with steps("lower"):
-            own = local(problem, plan)
-            lowered = lower(own.graph, plan, own.priced(granularity_of(plan)).cut)
+            rank_problem = local(problem, plan)
+            lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_hooks(lowered)
         with steps("verify"):
-            limits = list(problem.memories)
-            own_costs = stage_costs(own, plan, lowered)
-            verify(lowered, MemoryLimits(own_costs, limits, vocabulary_cost(own, plan)))
+            costs_of_stages = stage_costs(rank_problem, plan, lowered)
+            vocabulary_costs = vocabulary_cost(rank_problem, plan)
+            limits = MemoryLimits(costs_of_stages, list(problem.memories), vocabulary_costs)
+            verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
 
 
-def _microbatches(mesh: Mesh | Cluster, given: int | None, plan: Plan | None) -> int:
-    """The micro-batches of a step: as given, the plan's, or as many as keep the ranks busy."""
-    if isinstance(mesh, Cluster):
-        return global_microbatches(mesh, given)
-    if given is not None:
-        return given
-    return 4 * mesh.pipeline if plan is None else plan.microbatches
-
-
-def _planned(problem: Problem, passes: Sequence[Pass], given: Plan | None, steps: Progress) -> Plan:
-    """What the passes decide, or a given plan that breaks no rules."""
-    if given is None:
+def _planned(
+    problem: Problem, passes: Sequence[Pass], user_plan: Plan | None, steps: Progress
+) -> Plan:
+    """The plan of the passes, or the user's plan if it breaks no rules."""
+    if user_plan is None:
         try:
             refuse_too_large(problem, passes, steps)
             plan = decide(problem, passes, steps)
@@ -162,8 +169,8 @@ def _planned(problem: Problem, passes: Sequence[Pass], given: Plan | None, steps
             raise
         return _with_costs(local(problem, plan), plan)
     with steps("check plan"):
-        check_plan(problem, given)
-        return reconsidered(local(problem, given), given)
+        check_plan(problem, user_plan)
+        return reconsidered(local(problem, user_plan), user_plan)
 
 
 def _captured(
@@ -177,18 +184,18 @@ def _captured(
         if inputs is not None or loss is not None:
             message = f"a {type(model).__name__} is captured already: give neither inputs nor loss"
             raise InputError(message)
-        found = model if isinstance(model, Graph) else model.captured
-        if found.narrow == narrow:
-            return found
-        original = None if isinstance(model, Graph) else model
-        if original is None or original.model is None:
+        graph = model if isinstance(model, Graph) else model.captured
+        if graph.narrow == narrow:
+            return graph
+        program = None if isinstance(model, Graph) else model
+        if program is None or program.model is None:
             message = (
-                f"a Graph computes in the precision that it was captured in ({_kind(found.narrow)}"
+                f"a Graph computes in the precision that it was captured in ({_kind(graph.narrow)}"
                 f", asked for: {_kind(narrow)}): compile the model itself"
             )
             raise InputError(message)
-        with in_modes(original.model, found.modes):
-            return _captured(original.model, found.sample, original.loss, narrow)
+        with in_modes(program.model, graph.modes):
+            return _captured(program.model, graph.sample, program.loss, narrow)
     if not isinstance(model, nn.Module):
         message = f"compile needs a torch.nn.Module ({type(model).__name__} given)"
         raise InputError(message)
@@ -200,8 +207,8 @@ def _captured(
     )
 
 
-def _tell_mode(captured: Graph) -> None:
-    """Say on stderr that a model is trained as it evaluates: few who hand it over mean that."""
+def _warn_of_evaluation_mode(captured: Graph) -> None:
+    """Say on stderr that a model trains in evaluation mode, which few users intend."""
     modes = captured.modes
     if "" in modes.evaluating:
         message = (
@@ -214,17 +221,9 @@ def _tell_mode(captured: Graph) -> None:
 
 def _prepared(captured: Graph, options: Options) -> Graph:
     """A captured graph in the precision that the program computes in."""
-    asis = options.dtype in (None, captured.narrow)
-    return simplify(captured if asis else lift(captured, options.dtype or torch.float32))
-
-
-def _source(
-    model: object, loss: Callable[[Any], torch.Tensor] | None
-) -> tuple[nn.Module | None, Callable[[Any], torch.Tensor] | None]:
-    """The model that was captured, if it is known, and its loss."""
-    if isinstance(model, Program):
-        return model.model, model.loss
-    return (model if isinstance(model, nn.Module) else None), loss
+    if options.dtype not in (None, captured.narrow):
+        captured = lift(captured, options.dtype)
+    return simplify(captured)
 
 
 def _sizes(
@@ -245,6 +244,23 @@ def _sizes(
     return MicrobatchSizes(
         problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options)
     )
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Collect garbage rarely, unless the caller has switched that off or made it rarer still.
+
+    A compiler makes objects by the million that live until it ends. The interpreter looks through
+    the young ones after every 700 of them, and finds next to nothing: that was a fifth of the time
+    of a plan for GPT-3. The threshold is not infinite: cycles of torch.export are still freed.
+    """
+    before = gc.get_threshold()
+    if 0 < before[0] < GARBAGE_THRESHOLD:
+        gc.set_threshold(GARBAGE_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _kind(narrow: torch.dtype | None) -> str:
@@ -271,10 +287,10 @@ def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
 
 
 def _with_costs(problem: Problem, plan: Plan) -> Plan:
-    """The plan with what was measured of its templates, so that it need not be measured again."""
+    """The plan with the measured times of its templates, so that none is measured again."""
     if problem.bench is None:
         return plan
     times = [t for (level, _), t in sorted(problem.times.items()) if level == plan.granularity]
     method = plan.vocabulary.method if plan.vocabulary else ""
-    spread = problem.vocabulary_times.get(method)
-    return replace(plan, costs=tuple(times), vocabulary_costs=spread)
+    vocabulary_costs = problem.vocabulary_times.get(method)
+    return replace(plan, costs=tuple(times), vocabulary_costs=vocabulary_costs)

@@ -26,7 +26,6 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, Union
@@ -41,21 +40,21 @@ T = TypeVar("T")
 
 
 def path_of(path: str | PathLike[str]) -> Path:
-    """A path that the system can look up. Raises InputError for what is none."""
+    """A path that the system can look up. Raises InputError if it cannot."""
     try:
-        found = Path(path)
-        found.exists()
+        checked = Path(path)
+        checked.exists()
     except (TypeError, ValueError, OSError) as error:
         message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
         raise InputError(message) from error
-    return found
+    return checked
 
 
 def text_of(path: str | PathLike[str]) -> str:
     """The text of a file. Raises InputError, naming it, when it cannot be read as text."""
-    found = path_of(path)
+    checked = path_of(path)
     try:
-        with found.open("rb") as file:
+        with checked.open("rb") as file:
             data = file.read(LARGEST + 1)
         text = data.decode("utf-8")
     except OSError as error:
@@ -74,7 +73,7 @@ def text_of(path: str | PathLike[str]) -> str:
 
 
 def parse(text: str, place: str, *, finite: bool = True) -> Any:
-    """What a JSON text says. Raises InputError that names what is wrong and where in `place`.
+    """The data of a JSON text. Raises InputError that names the fault and its place in `place`.
 
     `finite=False` lets NaN and Infinity pass, for files whose format is not ours to decide.
     """
@@ -85,10 +84,10 @@ def parse(text: str, place: str, *, finite: bool = True) -> Any:
         message = f"the {place} is too long ({len(text):,} characters, at most {LARGEST:,})"
         raise InputError(message)
 
-    def real(literal: str) -> float | _Refused:
+    def real(literal: str) -> float | _Refusal:
         number = float(literal)
         if finite and not math.isfinite(number):
-            return _Refused(f"must be a finite number ({_short(literal)} found)")
+            return _Refusal(f"must be a finite number ({_short(literal)} found)")
         return number
 
     try:
@@ -111,38 +110,38 @@ def parse(text: str, place: str, *, finite: bool = True) -> Any:
 def value(kind: type[T], data: object, place: str) -> T:
     """`data` as a value of a type: a dataclass, a tuple of one type, a union, or a plain value.
 
-    What has a `parse` reads itself from its line. Raises InputError that names the wrong field.
+    A class with a `parse` reads its own text. Raises InputError that names the wrong field.
     """
     return typing.cast(T, _read(kind, data, place))
 
 
-class _Refused:
-    """What stands in the data where a value is refused, with the reason."""
+class _Refusal:
+    """Stands in the data for a value that is refused, with the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
-def _integer(literal: str) -> int | _Refused:
+def _integer(literal: str) -> int | _Refusal:
     """An integer, of not too many digits."""
     if len(literal) <= DIGITS:
         return int(literal)
-    return _Refused(f"must be a number of at most {DIGITS} digits ({_short(literal)} found)")
+    return _Refusal(f"must be a number of at most {DIGITS} digits ({_short(literal)} found)")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Refused:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Refusal:
     """An object, each of whose keys stands once."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        return _Refused(f"has the field {twice!r} twice")
-    return found
+    fields = dict(pairs)
+    if len(fields) == len(pairs):
+        return fields
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    return _Refusal(f"has the field {twice!r} twice")
 
 
 def _check(data: object, place: str, depth: int) -> None:
-    """Refuse what the hooks have marked, deep nesting, and text that no file can hold."""
-    if isinstance(data, _Refused):
+    """Raise InputError for refusals in the data, deep nesting, and text that is not Unicode."""
+    if isinstance(data, _Refusal):
         message = f"{place} {data.why}"
         raise InputError(message)
     if isinstance(data, str):
@@ -192,19 +191,15 @@ def _read(kind: Any, data: object, place: str) -> Any:
         items = _expect(list, data, place)
         return tuple(_read(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(items))
     if hasattr(kind, "parse"):
-        return _parsed(kind.parse, _expect(str, data, place), place)
+        text = _expect(str, data, place)
+        try:
+            return kind.parse(text)
+        except InputError as error:
+            message = f"{place}: {error}"
+            raise InputError(message) from error
     if dataclasses.is_dataclass(kind):
         return _fields(kind, _expect(dict, data, place), place)
     return _expect(kind, data, place)
-
-
-def _parsed(parse: Callable[[str], Any], text: str, place: str) -> Any:
-    """A value that is written as one line."""
-    try:
-        return parse(text)
-    except InputError as error:
-        message = f"{place}: {error}"
-        raise InputError(message) from error
 
 
 def _fields(kind: Any, data: dict[str, object], place: str) -> Any:

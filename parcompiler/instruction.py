@@ -166,3 +166,13 @@ def parse(text: str) -> tuple[Instruction, ...]:
 def listing(instructions: Iterable[Instruction]) -> str:
     """The text of a program, one instruction a line; `parse` reads it back."""
     return "\n".join(map(str, instructions))
+
+
+class Instructions(tuple[Instruction, ...]):
+    """One rank's instruction list; prints one instruction a line."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        return listing(self)

@@ -1,4 +1,4 @@
-"""An exported folder back as a program: its plan, instructions, report and workers.
+"""An exported folder read back as a program: its plan, instructions, report and workers.
 
 The original model is not needed; the folder's Python files are run, so load only what you trust.
 """
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from parcompiler import documents
 from parcompiler.errors import InputError, shown
 from parcompiler.grid import Grid
-from parcompiler.instruction import parse
+from parcompiler.instruction import Instructions, parse
 from parcompiler.mesh import whole
 from parcompiler.plan import Plan
-from parcompiler.ranks import Instructions, current_rank
 from parcompiler.runtime import TIMEOUT, Worker, loading
+from parcompiler.runtime.joining import current_rank
 from parcompiler.runtime.program import on_rank
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedProgram:
-    """What `load` returns."""
+    """An exported program, as `load` returns it."""
 
     path: Path
     plan: Plan

@@ -215,7 +215,7 @@ def _figures(value: object) -> Device:
 
 
 def _is_cpu(name: str) -> bool:
-    """Whether ranks of a plan for this device compute on the CPU, as `runtime.device` has it."""
+    """Whether ranks of a plan for this device compute on the CPU, as `runtime.joining` has it."""
     return name == "cpu" or name.startswith("cpu-")
 
 

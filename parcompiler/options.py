@@ -1,4 +1,4 @@
-"""What the user asked of `compile`, checked: each option with the values that this release has."""
+"""The options of `compile`, checked: each with the values that this release offers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Options:
     costs: str = "model"
 
     def __post_init__(self) -> None:
-        """Refuse what this release cannot do, before anything is captured."""
+        """Refuse values that this release does not offer, before anything is captured."""
         for name in ("microbatches", "virtual_stages"):
             object.__setattr__(self, name, positive(name, getattr(self, name), MOST_PASSES))
         if not isinstance(self.schedule, Schedule):
@@ -66,54 +66,54 @@ class Options:
         return self.dtype if self.dtype in NARROW else None
 
 
-def _stages(given: object) -> str | tuple[int, ...]:
+def _stages(value: object) -> str | tuple[int, ...]:
     """The option `stages`: a word, or a positive number of blocks for each stage."""
-    if isinstance(given, str):
-        offered("stages", given, ("auto", "even"))
-        return given
+    if isinstance(value, str):
+        offered("stages", value, ("auto", "even"))
+        return value
     try:
-        counts = [whole(item) for item in given]  # type: ignore[attr-defined]  # or it raises
+        counts = [whole(item) for item in value]  # type: ignore[attr-defined]  # or it raises
     except TypeError:
         counts = []
     blocks = tuple(n for n in counts if n is not None and 0 < n <= MOST_PASSES)
     if not blocks or len(blocks) != len(counts):
         message = (
             "stages must be 'auto', 'even' or the number of blocks of each stage, positive "
-            f"integers ({shown(given)} given)"
+            f"integers ({shown(value)} given)"
         )
         raise InputError(message)
     return blocks
 
 
-def _recompute(given: object) -> str | dict[str, bool]:
+def _recompute(value: object) -> str | dict[str, bool]:
     """The option `recompute`: a word, or for patterns of block names whether to recompute."""
-    if isinstance(given, Mapping):
-        if all(isinstance(k, str) and isinstance(v, bool) for k, v in given.items()):
-            return dict(given)
-    elif isinstance(given, str):
-        offered("recompute", given, ("auto", "none", "full"))
-        return given
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items()):
+            return dict(value)
+    elif isinstance(value, str):
+        offered("recompute", value, ("auto", "none", "full"))
+        return value
     message = (
         "recompute must be 'auto', 'none', 'full' or a dict such as {'layers.*': True} "
-        f"({shown(given)} given)"
+        f"({shown(value)} given)"
     )
     raise InputError(message)
 
 
-def _sharding(given: object) -> str | dict[str, str]:
+def _sharding(value: object) -> str | dict[str, str]:
     """The option `sharding`: "auto", or placements for patterns of parameter names."""
-    if isinstance(given, Mapping):
-        if all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
-            for pattern, text in given.items():
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+            for pattern, text in value.items():
                 if parse(text).kind == "P":
                     message = f"sharding cannot hold {pattern!r} as summands ('P'): 'R' or 'S(0)'"
                     raise InputError(message)
-            return dict(given)
-    elif isinstance(given, str):
-        offered("sharding", given, ("auto",))
-        return given
+            return dict(value)
+    elif isinstance(value, str):
+        offered("sharding", value, ("auto",))
+        return value
     message = (
-        f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({shown(given)} given)"
+        f"sharding must be 'auto' or a dict such as {{'*.mlp.*': 'S(0)'}} ({shown(value)} given)"
     )
     raise InputError(message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.modes import in_modes
@@ -22,6 +22,7 @@ from parcompiler.codegen.modules import hook_functions, stage_classes, vocabular
 from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
+from parcompiler.instruction import Instructions
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import whole
 from parcompiler.options import offered
@@ -29,12 +30,13 @@ from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.ranks import Instructions, current_rank
 from parcompiler.report import Report
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
+from parcompiler.runtime.joining import current_rank
 from parcompiler.symbolic import Costs, capture_at, sizes_of
 from parcompiler.timeline import Timeline, simulate_lowered
-from parcompiler.verification import Verification, check
+from parcompiler.verification.check import check
+from parcompiler.verification.comparison import Verification
 from parcompiler.verifier import verify
 
 
@@ -52,13 +54,13 @@ class Program:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        own = local(self.problem, self.plan)
+        problem = local(self.problem, self.plan)
         return simulate_lowered(
             self.lowered,
-            stage_costs(own, self.plan, self.lowered),
+            stage_costs(problem, self.plan, self.lowered),
             message_seconds(self.problem, self.lowered),
             collective_seconds=collective_seconds(self.problem, self.lowered),
-            vocabulary=vocabulary_cost(own, self.plan),
+            vocabulary=vocabulary_cost(problem, self.plan),
         )
 
     def simulate(self) -> Timeline:
@@ -67,7 +69,7 @@ class Program:
         return self.timeline
 
     def report(self, forms: bool = False) -> Report:
-        """What was decided and what it will cost, for a terminal, as JSON, HTML or a trace.
+        """The decisions and their cost, for a terminal, as JSON, HTML or a trace.
 
         `forms` adds the closed forms of `costs`, which take a moment to find.
         """
@@ -184,10 +186,11 @@ class Program:
         rank = current_rank(grid.size)
         position = grid.coordinate(rank).pipeline
         device = self.plan.mesh.devices[position]
+        tensors = self.problem.graph.tensors.items()
         return Worker(
             self.rank_program(rank),
             stage_classes(self.lowered, position, device),
-            self._weights(),
+            ((name, tensor) for name, tensor in tensors if not tensor.is_meta),
             vocabulary=vocabulary_class(self.lowered, device),
             hooks=hook_functions(self.lowered, device),
             timeout=timeout,
@@ -197,22 +200,12 @@ class Program:
         """The same plan on another precision or other values of the same graph."""
         problem = Problem(graph, self.problem.mesh, self.problem.options)
         if graph.fx_graph is self.problem.graph.fx_graph:  # the program as it is, with other values
-            own = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
-            lowered = dataclasses.replace(self.lowered, graph=own)
-            verify(lowered)
-            return dataclasses.replace(self, problem=problem, lowered=lowered)
-        assert self.plan.granularity is not None
-        own = local_graph(self.problem, self.plan, graph)
-        lowered = lower(own, self.plan, cut(own, self.plan.granularity, self._sent(own)))
+            divided = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
+            lowered = dataclasses.replace(self.lowered, graph=divided)
+        else:
+            assert self.plan.granularity is not None
+            divided = local_graph(self.problem, self.plan, graph)
+            sent = [n for n in divided.fx_graph.nodes if n.name in (self.plan.sent or ())]
+            lowered = lower(divided, self.plan, cut(divided, self.plan.granularity, sent))
         verify(lowered)
         return dataclasses.replace(self, problem=problem, lowered=lowered)
-
-    def _sent(self, graph: Graph) -> list[fx.Node]:
-        """The nodes that the plan sends rather than recomputes, in `graph`."""
-        return [node for node in graph.fx_graph.nodes if node.name in (self.plan.sent or ())]
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors that have values."""
-        for name, tensor in self.problem.graph.tensors.items():
-            if not tensor.is_meta:
-                yield name, tensor

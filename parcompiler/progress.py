@@ -14,8 +14,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import Progress as Bar
-from rich.progress import ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import SpinnerColumn, TextColumn
 
 
 class Progress:
@@ -24,11 +23,11 @@ class Progress:
     def __init__(self, wanted: bool) -> None:
         self._bar: Bar | None = None
         if wanted and sys.stderr.isatty():
-            # standard output stays that of the program: what is printed there may go into a pipe
+            # standard output is left alone: it may go into a pipe
             self._bar = Bar(
                 SpinnerColumn(finished_text="✓"),
                 TextColumn("{task.description}", markup=False),
-                _Seconds(),
+                TextColumn("{task.elapsed:7.1f} s"),
                 console=Console(stderr=True),
                 redirect_stdout=False,
             )
@@ -57,13 +56,5 @@ class Progress:
             return
         task = self._bar.add_task(name, total=1)
         yield
+        self._bar.stop_task(task)  # so that its seconds stay
         self._bar.update(task, completed=1)
-
-
-class _Seconds(ProgressColumn):
-    """The seconds of a step."""
-
-    def render(self, task: Task) -> Text:
-        """One decimal, right-aligned."""
-        elapsed = task.finished_time if task.finished else task.elapsed
-        return Text(f"{elapsed or 0.0:7.1f} s")

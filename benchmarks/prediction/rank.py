@@ -25,7 +25,13 @@ WARM, STEPS = 1, 3  # of each program, in each round; the first are not counted
 LEAST = 0.95  # of the time of its instructions a rank had the processor, or others disturbed it
 
 
-VERBS = ("total", "largest", "whole", "own_total", "exchanged")  # of the tensor axis
+VERBS = (
+    "all_reduce",
+    "all_reduce_max",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # of the tensor axis
 
 
 class Exchanges:

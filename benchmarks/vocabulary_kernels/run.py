@@ -21,7 +21,7 @@ from torch import nn
 
 from parcompiler import runtime
 from parcompiler.runtime import head as passes
-from parcompiler.runtime.statistics import combined, factors, loss, stacked
+from parcompiler.runtime.head import combined, factors, loss, stacked
 
 WARM = 3  # rounds that are not counted: memory and compilers
 GPU = ((3072, 8), (4096, 16), (5120, 32))  # hidden sizes, and the ranks that go with them
@@ -124,7 +124,7 @@ def shard(
         vocabulary = Rows(case.ranks, 0)
         rows = runtime.rows(case.classes, case.hidden, ranks=case.ranks, dtype=x.dtype)
         vocabulary.weight = nn.Parameter(rows.normal_(std=0.02))
-    own, room = passes.own_head(vocabulary, fused=fused), passes.Room()
+    own, room = passes.rows_of_head(vocabulary, fused=fused), passes.MatrixPool()
 
     def run() -> None:
         own.weight.grad = None
@@ -132,10 +132,10 @@ def shard(
         passes.normalize(own, part)
         if method == "vocab-2":
             passes.weigh(own, part)
-        assert part.own is not None
-        told = combined(stacked(part.own).unsqueeze(0))
+        assert part.statistics is not None
+        told = combined(stacked(part.statistics).unsqueeze(0))
         loss(own.head, own.classes, part.labels, told)
-        found = factors(own.head, own.classes, part.labels, part.own, told, 1.0)
+        found = factors(own.head, own.classes, part.labels, part.statistics, told, 1.0)
         if method == "vocab-1":
             passes.weigh(own, part)
         passes.input_gradient(own, part, found)

@@ -75,9 +75,9 @@ def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
     first, second = Shard(0, (n * rows,)), Shard(1, (columns,))
     summed = job["action"] in ("all-reduce", "reduce-scatter")
     verbs: dict[str, Verb] = {
-        "all-reduce": axis.total,
-        "all-gather": lambda own: axis.whole(own, first),
-        "reduce-scatter": lambda summand: axis.own_total(summand, first),
-        "all-to-all": lambda own: axis.exchanged(own, first, second),
+        "all-reduce": axis.all_reduce,
+        "all-gather": lambda own: axis.all_gather(own, first),
+        "reduce-scatter": lambda summand: axis.reduce_scatter(summand, first),
+        "all-to-all": lambda own: axis.all_to_all(own, first, second),
     }
     return torch.ones(n * rows if summed else rows, columns, dtype=dtype), verbs[job["action"]]

@@ -20,17 +20,9 @@ from parcompiler.graph import Graph, Head, Lookup, Parameter
 from parcompiler.plan import VocabularyTime
 from parcompiler.runtime import head as passes
 from parcompiler.runtime import lookup
-from parcompiler.runtime.spread import ASKS_FIRST
-from parcompiler.runtime.statistics import (
-    Factors,
-    Statistics,
-    combined,
-    factors,
-    stacked,
-    undivided,
-)
 from parcompiler.runtime.vocabulary import Head as OwnHead
 from parcompiler.runtime.vocabulary import Vocabulary
+from parcompiler.runtime.vocabulary_passes import ASKS_FIRST
 
 SPREAD = 0.02  # the standard deviation of weights
 
@@ -74,13 +66,13 @@ class HeadPasses:
     ) -> None:
         """Make what is read: rows, inputs, labels."""
         self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", ranks
-        self.own = passes.own_head(_vocabulary(graph, head, ranks, device, generator))
+        self.own = passes.rows_of_head(_vocabulary(graph, head, ranks, device, generator))
         like = head.x.meta["val"]
         shape = [int(size) for size in like.shape]
         self.x = torch.randn(shape, generator=generator).to(device, like.dtype).flatten(0, -2)
         labels = torch.randint(self.own.classes, (len(self.x),), generator=generator)
         self.targets = labels.to(device)
-        self.room = passes.Room()
+        self.room = passes.MatrixPool()
 
     def sample(self, clock: Clock) -> Sequence[float]:
         """Seconds of S, of NORMALIZE, of T."""
@@ -97,7 +89,7 @@ class HeadPasses:
         ends.append(clock())
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
-    def _s(self) -> passes.Part:
+    def _s(self) -> passes.HeadLogits:
         """S; what vocab-2 makes of it for the gradient of x is there before T, and counts here."""
         labels = passes.labels_of(self.own, self.targets)
         part = passes.products(self.own, self.x, labels, self.room)
@@ -110,7 +102,7 @@ class HeadPasses:
             passes.input_gradient(self.own, part, self._factors(part))
         return part
 
-    def _t(self, part: passes.Part) -> None:
+    def _t(self, part: passes.HeadLogits) -> None:
         """T."""
         found = self._factors(part)
         if not self.early:
@@ -119,16 +111,17 @@ class HeadPasses:
         passes.weight_gradient(self.own, part, found)
         self.room.give(part.powers)
 
-    def _factors(self, part: passes.Part) -> Factors:
-        """What follows from what all ranks tell."""
-        own = part.own
+    def _factors(self, part: passes.HeadLogits) -> passes.Factors:
+        """The factors of the gradients, from the statistics of all ranks."""
+        own = part.statistics
         assert own is not None
-        told = stacked(own).expand(self.ranks, -1, -1)
-        whole = combined(told)
+        exchanged = passes.stacked(own).expand(self.ranks, -1, -1)
+        whole = passes.combined(exchanged)
         if self.asks:
-            own, whole = undivided(own), Statistics(own.largest, *told.sum(0)[1:])
+            whole = passes.Statistics(own.largest, *exchanged.sum(0)[1:])
+            own = passes.undivided(own)
         head, classes = self.own.head, self.own.classes
-        return factors(head, classes, part.labels, own, whole, 1.0)
+        return passes.factors(head, classes, part.labels, own, whole, 1.0)
 
 
 class LookupPasses:

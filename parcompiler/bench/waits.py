@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from parcompiler.cost import collective
 from parcompiler.cost.operation import Operation
-from parcompiler.pool import PATIENCE, pool
+from parcompiler.verification.pool import PATIENCE, pool
 
 SECONDS = 1.5  # of measuring one exchange, if nobody else needs the cores
 LEAST = 0.95  # of the time of its work a rank had the processor, or others disturbed the round

@@ -19,7 +19,7 @@ from parcompiler.cli.words import LAUNCHERS
 if TYPE_CHECKING:
     from parcompiler.program import Program
     from parcompiler.report import Report
-    from parcompiler.verification import Errors
+    from parcompiler.verification.comparison import Errors
 
 MODEL_FORMS = """\
 \b

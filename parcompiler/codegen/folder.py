@@ -35,8 +35,7 @@ from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.report.names import numbers, ranges
-from parcompiler.runtime.files import SUMS, listing, sums
-from parcompiler.runtime.weights import storable
+from parcompiler.runtime.files import SUMS, listing, storable, sums
 
 TORCHRUN = Launch()
 MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader could want

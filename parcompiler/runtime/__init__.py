@@ -1,12 +1,11 @@
-"""What emitted scripts import: torch and the standard library only, never the planning half.
+"""The imports of emitted scripts: torch and the standard library only, never the planning half.
 
-RankProgram   what one rank does: its instructions and what goes in and out of its stages
-Worker        executes it: step, train_step, evaluate
-Channels      every process group, made in one place
-recomputed    runs a layer whose activations are not kept
-Linear, linear, addmm  linear layers where the backward comes in two parts
+RankProgram      the program of one rank: its instructions, and the tensors that enter and leave
+Worker           executes it: step, train_step, evaluate
+recomputed       runs a layer whose activations are not kept
+Linear, linear, addmm  linear layers whose backward comes in two parts
 sync_batch_norm  batch norm over the batches of all data ranks
-Vocabulary    own rows of the embeddings and of the head, with their loss
+Vocabulary       a rank's rows of the embeddings and of the head, with their loss
 
 Layers of which tensor ranks hold pieces call the conversions of `tensor`, the operators of
 `sharded`, `piece` for a size that differs between ranks, and draw random numbers in `own_draws`.
@@ -14,13 +13,12 @@ Layers of which tensor ranks hold pieces call the conversions of `tensor`, the o
 
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
-from parcompiler.runtime.chance import own_draws
 from parcompiler.runtime.deferred import Linear, addmm, linear
-from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.files import loading
-from parcompiler.runtime.joining import rank_among
+from parcompiler.runtime.joining import rank_among, rank_device
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
+from parcompiler.runtime.rng import own_draws
 from parcompiler.runtime.script import run
 from parcompiler.runtime.sharded import (
     attention_of_heads,

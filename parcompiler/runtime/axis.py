@@ -1,10 +1,10 @@
-"""The tensor ranks of one line of the mesh, and what they tell each other.
+"""A group of ranks along one axis of the mesh, tensor-parallel as a rule, and its collectives.
 
-    pipeline 0   rank 0 ═══ rank 1     one group per line: its ranks hold pieces of the same tensors
-    pipeline 1   rank 2 ═══ rank 3     and run the same text
+    pipeline 0   rank 0 ═══ rank 1     the ranks of a tensor-parallel group hold pieces of the same
+    pipeline 1   rank 2 ═══ rank 3     tensors and run the same text
 
-Emitted layers reach their line by `current()`; the worker makes it current while it builds and runs
-them. A tensor that comes in is left as it is, and what comes out is new.
+Emitted layers reach their group by `current()`; the worker makes it current while it builds and
+runs them. Operands are left as they are, and results are new tensors.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _active: ContextVar[Axis | None] = ContextVar("axis", default=None)
 
 
 def current() -> Axis:
-    """The line of this rank. Raises LaunchError outside of a worker."""
+    """The tensor-parallel group of this rank. Raises LaunchError outside of a worker."""
     axis = _active.get()
     if axis is None:
-        message = "this layer is a piece of one: it runs in a worker, with those that have the rest"
+        message = "tensor-parallel layer called outside a Worker: its other ranks have the rest"
         raise LaunchError(message)
     return axis
 
 
 def active() -> Axis | None:
-    """The line that is current, if one is."""
+    """The current group, if there is one."""
     return _active.get()
 
 
@@ -47,10 +47,10 @@ def piece(size: int) -> int:
 
 @dataclass(slots=True)
 class Axis:
-    """A line of `size` ranks, of which this is number `rank` and computes on `device`.
+    """A group of `size` ranks, of which this is number `rank` and computes on `device`.
 
-    While there is `more` to come in this step, summands of the gradients of parameters are left to
-    be added up with what comes: `left` are those, by the id of the parameter.
+    While `more` backwards of the step follow, gradients of parameters are summed up on the rank
+    alone: in `summands`, by the id of the parameter.
     """
 
     rank: int
@@ -58,15 +58,15 @@ class Axis:
     group: dist.ProcessGroup | None
     device: torch.device
     more: bool = False
-    left: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    summands: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
-        """Let go of the group: what was computed may hold the line, but not its connections."""
+        """Let go of the process group: autograd graphs may outlive its connections."""
         self.group = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, this line is the current one."""
+        """Within it, this group is the current one."""
         token = _active.set(self)
         try:
             yield
@@ -75,37 +75,40 @@ class Axis:
 
     @contextmanager
     def expecting(self, more: bool) -> Iterator[None]:
-        """Within it, a backward runs, after which there is `more` to come in this step."""
+        """Around a backward, after which `more` of the step follow or not."""
         self.more = more
         try:
             yield
         finally:
             self.more = False
 
-    def total(self, summand: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
         return self._reduced(summand, dist.ReduceOp.SUM)
 
-    def total_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the ranks of all summands of a step, None while there is more to come."""
-        before = self.left.pop(key, None)
+    def all_reduce_at_last(self, key: int, summand: torch.Tensor) -> torch.Tensor | None:
+        """The sum over the ranks of all summands of a step; None before the last backward."""
+        before = self.summands.pop(key, None)
         summand = summand if before is None else before + summand
         if self.more:
-            self.left[key] = summand
+            self.summands[key] = summand
             return None
-        return self.total(summand)
+        return self.all_reduce(summand)
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over the ranks, element by element."""
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
-    def whole(self, own: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """The whole of which every rank has its own piece."""
+    def all_gather(self, part: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """The whole of the pieces of all ranks."""
         longest = shard.length(self.size, 0)
-        own = in_memory(_padded(own, shard.dim, longest))
-        found = own.new_empty(self.size * own.numel())
-        dist.all_gather_single(_wire(found), _wire(own.view(-1)), group=self.group)
-        parts = list(found.view(self.size, *own.shape).unbind())
+        if missing := longest - part.shape[shard.dim]:
+            shape = [missing if dim == shard.dim else size for dim, size in enumerate(part.shape)]
+            part = torch.cat([part, part.new_zeros(shape)], shard.dim)
+        part = in_memory(part)
+        flat = part.new_empty(self.size * part.numel())
+        dist.all_gather_single(_wire(flat), _wire(part.view(-1)), group=self.group)
+        parts = list(flat.view(self.size, *part.shape).unbind())
         if not shard.even(self.size):
             lengths = [shard.length(self.size, rank) for rank in range(self.size)]
             parts = [
@@ -114,52 +117,50 @@ class Axis:
             ]
         return shard.join(parts)
 
-    def own_total(self, summand: torch.Tensor, shard: Shard) -> torch.Tensor:
+    def reduce_scatter(self, summand: torch.Tensor, shard: Shard) -> torch.Tensor:
         """This rank's piece of the sum over the ranks."""
         if not shard.even(self.size):
-            return shard.take(self.total(summand), self.size, self.rank).contiguous()
+            return shard.take(self.all_reduce(summand), self.size, self.rank).contiguous()
         parts = [shard.take(summand, self.size, rank) for rank in range(self.size)]
         sent = torch.cat([part.reshape(-1) for part in parts])
-        own = sent.new_empty(parts[0].numel())
-        dist.reduce_scatter_single(_wire(own), _wire(sent), group=self.group)
-        return own.view(parts[0].shape)
+        part = sent.new_empty(parts[0].numel())
+        dist.reduce_scatter_single(_wire(part), _wire(sent), group=self.group)
+        return part.view(parts[0].shape)
 
-    def exchanged(self, own: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
-        """The piece by `target` of the whole of which every rank has a piece by `source`."""
+    def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
+        """The piece by `target` of the whole, from the pieces of all ranks by `source`."""
         n = self.size
         if source.dim == target.dim:
-            return target.take(self.whole(own, source), n, self.rank).contiguous()
-        parts = [target.take(own, n, rank) for rank in range(n)]
+            return target.take(self.all_gather(part, source), n, self.rank).contiguous()
+        parts = [target.take(part, n, rank) for rank in range(n)]
         shapes = [list(parts[self.rank].shape) for _ in range(n)]
         for rank, shape in enumerate(shapes):
             shape[source.dim] = source.length(n, rank)
-        given, coming = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
+        sizes, sizes_received = (
+            [part.numel() for part in parts],
+            [math.prod(shape) for shape in shapes],
+        )
         sent = torch.cat([part.reshape(-1) for part in parts])
-        found = sent.new_empty(sum(coming))
-        dist.all_to_all_single(_wire(found), _wire(sent), coming, given, group=self.group)
+        received = sent.new_empty(sum(sizes_received))
+        dist.all_to_all_single(
+            _wire(received), _wire(sent), sizes_received, sizes, group=self.group
+        )
         return source.join(
-            [part.view(shape) for part, shape in zip(found.split(coming), shapes, strict=True)]
+            [
+                part.view(shape)
+                for part, shape in zip(received.split(sizes_received), shapes, strict=True)
+            ]
         )
 
     def agreed(self, number: int) -> int:
         """The number of rank 0, on every rank."""
-        told = [number if self.rank == 0 else 0]
-        return int(self.total(torch.tensor(told, dtype=torch.int64, device=self.device)))
+        summand = number if self.rank == 0 else 0
+        return int(self.all_reduce(torch.tensor(summand, dtype=torch.int64, device=self.device)))
 
     def _reduced(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        found = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(_wire(found), operation, group=self.group)
-        return found
-
-
-def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """A tensor with `length` elements along a dimension; those that are added do not matter."""
-    missing = length - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(_wire(result), operation, group=self.group)
+        return result
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that backends know."""
+    """A view of a tensor in a dtype that backends know."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

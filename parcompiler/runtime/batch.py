@@ -6,10 +6,8 @@ positions) with `microbatches` times the rows: dimension 0 of every tensor.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,10 +24,10 @@ def microbatches(
     missing or unknown, or a dtype or shape is not the one that the model was compiled for.
     """
     leaves = dict(_leaves(batch))
-    wanted = {item.key for item in program.inputs.values()}
+    wanted = {spec.key for spec in program.inputs.values()}
     _check_form(program, batch)
     _check_keys(leaves, wanted)
-    count = _fewer(program, leaves) if fewer else program.microbatches
+    count = _count(program, leaves) if fewer else program.microbatches
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, spec in program.inputs.items():
         tensor = leaves[spec.key]
@@ -42,56 +40,9 @@ def microbatches(
     return pieces
 
 
-class Told(NamedTuple):
-    """What a rank tells the others of a call, before anything else is sent.
-
-    `microbatches` is 0 where it refuses its batch, `digest` where batches are not compared.
-    """
-
-    training: int  # 1, and 0 in an evaluation
-    every: int  # steps from one comparison to the next
-    microbatches: int = 0
-    digest: int = 0
-
-
-def differing(program: RankProgram, everyone: Sequence[Told]) -> str:
-    """What the ranks do not agree in, the same on all of them; nothing where they do."""
-    refusing = [rank for rank, told in enumerate(everyone) if not told.microbatches]
-    if refusing:
-        return f"rank {refusing[0]} refused its batch and says why: no rank has taken this one"
-    for rank, told in enumerate(everyone):
-        if told[:3] != everyone[0][:3]:
-            calls = f"rank 0: {_words(everyone[0])}; rank {rank}: {_words(told)}"
-            return f"all ranks must make the same call ({calls})"
-        data = program.grid.coordinate(rank).data
-        first = program.grid.rank(0, data)
-        if told.digest != everyone[first].digest:
-            return (
-                f"ranks {first} and {rank} were given different batches: give all ranks of a data "
-                f"coordinate ({data}) the same"
-            )
-    return ""
-
-
-def _words(told: Told) -> str:
-    """A call in words."""
-    kind = "training" if told.training else "evaluation"
-    return f"{kind} of {told.microbatches} micro-batches, check_batches = {told.every}"
-
-
-def digest(pieces: Sequence[Mapping[str, torch.Tensor]]) -> int:
-    """A number of 60 bits that equal micro-batches have in common, and others do not."""
-    found = hashlib.sha256()
-    for name, tensor in (item for piece in pieces for item in piece.items()):
-        raw = tensor.detach().cpu().contiguous()
-        found.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
-        found.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
-    return int(found.hexdigest()[:15], 16)
-
-
-def _fewer(program: RankProgram, leaves: Mapping[str, object]) -> int:
-    """How many micro-batches a batch has, by the first of its tensors; as many as a step has where
-    that does not say."""
+def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
+    """How many micro-batches a batch has, by the first of its tensors that tells; else as many as
+    a step has."""
     for spec in program.inputs.values():
         tensor = leaves[spec.key]
         if spec.shape and isinstance(tensor, torch.Tensor) and tensor.ndim:
@@ -125,20 +76,20 @@ def _check_form(program: RankProgram, batch: object) -> None:
     raise InputError(message)
 
 
-def _check_keys(found: Mapping[str, object], wanted: set[str]) -> None:
+def _check_keys(leaves: Mapping[str, object], wanted: set[str]) -> None:
     """Refuse missing tensors, and tensors that the model was compiled without.
 
     Constants of the compiled inputs may stand in the batch or not.
     """
     needed = ", ".join(sorted(wanted)) or "nothing"
-    missing = sorted(wanted - found.keys())
+    missing = sorted(wanted - leaves.keys())
     if missing:
         message = (
-            f"the batch lacks {missing[0]!r} (it has: {', '.join(sorted(found)) or 'nothing'}; "
+            f"the batch lacks {missing[0]!r} (it has: {', '.join(sorted(leaves)) or 'nothing'}; "
             f"needed: {needed})"
         )
         raise InputError(message)
-    unknown = [k for k in found if k not in wanted and isinstance(found[k], torch.Tensor)]
+    unknown = [k for k in leaves if k not in wanted and isinstance(leaves[k], torch.Tensor)]
     if unknown:
         message = (
             f"the batch has {unknown[0]!r}, which the model was compiled without (needed: "
@@ -148,9 +99,9 @@ def _check_keys(found: Mapping[str, object], wanted: set[str]) -> None:
 
 
 def _check_tensor(spec: Input, tensor: object, program: RankProgram, count: int) -> None:
-    """Refuse what is no tensor, another dtype, or another shape than `count` micro-batches have.
+    """Refuse another type, dtype or shape than `count` micro-batches have.
 
-    What a 16-bit program reads may be given in float32, as the model itself reads it.
+    16-bit inputs of a 16-bit program may be given in float32, as the model itself takes them.
     """
     if not isinstance(tensor, torch.Tensor):
         message = f"batch[{spec.key!r}] must be a tensor ({type(tensor).__name__} given)"

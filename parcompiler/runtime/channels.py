@@ -4,7 +4,7 @@
     rank 0 ◄────────── rank 1        receive never stands in the way of a send
 
 Gloo keeps the two directions apart itself, and one group of all ranks serves all messages: every
-group more would cost it a thread, and wake-ups for what could be handled together.
+group more would cost it a thread, and wake-ups for messages that could be handled together.
 A message is known by the order on its channel, so both ends must agree on shape, dtype and order;
 the verifier has proved that before anything starts.
 """
@@ -20,37 +20,28 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parcompiler.errors import LaunchError
 from parcompiler.runtime.axis import Axis, in_memory
-from parcompiler.runtime.device import backend_of
-from parcompiler.runtime.files import Fingerprint
+from parcompiler.runtime.collective_queue import (
+    CollectiveQueue,
+    Pending,
+    Receipt,
+    Started,
+    queue_on,
+)
+from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.program import RankProgram, Value
-from parcompiler.runtime.turns import Here, Started, Turn, Turns, turns_on
 
-# What gloo tells messages of two ranks apart by, so that those of different calls never meet; for
-# NCCL only their order counts. Receives of the last kind wait for what nobody sends.
-TRAINING, EVALUATION, _OUTSIDE, _NOBODYS = range(4)
+# Gloo matches messages of two ranks by their tag, so that those of different calls never meet; for
+# NCCL only their order counts. No rank sends a message with the last tag.
+TRAINING, EVALUATION, _NO_INSTRUCTION, _NEVER_SENT = range(4)
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """A posted receive: the tensor is valid after `wait`."""
-
-    tensor: torch.Tensor
-    work: dist.Work
-
-    def wait(self) -> torch.Tensor:
-        """The received tensor."""
-        self.work.wait()
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
+class Direction:
     """One direction between this rank and a peer, which is rank `peer` of the pair's group.
 
-    It does what `dist.isend` and `dist.irecv` do, without what they look up for every message.
+    It is `dist.isend` and `dist.irecv` without their look-ups for every message.
     """
 
     group: dist.ProcessGroup
@@ -71,9 +62,9 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Channels:
-    """The process groups of this rank; `open` makes them.
+    """The process groups of this rank; `connect` makes that of all ranks, `open` the others.
 
-    `failed` is told of an error that no wait raises.
+    `failed` is called with an error that no wait raises.
     """
 
     def __init__(
@@ -90,21 +81,22 @@ class Channels:
         self._rank = program.rank
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
-        self._to: dict[int, Line] = {}
-        self._from: dict[int, Line] = {}
+        self._to: dict[int, Direction] = {}
+        self._from: dict[int, Direction] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self.axis: Axis | None = None  # the tensor ranks of this rank's line, if there are others
+        self.axis: Axis | None = None  # the tensor-parallel group, if it has others
         self.row: Axis | None = None  # the data ranks, if layers exchange something with them
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
-        self._turns: Turns | None = None  # of its collectives
+        self._queue: CollectiveQueue | None = None  # of its collectives
         self._all: dist.ProcessGroup | None = None
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
-    def open(self, files: Fingerprint) -> None:
-        """Make the groups: a collective. Raises LaunchError when the ranks' programs or files
-        differ."""
+    def connect(self) -> None:
+        """Make the group of all ranks. A collective."""
         self._all = self._group(None)
-        self._check_equal(files)
+
+    def open(self) -> None:
+        """Make the groups of the program, which is the same on all ranks. A collective."""
         grid = self._program.grid
         for pair in self._program.channels:
             for column in grid.columns():
@@ -113,8 +105,8 @@ class Channels:
             self._shared[ranks] = self._group(ranks)
         if grid.tensor > 1:
             groups = [self._group(ranks) for ranks in grid.lines()]
-            line = next(group for group in groups if group is not None)
-            self.axis = Axis(self._program.coordinate.tensor, grid.tensor, line, self.device)
+            group = next(group for group in groups if group is not None)
+            self.axis = Axis(self._program.coordinate.tensor, grid.tensor, group, self.device)
         if self._program.synchronized:
             groups = [self._group(ranks) for ranks in grid.rows()]
             row = next(group for group in groups if group is not None)
@@ -122,19 +114,21 @@ class Channels:
         if self._program.rows:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._plane = groups[self._program.coordinate.data]
-            self._turns = turns_on(self.device, self._failed)
+            self._queue = queue_on(self.device, self._failed)
 
     def _open_direction(self, source: int, target: int) -> None:
-        """Make the line from one rank to another if this rank is at an end of it."""
-        outward = source == self._rank
-        group = self._direction(source, target)
+        """Make the direction from one rank to another if this rank is at an end of it."""
+        if backend_of(self.device) != "gloo":
+            group = self._group((source, target))
+        else:
+            group = self._all if self._rank in (source, target) else None
         if group is not None:
-            peer = target if outward else source
-            lines = self._to if outward else self._from
-            lines[peer] = Line(group, dist.get_group_rank(group, peer))
+            outward = source == self._rank
+            peer, directions = (target, self._to) if outward else (source, self._from)
+            directions[peer] = Direction(group, dist.get_group_rank(group, peer))
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
-        """Start sending `value` in its order in memory; the tensor is held until it is out."""
+        """Start sending `value` in its order in memory; the tensor is kept until it is out."""
         tensor = in_memory(tensor.permute(value.order) if value.order else tensor)
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
@@ -156,62 +150,64 @@ class Channels:
         for pending in self._pending.values():
             while pending:
                 pending.popleft()[0].wait()
-        if self._turns is not None:
-            self._turns.flush()
+        if self._queue is not None:
+            self._queue.flush()
 
-    def spread(self, own: torch.Tensor | None, value: Value, source: int) -> Turn:
-        """Give all ranks of the vocabulary `own` of the rank `source`."""
-        if own is None:
-            own = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        given = in_memory(own)
-        turn = self._turn(
-            lambda plane: (given, dist.broadcast(_real(given), source, plane, async_op=True))
+    def broadcast_value(self, tensor: torch.Tensor | None, value: Value, source: int) -> Pending:
+        """Give all ranks of the vocabulary the `tensor` of the rank `source`."""
+        if tensor is None:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        buffer = in_memory(tensor)
+        pending = self._enqueue(
+            lambda plane: (buffer, dist.broadcast(_real(buffer), source, plane, async_op=True))
         )
-        return Here(given) if source == self._rank else turn
+        return Receipt(buffer) if source == self._rank else pending
 
-    def collect(self, own: Callable[[], torch.Tensor], target: int) -> Turn:
-        """Add up what the ranks of the vocabulary have, in place, for the tensor line of the rank
-        `target`. `own` is asked for once all before it is done."""
+    def reduce_value(self, summand: Callable[[], torch.Tensor], target: int) -> Pending:
+        """Add up the summands of the ranks of the vocabulary, in place, for the tensor-parallel
+        group of the rank `target`. `summand` is called once all collectives before are done."""
 
         def start(plane: dist.ProcessGroup) -> Started:
-            part = in_memory(own())
+            part = in_memory(summand())
             if self._program.tensor > 1:
                 return part, dist.all_reduce(_real(part), group=plane, async_op=True)
             return part, dist.reduce(_real(part), target, group=plane, async_op=True)
 
-        return self._turn(start)
+        return self._enqueue(start)
 
-    def largest(self, own: torch.Tensor) -> Turn:
+    def largest(self, tensor: torch.Tensor) -> Pending:
         """Find the largest over the ranks of the vocabulary, in place."""
         operation = dist.ReduceOp.MAX
-        return self._turn(
-            lambda plane: (own, dist.all_reduce(own, operation, plane, async_op=True))
+        return self._enqueue(
+            lambda plane: (tensor, dist.all_reduce(tensor, operation, plane, async_op=True))
         )
 
-    def summed(self, own: torch.Tensor) -> Turn:
+    def summed(self, tensor: torch.Tensor) -> Pending:
         """Add up over the ranks of the vocabulary, in place."""
-        return self._turn(lambda plane: (own, dist.all_reduce(own, group=plane, async_op=True)))
+        return self._enqueue(
+            lambda plane: (tensor, dist.all_reduce(tensor, group=plane, async_op=True))
+        )
 
-    def gathered(self, own: torch.Tensor) -> Turn:
-        """Gather what the ranks of the vocabulary have, in their order: [ranks, ...]."""
+    def gathered(self, tensor: torch.Tensor) -> Pending:
+        """Gather a tensor of each rank of the vocabulary, in their order: [ranks, ...]."""
         ranks = len(self._program.grid.plane(self._program.coordinate.data))
-        flat = own.new_empty(ranks * own.numel())
+        flat = tensor.new_empty(ranks * tensor.numel())
 
         def start(plane: dist.ProcessGroup) -> Started:
-            work = dist.all_gather_single(flat, own.reshape(-1), plane, async_op=True)
-            return flat.view(ranks, *own.shape), work
+            work = dist.all_gather_single(flat, tensor.reshape(-1), plane, async_op=True)
+            return flat.view(ranks, *tensor.shape), work
 
-        return self._turn(start)
+        return self._enqueue(start)
 
-    def _turn(self, start: Callable[[dist.ProcessGroup], Started]) -> Turn:
-        """Give a collective of the vocabulary its turn."""
-        assert self._turns is not None
+    def _enqueue(self, start: Callable[[dist.ProcessGroup], Started]) -> Pending:
+        """Put a collective of the vocabulary into the queue."""
+        assert self._queue is not None
 
         def begin() -> Started:
             assert self._plane is not None
             return start(self._plane)
 
-        return self._turns.give(begin)
+        return self._queue.put(begin)
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
         """Start adding up a tensor over `ranks`, in place."""
@@ -228,27 +224,31 @@ class Channels:
         """Give every rank the tensor of `source`, in place."""
         dist.broadcast(tensor, source, group=self._all)
 
-    def told(self, *numbers: int) -> list[tuple[int, ...]]:
-        """The numbers that every rank tells the others, by rank. A collective of all ranks."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        every = own.new_empty(self._program.size * len(numbers))
-        dist.all_gather_single(every, own, self._all)
-        return [tuple(row) for row in every.view(-1, len(numbers)).tolist()]
+    def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
+        """The numbers of every rank, by rank. A collective of all ranks."""
+        row = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        rows = row.new_empty(self._program.size * len(numbers))
+        dist.all_gather_single(rows, row, self._all)
+        return [tuple(row) for row in rows.view(-1, len(numbers)).tolist()]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, on every rank. A collective of all ranks."""
+        data = list(text.encode())
+        lengths = [length for (length,) in self.gather_numbers(len(data))]
+        whole = torch.zeros(sum(lengths), dtype=torch.uint8, device=self.device)
+        parts = whole.split(lengths)
+        parts[self._rank].copy_(torch.tensor(data, dtype=torch.uint8))
+        self.total(whole)
+        return [bytes(part.tolist()).decode() for part in parts]
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
-        dist.send(tensor, peer, group=self._all, tag=_OUTSIDE)
+        dist.send(tensor, peer, group=self._all, tag=_NO_INSTRUCTION)
 
     def receive_now(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """Receive into `tensor` what `send_now` sends."""
-        dist.recv(tensor, peer, group=self._all, tag=_OUTSIDE)
+        """Receive the tensor of `send_now` into `tensor`."""
+        dist.recv(tensor, peer, group=self._all, tag=_NO_INSTRUCTION)
         return tensor
-
-    def _direction(self, source: int, target: int) -> dist.ProcessGroup | None:
-        """The group for messages from one rank to another; None where this rank is neither."""
-        if backend_of(self.device) == "gloo":
-            return self._all if self._rank in (source, target) else None
-        return self._group((source, target))
 
     def _group(self, ranks: tuple[int, ...] | None) -> dist.ProcessGroup | None:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
@@ -259,20 +259,6 @@ class Channels:
             return None
         self._groups.append(group)
         return group
-
-    def _check_equal(self, files: Fingerprint) -> None:
-        """Raise LaunchError on every rank unless all ranks have the same program and files."""
-        everyone = self.told(int(self._program.digest, 16), int(files.digest, 16))
-        others = [rank for rank, numbers in enumerate(everyone) if numbers != everyone[0]]
-        if others:
-            same = everyone[others[0]][0] == everyone[0][0]
-            edited = f"; edited on this rank: {', '.join(files.edited)}" if files.edited else ""
-            message = (
-                f"the ranks run different {'scripts or weights' if same else 'programs'} (rank "
-                f"{others[0]} has others than rank 0{edited}): export once, start all ranks from "
-                "copies of that folder"
-            )
-            raise LaunchError(message)
 
     def abort(self) -> None:
         """Let everything that waits for messages of these groups fail at once, from any thread, and
@@ -289,32 +275,29 @@ class Channels:
         group = self._all
         if group is None or backend_of(self.device) != "gloo":
             return set()
-        peers = [peer for peer in range(self._program.size) if peer != self._rank]
-        return {peer for peer in peers if "by peer" in _posted(group, peer)}
+        closed = set()
+        for peer in range(self._program.size):
+            if peer != self._rank:
+                try:
+                    group.recv([torch.empty(1)], peer, _NEVER_SENT)
+                except RuntimeError as error:
+                    closed |= {peer} if "by peer" in str(error) else set()
+        return closed
 
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
-        if self._turns is not None:
-            self._turns.close()
+        if self._queue is not None:
+            self._queue.close()
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
         self._plane = self._all = None
-        for line in (self.axis, self.row):
-            if line is not None:
-                line.close()
+        for axis in (self.axis, self.row):
+            if axis is not None:
+                axis.close()
         for group in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-
-
-def _posted(group: dist.ProcessGroup, peer: int) -> str:
-    """Post a receive that no send of this runtime matches; why that failed, or nothing."""
-    try:
-        group.recv([torch.empty(1)], peer, _NOBODYS)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -323,4 +306,4 @@ def _abort(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):  # closed already, or late, as it should be
-                group.recv([torch.empty(1)], peer, _NOBODYS).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 
-class Product(NamedTuple):
-    """A gradient of `parameter` that was left for later."""
+class DeferredProduct(NamedTuple):
+    """A gradient of `parameter` that is computed later."""
 
     parameter: torch.Tensor
     compute: Callable[[], torch.Tensor]
@@ -46,7 +46,7 @@ class Deferral:
     """
 
     def __init__(self) -> None:
-        self.products: list[Product] | None = None
+        self.products: list[DeferredProduct] | None = None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Deferral:
             _active.reset(token)
 
     @contextmanager
-    def collect(self) -> Iterator[list[Product]]:
+    def collect(self) -> Iterator[list[DeferredProduct]]:
         """Within it, a backward leaves its products in the list."""
         self.products = []
         try:
@@ -67,38 +67,32 @@ class Deferral:
             self.products = None
 
 
-def finish(products: list[Product]) -> None:
+def finish(products: list[DeferredProduct]) -> None:
     """Compute products that were left, and add them to the gradients of their weights.
 
     The products of one weight are added up first, in the order in which they were left: so does
-    autograd, and the bits are the same. What a product holds is free once it is computed.
+    autograd, and the bits are the same. The tensors of a product are free once it is computed.
     """
-    left = Counter(id(product.parameter) for product in products)
+    remaining = Counter(id(product.parameter) for product in products)
     sums: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         while products:
-            parameter, gradient = _computed(products.pop(0))
-            key = id(parameter)
+            parameter, compute = products.pop(0)
+            gradient, key = compute(), id(parameter)
+            del compute  # with the input and the gradient of its layer
             gradient = sums.pop(key) + gradient if key in sums else gradient
-            left[key] -= 1
-            if left[key]:
+            remaining[key] -= 1
+            if remaining[key]:
                 sums[key] = gradient
+            elif parameter.grad is None:
+                parameter.grad = gradient
             else:
-                accumulate(parameter, gradient)
-
-
-def _computed(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
-    """A parameter and its gradient; the product is the caller's no more."""
-    return product.parameter, product.compute()
+                parameter.grad += gradient
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear(x, weight, bias)`: x [..., k], weight [n, k], bias [n]; the result is [..., n]."""
-    deferral = _active.get()
-    if deferral is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(x, weight, bias)
-    made: torch.Tensor = _Linear.apply(deferral, x, weight, bias)  # type: ignore[no-untyped-call]
-    return made
+    return _product(F.linear, x, weight, bias)
 
 
 class Linear(torch.nn.Linear):
@@ -111,27 +105,43 @@ class Linear(torch.nn.Linear):
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`torch.addmm(bias, x, weight)`: x [m, k], weight [k, n], bias [n]; the result is [m, n]."""
+    return _product(_addmm, x, weight, bias)
+
+
+Operator = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+def _addmm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias, x, weight)
+
+
+def _product(
+    operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`operator(x, weight, bias)`, whose backward can leave a product within a deferral."""
     deferral = _active.get()
     if deferral is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return torch.addmm(bias, x, weight)
-    made: torch.Tensor = _Addmm.apply(deferral, x, weight, bias)  # type: ignore[no-untyped-call]
-    return made
+        return operator(x, weight, bias)
+    y: torch.Tensor = _Deferrable.apply(deferral, operator, x, weight, bias)  # type: ignore[no-untyped-call]
+    return y
 
 
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b, whose backward can leave dW = dYᵀ x for later."""
+class _Deferrable(torch.autograd.Function):
+    """x Wᵀ + b (`_addmm`: x W + b), whose backward can leave dW = dYᵀ x (xᵀ dY) for later."""
 
     @staticmethod
     def forward(
         ctx: Any,
         deferral: Deferral,
+        operator: Operator,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """The product now; input and weight for later."""
-        _keep(ctx, deferral, x, weight)
-        y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        ctx.deferral, ctx.parameter, ctx.transposed = deferral, weight, operator is F.linear
+        y = operator(x, weight, bias)
         if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
             y = torch.ops.aten._unsafe_view(y, y.shape)
         return y
@@ -139,63 +149,24 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of input and bias; that of the weight now or later."""
-        x, weight = _kept(ctx)
-        rows = gradients[0].reshape(-1, weight.shape[0])
-        inputs = x.reshape(-1, weight.shape[1])
-        dx = (rows @ weight).reshape(x.shape) if ctx.needs_input_grad[1] else None
-        return None, dx, _now_or_later(ctx, lambda: rows.t() @ inputs), _bias(ctx, rows)
+        x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
+        dy, transposed = gradients[0], ctx.transposed
+        rows = dy.reshape(-1, dy.shape[-1])
+        # Detached: a product that referred to the graph behind its input would keep the leaves of
+        # the stage too, and their gradients.
+        inputs = x.detach().reshape(-1, x.shape[-1])
+        dx = None
+        if ctx.needs_input_grad[2]:
+            dx = (rows @ (weight if transposed else weight.t())).reshape(x.shape)
+        bias = rows.sum(0) if ctx.needs_input_grad[4] else None
 
+        left, right = (rows, inputs) if transposed else (inputs, rows)
 
-class _Addmm(torch.autograd.Function):
-    """x W + b, whose backward can leave dW = xᵀ dY for later."""
+        def compute() -> torch.Tensor:
+            return left.t() @ right
 
-    @staticmethod
-    def forward(
-        ctx: Any, deferral: Deferral, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
-        """The product now; input and weight for later."""
-        _keep(ctx, deferral, x, weight)
-        return torch.addmm(bias, x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input and bias; that of the weight now or later."""
-        x, weight = _kept(ctx)
-        rows = gradients[0]
-        dx = rows @ weight.t() if ctx.needs_input_grad[1] else None
-        return None, dx, _now_or_later(ctx, lambda: x.t() @ rows), _bias(ctx, rows)
-
-
-def _keep(ctx: Any, deferral: Deferral, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """What a backward needs."""
-    ctx.save_for_backward(x, weight)
-    ctx.deferral, ctx.parameter = deferral, weight
-
-
-def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and weight. A product that held the graph behind its input would hold the leaves of
-    the stage too, and their gradients."""
-    x, weight = ctx.saved_tensors
-    return x.detach(), weight
-
-
-def _now_or_later(ctx: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """The gradient of the weight, or None when the product was left for later."""
-    products = ctx.deferral.products
-    if products is None:
-        return compute()
-    products.append(Product(ctx.parameter, compute))
-    return None
-
-
-def _bias(ctx: Any, rows: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of the bias, if there is one."""
-    return rows.sum(0) if ctx.needs_input_grad[3] else None
-
-
-def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient
+        products = ctx.deferral.products
+        if products is None:
+            return None, None, dx, compute(), bias
+        products.append(DeferredProduct(ctx.parameter, compute))
+        return None, None, dx, None, bias

@@ -5,10 +5,10 @@
     store   rank/0 rank/1 ...   alarm            cause
 
 Each rank has a thread that watches over it, the only one that talks to the store of the run.
-[1] About once a second it publishes what the rank does, and compares its calls with those of the
-next rank: calls of a worker are collective. [2] When a rank loses a connection it raises the alarm:
-all answer, and who neither answers nor keeps its connections is gone. [3] What was found, or an
-exception on some rank, is the cause: each watch aborts the groups of its rank, so that the main
+[1] About once a second it publishes the status of its rank, and compares its calls with those of
+the next rank: calls of a worker are collective. [2] When a rank loses a connection it raises the
+alarm: all answer, and a rank that neither answers nor keeps its connections is gone. [3] That, or
+an exception on some rank, is the cause: each watch aborts the groups of its rank, so that the main
 thread comes back from whatever it waits for, and raises the cause.
 """
 
@@ -43,11 +43,11 @@ _SAME = "every rank must make the same calls in the same order"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank does.
+    """The status of a rank.
 
     `calls` are the last that it has begun, by their number, counted from 1; it is `inside` of the
-    last one, at `place`, or behind it. `answers` says that it has heard the alarm, `lost` what
-    became of its connections, and `left` why it makes no more calls.
+    last one, at `place`, or behind it. `answers` says that it has heard the alarm, `lost` how it
+    lost a connection, and `left` why it makes no more calls.
     """
 
     calls: Mapping[int, str]
@@ -59,7 +59,7 @@ class Status:
 
     @classmethod
     def read(cls, text: bytes) -> Status:
-        """What another rank published."""
+        """The status that another rank published."""
         fields = json.loads(text)
         calls = {int(number): name for number, name in fields.pop("calls").items()}
         return cls(calls, **fields)
@@ -114,8 +114,8 @@ class Watch:
         self._patience = 2 * self._interval + 1.0  # with those that do not answer
         self._calls: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._inside = False
-        self._failed = ""  # what the others are to be told
-        self._lost = ""  # what became of a connection of this rank
+        self._failed = ""  # why this rank stops
+        self._lost = ""  # how this rank lost a connection
         self._left = ""  # why this rank makes no more calls
         self._alarmed = 0.0  # when this watch heard the alarm
         self._takes = False  # the roll call
@@ -129,7 +129,7 @@ class Watch:
             self._thread.start()
             atexit.register(self._exit)
 
-    # What the main thread says.
+    # Called by the main thread.
 
     def begin(self, call: str) -> None:
         """The rank begins a call that all ranks make, or without a name goes on with the last one.
@@ -168,7 +168,7 @@ class Watch:
             self._thread.join(self._patience)
 
     def _settle(self) -> None:
-        """Wake the thread, and wait until it has done what it is asked for; then it ends."""
+        """Wake the thread, and wait until it has told the others; then it ends."""
         if self._thread is not None and self._thread.is_alive():  # it is not in a fork
             self._wake.set()
             self._settled.wait(2 * self._patience + 2)
@@ -180,7 +180,7 @@ class Watch:
         self.leave(f"its process ended{last}")
         self.close()
 
-    # What the thread does.
+    # Run by the thread.
 
     def _run(self) -> None:
         """Look again and again, until there is a cause or the rank leaves."""
@@ -201,7 +201,7 @@ class Watch:
             self._settled.set()
 
     def _look(self) -> None:
-        """Publish what this rank does, and read what concerns it."""
+        """Publish the status of this rank, and read those that concern it."""
         if self._failed:
             self._stop(self._failed)
             return
@@ -210,19 +210,19 @@ class Watch:
         alarm = self._store.check([_ALARM])
         if alarm and not self._alarmed:
             self._alarmed = time.monotonic()
-        own = self._status(SHOWN)
-        self._store.set(_key(self._rank), json.dumps(asdict(own)))
+        mine = self._status(SHOWN)
+        self._store.set(f"rank/{self._rank}", json.dumps(asdict(mine)))
         if alarm and self._store.check([_CAUSE]):
             self._stop("")
         elif self._takes:
             self._call_roll()
         elif not alarm:
-            self._compare(own.left != "")
-        elif own.lost and self._waited(2 * self._patience):
-            self._stop(own.lost)  # whoever takes the roll call is gone, too
+            self._compare(mine.left != "")
+        elif mine.lost and self._waited(2 * self._patience):
+            self._stop(mine.lost)  # whoever takes the roll call is gone, too
 
     def _status(self, last: int) -> Status:
-        """What this rank does, with so many of its calls."""
+        """The status of this rank, with so many of its calls."""
         calls = dict(tuple(self._calls)[-last:])
         alarmed = self._alarmed > 0
         return Status(calls, self._inside, self._place(), alarmed, self._lost, self._left)
@@ -230,24 +230,24 @@ class Watch:
     def _compare(self, leaving: bool) -> None:
         """Stop when the next rank makes other calls than this one, or no more. Of two ranks that
         leave, the second looks at the first."""
-        own = self._status(REMEMBERED)
+        mine = self._status(REMEMBERED)
         for rank in {(self._rank + 1) % self._size, (self._rank - leaving) % self._size}:
             other = self._read(rank) if rank != self._rank else None
-            if other is not None and (text := self._uneven(own, rank, other)):
+            if other is not None and (text := self._uneven(mine, rank, other)):
                 self._stop(text)
                 return
 
-    def _uneven(self, own: Status, rank: int, other: Status) -> str:
+    def _uneven(self, mine: Status, rank: int, other: Status) -> str:
         """How the calls of another rank differ from those of this one; nothing if they do not."""
-        both = sorted(own.calls.keys() & other.calls.keys())
-        number = next((n for n in both if own.calls[n] != other.calls[n]), None)
+        both = sorted(mine.calls.keys() & other.calls.keys())
+        number = next((n for n in both if mine.calls[n] != other.calls[n]), None)
         if number is not None:
-            made = sorted([(self._rank, own.calls[number]), (rank, other.calls[number])])
+            made = sorted([(self._rank, mine.calls[number]), (rank, other.calls[number])])
             calls = " and ".join(f"{name} on rank {r}" for r, name in made)
             return f"ranks make different calls (call {number} is {calls}): {_SAME}"
-        if other.left and other.count < own.count:
+        if other.left and other.count < mine.count:
             left = f"rank {rank} left after {other.last} ({other.left})"
-            return f"{left}, while rank {self._rank} is {own}: {_SAME}"
+            return f"{left}, while rank {self._rank} is {mine}: {_SAME}"
         return ""
 
     def _call_roll(self) -> None:
@@ -258,18 +258,18 @@ class Watch:
         if not self._waited(self._patience if missing - gone else self._interval / 5):
             return
         known = {rank: status for rank, status in others.items() if status is not None}
-        own = self._status(REMEMBERED)
-        uneven = [text for r, s in known.items() if (text := self._uneven(own, r, s))]
-        told = [s.lost for s in (own, *known.values()) if _LATE in s.lost] or [own.lost]
-        behind = [f"rank {r} is {s}" for r, s in known.items() if s.count < own.count]
+        mine = self._status(REMEMBERED)
+        uneven = [text for r, s in known.items() if (text := self._uneven(mine, r, s))]
+        lost = [s.lost for s in (mine, *known.values()) if _LATE in s.lost] or [mine.lost]
+        behind = [f"rank {r} is {s}" for r, s in known.items() if s.count < mine.count]
         if uneven:
             self._stop(uneven[0], len(missing))
         elif missing:
             self._stop(_seen(gone or missing, known, is_gone=bool(gone)), len(gone or missing))
         elif behind:
-            self._stop(f"{told[0]}; {behind[0]}: {_SAME}")
+            self._stop(f"{lost[0]}; {behind[0]}: {_SAME}")
         else:
-            self._stop(told[0])
+            self._stop(lost[0])
 
     def _stop(self, text: str, missing: int = 0) -> None:
         """Stop all ranks; `text` is the cause unless there is one. `missing` ranks do not read."""
@@ -287,26 +287,21 @@ class Watch:
             time.sleep(self._interval / 50)
 
     def _waited(self, seconds: float) -> bool:
-        """Whether the alarm was so long ago."""
+        """Whether the alarm was so many seconds ago."""
         return time.monotonic() > self._alarmed + seconds
 
     def _first(self, key: str, text: str) -> str:
-        """What the first rank wrote there."""
+        """The text that the first rank wrote under a key."""
         return bytes(self._store.compare_set(key, "", text)).decode()
 
     def _read(self, rank: int) -> Status | None:
-        """What a rank published last, if it has."""
-        key = _key(rank)
+        """The last status of a rank, if it has published one."""
+        key = f"rank/{rank}"
         return Status.read(self._store.get(key)) if self._store.check([key]) else None
 
 
-def _key(rank: int) -> str:
-    """Where a rank publishes what it does."""
-    return f"rank/{rank}"
-
-
 def _seen(ranks: Iterable[int], known: Mapping[int, Status], *, is_gone: bool) -> str:
-    """Ranks that do not answer, and what was last heard of them."""
+    """Ranks that do not answer, and their last status."""
     each = []
     for rank in sorted(ranks):
         last = f"last seen {known[rank]}" if rank in known else "it never started"
@@ -360,9 +355,9 @@ def _line(error: BaseException) -> str:
 def _module_of(error: Exception, stages: Iterable[nn.Module]) -> str:
     """The innermost module of a stage in the error's traceback, with file and line."""
     names = {id(m): name for stage in stages for name, m in stage.named_modules() if name}
-    found = ""
+    module = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         owner = id(frame.f_locals.get("self"))
         if owner in names and "/torch/nn/modules/" not in frame.f_code.co_filename:
-            found = f"{names[owner]} ({frame.f_code.co_filename}:{number})"
-    return found
+            module = f"{names[owner]} ({frame.f_code.co_filename}:{number})"
+    return module

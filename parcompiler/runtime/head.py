@@ -1,12 +1,13 @@
-"""The head of a model and its loss on own rows of the vocabulary, pass by pass.
+"""The head of a model and its loss on a rank's rows of the vocabulary, pass by pass.
 
-    x [n, h]    W own rows [k, h]    Y = x Wᵀ + b    L = logits(Y), elementwise    d = dL/dY
+    x [n, h]    W rows of the rank [k, h]    Y = x Wᵀ + b    L = logits(Y), elementwise    d = dL/dY
 
-    S           Y; m' = max L; sum' = Σ exp(L - m'); P' = exp(L - m') / sum'     of own columns
+    S           Y; m' = max L; sum' = Σ exp(L - m'); P' = exp(L - m') / sum'     of its columns
                 vocab-2 also: A = (P' d) W
     exchange    m = max m'; sum = Σ sum' exp(m' - m)                             over ranks
     gradient    c = sum' exp(m' - m) / sum, so that P = P' c; g = d loss / d loss_i; y the label
                 dx = g c A + g (P_y - 1) d_y W_y
+    loss        loss_i = -(1 - ε) w_y log P_y - ε/V Σ_c w_c log P_c     w = 1 and ε = 0 as a rule
     T           W.grad += (P' d)ᵀ (g c x), and g (P_y - 1) d_y x to row y
 
 The algorithms are those of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv
@@ -15,6 +16,13 @@ before they compute powers. Two things are done otherwise. The column of the lab
 P': P_y - 1, small where a model is good, would be rounded to the precision of the weights with it.
 And what multiplies rows of P' [n, k] multiplies those of A and x [n, h] instead, so that nothing
 passes over P' again but the two products.
+
+>>> logits = torch.tensor([[0.0, 1.0], [2.0, 3.0]])  # one row, two columns on each of two ranks
+>>> m, powers = logits.amax(1), logits.exp().sum(1)
+>>> parts = torch.stack([m, powers / m.exp(), torch.tensor([0.0, 2.0])], 1).unsqueeze(2)
+>>> whole = combined(parts)
+>>> round((whole.largest + whole.total.log() - whole.label).item(), 4)
+1.4402
 """
 
 from __future__ import annotations
@@ -27,13 +35,43 @@ import torch
 
 from parcompiler.pieces import Span
 from parcompiler.runtime.lookup import gradient_of, located
-from parcompiler.runtime.softmax import Softmax, precision
-from parcompiler.runtime.statistics import Factors, Labels, Statistics
+from parcompiler.runtime.softmax import Softmax, column_of_rows, precision
 from parcompiler.runtime.vocabulary import Head, Vocabulary
 
 
-class Own(NamedTuple):
-    """What a rank holds of the head, which has `classes` rows on the whole."""
+class Labels(NamedTuple):
+    """Of each row: whether it counts, whether its label's class is here, and in which column."""
+
+    counted: torch.Tensor
+    owned: torch.Tensor
+    columns: torch.Tensor
+
+
+class Statistics(NamedTuple):
+    """Numbers of each row [n]: those of a rank's columns, or of all.
+
+    `label` is the label's logit and `weight` its class weight, zero where its class is not here;
+    `weighted` is Σ w L and `mass` Σ w. The last three are there where the loss asks for them.
+    """
+
+    largest: torch.Tensor
+    total: torch.Tensor
+    label: torch.Tensor
+    weight: torch.Tensor | None = None
+    weighted: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+
+
+class Factors(NamedTuple):
+    """The gradient of the logits, row by row: P' `powers`, `label` at the label, -w `everyone`."""
+
+    powers: torch.Tensor
+    label: torch.Tensor
+    everyone: torch.Tensor | None
+
+
+class HeadRows(NamedTuple):
+    """The rows of the head on a rank, of `classes` on the whole."""
 
     head: Head
     weight: torch.Tensor  # [k, h], zeros behind the rows of `span`
@@ -45,8 +83,8 @@ class Own(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
-    """What a rank holds of one micro-batch between S and T.
+class HeadLogits:
+    """The tensors of one micro-batch on a rank between S and T.
 
     `powers` [n, k] are Y at first, then P' d without the labels' columns. `slope` [n] is d of the
     labels' columns; `slopes` [n, k] are w d, kept where smoothing gives every class a gradient.
@@ -56,13 +94,13 @@ class Part:
     labels: Labels
     powers: torch.Tensor
     largest: torch.Tensor
-    own: Statistics | None = None
+    statistics: Statistics | None = None
     slope: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
     product: torch.Tensor | None = None  # A = (P' d) W
 
 
-class Room:
+class MatrixPool:
     """Matrices [n, k] of micro-batches that are done, for those that come: new memory is slow."""
 
     def __init__(self) -> None:
@@ -80,153 +118,133 @@ class Room:
         self._free.append(matrix)
 
 
-def own_head(vocabulary: Vocabulary, *, fused: bool = False) -> Own:
+def rows_of_head(vocabulary: Vocabulary, *, fused: bool = False) -> HeadRows:
     """The head on this rank."""
     head = vocabulary.head
     assert head is not None
     weight, span = vocabulary.tensor(head.weight), vocabulary.span(head.weight)
     bias = vocabulary.tensor(head.bias) if head.bias else None
-    importance = _importance(vocabulary, head, weight, span)
+    class_weight: torch.Tensor | None = None
+    if head.class_weight:
+        class_weight = vocabulary.tensor(head.class_weight).detach().to(precision(weight.dtype))
+    elif head.label_smoothing:
+        class_weight = weight.new_zeros(len(weight), dtype=precision(weight.dtype))
+        class_weight[: span.size] = 1
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     if head.logits:
         logits = getattr(vocabulary, "logits")  # noqa: B009 (of the emitted class)
-    weighed = importance if head.label_smoothing else None
-    softmax = Softmax(span.size, logits, weighed, fused)
-    return Own(head, weight, bias, importance, softmax, span, vocabulary.size[head.weight])
+    softmax = Softmax(span.size, logits, class_weight if head.label_smoothing else None, fused)
+    return HeadRows(head, weight, bias, class_weight, softmax, span, vocabulary.size[head.weight])
 
 
-def labels_of(own: Own, targets: torch.Tensor) -> Labels:
+def labels_of(rows: HeadRows, targets: torch.Tensor) -> Labels:
     """Where the labels of rows [n] stand."""
-    counted = targets != own.head.ignore_index
-    at = located(targets, own.span, len(own.weight))
+    counted = targets != rows.head.ignore_index
+    at = located(targets, rows.span, len(rows.weight))
     return Labels(counted, at.owned & counted, at.rows)
 
 
 @torch.no_grad()
-def products(own: Own, x: torch.Tensor, labels: Labels, room: Room) -> Part:
-    """Y = x Wᵀ + b of own rows: what S begins with."""
-    y = room.take(len(x), own.weight)
-    if own.bias is None:
-        torch.mm(x, own.weight.t(), out=y)
+def products(rows: HeadRows, x: torch.Tensor, labels: Labels, matrices: MatrixPool) -> HeadLogits:
+    """The beginning of S: Y = x Wᵀ + b of the rank's rows."""
+    y = matrices.take(len(x), rows.weight)
+    if rows.bias is None:
+        torch.mm(x, rows.weight.t(), out=y)
     else:
-        torch.addmm(own.bias, x, own.weight.t(), out=y)
-    return Part(x, labels, y, x.new_empty(len(x), dtype=precision(y.dtype)))
+        torch.addmm(rows.bias, x, rows.weight.t(), out=y)
+    return HeadLogits(x, labels, y, x.new_empty(len(x), dtype=precision(y.dtype)))
 
 
 @torch.no_grad()
-def find_largest(own: Own, part: Part) -> None:
+def find_largest(rows: HeadRows, logits: HeadLogits) -> None:
     """S of naive: m' of each row."""
-    for rows in own.softmax.blocks(part.powers):
-        part.largest[rows] = own.softmax.largest(part.powers[rows])
+    for block in rows.softmax.blocks(logits.powers):
+        logits.largest[block] = rows.softmax.largest(logits.powers[block])
 
 
 @torch.no_grad()
-def normalize(own: Own, part: Part, m: torch.Tensor | None = None) -> None:
-    """Y becomes P' d, or with the largest logits `m` of all ranks exp(L - m) d; own statistics."""
-    n, dtype, columns = len(part.x), part.largest.dtype, part.labels.columns
-    total, label, weighted = (part.largest.new_zeros(n) for _ in range(3))
-    sloped = own.softmax.function is not None
-    slopes = torch.empty_like(part.powers) if sloped and own.head.label_smoothing else None
+def normalize(rows: HeadRows, logits: HeadLogits, m: torch.Tensor | None = None) -> None:
+    """Y becomes P' d, or with the largest logits `m` of all ranks exp(L - m) d; the statistics of
+    this rank's columns are noted."""
+    n, dtype, columns = len(logits.x), logits.largest.dtype, logits.labels.columns
+    total, label, weighted = (logits.largest.new_zeros(n) for _ in range(3))
+    sloped = rows.softmax.function is not None
+    slopes = torch.empty_like(logits.powers) if sloped and rows.head.label_smoothing else None
     slope = torch.ones_like(total) if sloped else None
-    for rows in own.softmax.blocks(part.powers):
-        found = own.softmax.of_block(
-            part.powers[rows], columns[rows], None if m is None else m[rows]
-        )
-        _store(part, rows, found.powers)
-        part.largest[rows], total[rows], label[rows] = found.largest, found.total, found.label
-        if found.weighted is not None:
-            weighted[rows] = found.weighted
-        if slope is not None and found.slope is not None:
-            slope[rows] = _column(found.slope, columns[rows]).to(dtype)
-            if slopes is not None and own.class_weight is not None:
-                slopes[rows] = found.slope * own.class_weight
-    part.slope, part.slopes = slope, slopes
-    owned = part.labels.owned
+    for block in rows.softmax.blocks(logits.powers):
+        products, m_of_block = logits.powers[block], None if m is None else m[block]
+        result = rows.softmax.of_block(products, columns[block], m_of_block)
+        if result.powers.data_ptr() != products.data_ptr():  # they had no room there
+            if result.powers.shape == logits.powers.shape:
+                logits.powers = result.powers
+            else:
+                products.copy_(result.powers)
+        logits.largest[block], total[block], label[block] = result[1:4]
+        if result.weighted is not None:
+            weighted[block] = result.weighted
+        if slope is not None and result.slope is not None:
+            slope[block] = column_of_rows(result.slope, columns[block]).to(dtype)
+            if slopes is not None and rows.class_weight is not None:
+                slopes[block] = result.slope * rows.class_weight
+    logits.slope, logits.slopes = slope, slopes
+    owned = logits.labels.owned
     label = torch.where(owned, label, 0)
     more: tuple[torch.Tensor, ...] = ()
-    if own.class_weight is not None:
-        weight = torch.where(owned, own.class_weight[columns], 0)
-        more = (weight, weighted, own.class_weight.sum().expand(n))
-    part.own = Statistics(part.largest, total, label, *more)
-    _keep_out(part)
+    if rows.class_weight is not None:
+        weight = torch.where(owned, rows.class_weight[columns], 0)
+        more = (weight, weighted, rows.class_weight.sum().expand(n))
+    logits.statistics = Statistics(logits.largest, total, label, *more)
+    others = column_of_rows(logits.powers, columns).masked_fill_(owned, 0)
+    logits.powers.scatter_(1, columns.unsqueeze(1), others.unsqueeze(1))  # the labels are kept out
 
 
 @torch.no_grad()
-def weigh(own: Own, part: Part) -> None:
-    """A = (P' d) W of own rows [n, h]: in S of vocab-2, in T of the others."""
-    part.product = torch.mm(part.powers, own.weight)
+def weigh(rows: HeadRows, logits: HeadLogits) -> None:
+    """A = (P' d) W of the rank's rows [n, h]: in S of vocab-2, in T of the others."""
+    logits.product = torch.mm(logits.powers, rows.weight)
 
 
 @torch.no_grad()
-def input_gradient(own: Own, part: Part, factors: Factors) -> torch.Tensor:
-    """Own part of the gradient of x [n, h]: g c A + g (P_y - 1) d_y W_y. A is done with."""
-    assert part.product is not None
+def input_gradient(rows: HeadRows, logits: HeadLogits, factors: Factors) -> torch.Tensor:
+    """The rank's part of the gradient of x [n, h]: g c A + g (P_y - 1) d_y W_y. A is freed."""
+    assert logits.product is not None
     dtype = factors.powers.dtype
-    label = _at_label(part, factors)
-    gradient = part.product.to(dtype).mul_(factors.powers.unsqueeze(1))
-    gradient.addcmul_(label.unsqueeze(1), own.weight[part.labels.columns].to(dtype))
-    if factors.everyone is not None and own.class_weight is not None:
-        weighed = _weighed(own, part, own.class_weight)
+    label = _at_label(logits, factors)
+    gradient = logits.product.to(dtype).mul_(factors.powers.unsqueeze(1))
+    gradient.addcmul_(label.unsqueeze(1), rows.weight[logits.labels.columns].to(dtype))
+    if factors.everyone is not None and rows.class_weight is not None:
+        if logits.slopes is not None:
+            weighed = torch.mm(logits.slopes, rows.weight)
+        else:  # d is one: a single row
+            weighed = torch.mm(rows.class_weight.to(rows.weight.dtype).unsqueeze(0), rows.weight)
         gradient.addcmul_(factors.everyone.unsqueeze(1), weighed.to(dtype), value=-1)
-    part.product = None
-    return gradient.to(part.x.dtype)
+    logits.product = None
+    return gradient.to(logits.x.dtype)
 
 
 @torch.no_grad()
-def weight_gradient(own: Own, part: Part, factors: Factors) -> None:
+def weight_gradient(rows: HeadRows, logits: HeadLogits, factors: Factors) -> None:
     """W.grad += (P' d)ᵀ (g c x), and g (P_y - 1) d_y x to the labels' rows; the bias alike."""
-    label, columns = _at_label(part, factors), part.labels.columns
-    if own.weight.requires_grad:
-        _add_product(own.weight, part.powers, _scaled(part.x, factors.powers))
-        gradient_of(own.weight).index_add_(0, columns, _scaled(part.x, label))
-    if own.bias is not None and own.bias.requires_grad:
-        dtype = own.bias.dtype
-        gradient = gradient_of(own.bias).view(-1)
-        gradient.addmv_(part.powers.t(), factors.powers.to(dtype))
+    label, columns = _at_label(logits, factors), logits.labels.columns
+    if rows.weight.requires_grad:
+        x = _scaled(logits.x, factors.powers)
+        if rows.weight.grad is None:
+            rows.weight.grad = torch.mm(logits.powers.t(), x)
+        else:
+            rows.weight.grad.addmm_(logits.powers.t(), x)
+        gradient_of(rows.weight).index_add_(0, columns, _scaled(logits.x, label))
+    if rows.bias is not None and rows.bias.requires_grad:
+        dtype = rows.bias.dtype
+        gradient = gradient_of(rows.bias).view(-1)
+        gradient.addmv_(logits.powers.t(), factors.powers.to(dtype))
         gradient.index_add_(0, columns, label.to(dtype))
     if factors.everyone is not None:
-        _subtract_everyone(own, part, factors.everyone)
+        _subtract_everyone(rows, logits, factors.everyone)
 
 
-def _importance(
-    vocabulary: Vocabulary, head: Head, weight: torch.Tensor, span: Span
-) -> torch.Tensor | None:
-    """w [k], where the loss asks for it."""
-    if head.class_weight:
-        return vocabulary.tensor(head.class_weight).detach().to(precision(weight.dtype))
-    if not head.label_smoothing:
-        return None
-    ones = torch.zeros(len(weight), dtype=precision(weight.dtype), device=weight.device)
-    ones[: span.size] = 1
-    return ones
-
-
-def _column(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """One column of each row."""
-    return matrix.gather(1, columns.unsqueeze(1)).squeeze(1)
-
-
-def _store(part: Part, rows: slice, powers: torch.Tensor) -> None:
-    """Put the powers of a block where its products were, if they are not there."""
-    block = part.powers[rows]
-    if powers.data_ptr() == block.data_ptr():
-        return
-    if powers.shape == part.powers.shape:
-        part.powers = powers
-    else:
-        block.copy_(powers)
-
-
-def _keep_out(part: Part) -> None:
-    """Take the labels' columns out of the powers."""
-    labels, columns = part.labels, part.labels.columns.unsqueeze(1)
-    others = part.powers.gather(1, columns)
-    part.powers.scatter_(1, columns, others.masked_fill_(labels.owned.unsqueeze(1), 0))
-
-
-def _at_label(part: Part, factors: Factors) -> torch.Tensor:
+def _at_label(logits: HeadLogits, factors: Factors) -> torch.Tensor:
     """g (P_y - 1) d_y of each row."""
-    return factors.label if part.slope is None else factors.label * part.slope
+    return factors.label if logits.slope is None else factors.label * logits.slope
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -234,35 +252,83 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (x * factor.unsqueeze(1)).to(x.dtype)
 
 
-def _add_product(weight: torch.Tensor, powers: torch.Tensor, x: torch.Tensor) -> None:
-    """W.grad += powersᵀ x, without a matrix in between."""
-    if weight.grad is None:
-        weight.grad = torch.mm(powers.t(), x)
-    else:
-        weight.grad.addmm_(powers.t(), x)
-
-
-def _weighed(own: Own, part: Part, importance: torch.Tensor) -> torch.Tensor:
-    """(w d) W [n, h], or one row where d is one."""
-    if part.slopes is not None:
-        return torch.mm(part.slopes, own.weight)
-    return torch.mm(importance.to(own.weight.dtype).unsqueeze(0), own.weight)
-
-
-def _subtract_everyone(own: Own, part: Part, everyone: torch.Tensor) -> None:
-    """What smoothing gives every class, from the gradients of weight and bias."""
-    assert own.class_weight is not None
-    for parameter in (own.weight, own.bias):
+def _subtract_everyone(rows: HeadRows, logits: HeadLogits, everyone: torch.Tensor) -> None:
+    """Subtract the smoothing's part for every class from the gradients of weight and bias."""
+    assert rows.class_weight is not None
+    for parameter in (rows.weight, rows.bias):
         if parameter is None or not parameter.requires_grad:
             continue
         dtype = parameter.dtype
         x = (
-            _scaled(part.x, everyone)
-            if parameter is own.weight
+            _scaled(logits.x, everyone)
+            if parameter is rows.weight
             else everyone.to(dtype).unsqueeze(1)
         )
-        if part.slopes is not None:
-            change = (part.slopes.t(), x)
+        if logits.slopes is not None:
+            change = (logits.slopes.t(), x)
         else:
-            change = (own.class_weight.to(dtype).unsqueeze(1), x.sum(0, keepdim=True))
-        gradient_of(parameter).view(len(own.weight), -1).addmm_(*change, alpha=-1)
+            change = (rows.class_weight.to(dtype).unsqueeze(1), x.sum(0, keepdim=True))
+        gradient_of(parameter).view(len(rows.weight), -1).addmm_(*change, alpha=-1)
+
+
+def stacked(statistics: Statistics) -> torch.Tensor:
+    """One tensor [numbers, n], for the exchange."""
+    return torch.stack([numbers for numbers in statistics if numbers is not None])
+
+
+def combined(parts: torch.Tensor) -> Statistics:
+    """The statistics of all columns, from those of each rank [ranks, numbers, n]."""
+    largest = parts[:, 0].amax(0)
+    total = (parts[:, 1] * torch.exp(parts[:, 0] - largest)).sum(0)
+    return Statistics(largest, total, *parts[:, 2:].sum(0))
+
+
+def undivided(statistics: Statistics) -> Statistics:
+    """The statistics of columns whose powers are not divided by their sum."""
+    return statistics._replace(total=torch.ones_like(statistics.total))
+
+
+def log_powers(whole: Statistics) -> torch.Tensor:
+    """log P of each row's label."""
+    return whole.label - whole.largest - whole.total.log()
+
+
+def loss(head: Head, classes: int, labels: Labels, whole: Statistics) -> torch.Tensor:
+    """The loss of a micro-batch, a scalar."""
+    epsilon = head.label_smoothing
+    rows = -log_powers(whole)
+    if whole.weight is not None:
+        rows = rows * whole.weight
+    if whole.weighted is not None and whole.mass is not None and epsilon:
+        everyone = whole.mass * (whole.largest + whole.total.log()) - whole.weighted
+        rows = (1 - epsilon) * rows + epsilon / classes * everyone
+    rows = torch.where(labels.counted, rows, 0)
+    return head.scale * rows.sum() / _divisor(head, labels, whole)
+
+
+def factors(
+    head: Head, classes: int, labels: Labels, part: Statistics, whole: Statistics, share: float
+) -> Factors:
+    """The gradient of `share` times the loss by the logits of a rank, with statistics `part`.
+
+    Rows that do not count have none, even where nothing does and the loss is a NaN, as in eager.
+    """
+    epsilon = head.label_smoothing
+    each = share * head.scale / _divisor(head, labels, whole)
+    weight = torch.ones_like(whole.total) if whole.weight is None else whole.weight
+    label = torch.where(labels.counted, each * weight * (1 - epsilon), 0)
+    powers, everyone = label, None
+    if epsilon and whole.mass is not None:
+        everyone = torch.where(labels.counted, each * epsilon / classes, 0)
+        powers = label + everyone * whole.mass
+    ratio = part.total * torch.exp(part.largest - whole.largest) / whole.total
+    at_label = torch.where(labels.owned, powers * log_powers(whole).exp() - label, 0)
+    return Factors(powers * ratio, at_label, everyone)
+
+
+def _divisor(head: Head, labels: Labels, whole: Statistics) -> torch.Tensor:
+    """The divisor of the sum over rows."""
+    if head.reduction != "mean":
+        return whole.total.new_ones(())
+    weight = torch.ones_like(whole.total) if whole.weight is None else whole.weight
+    return torch.where(labels.counted, weight, 0).sum()

@@ -12,6 +12,7 @@ gradient edge, so that its memory is free once it is sent.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,22 +23,29 @@ from torch.autograd.graph import get_gradient_edge
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import active
-from parcompiler.runtime.chance import mixed, seeded
 from parcompiler.runtime.channels import EVALUATION, TRAINING, Channels
+from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.deferred import Deferral, finish
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
-from parcompiler.runtime.spread import Spread
+from parcompiler.runtime.rng import mixed, seeded
 from parcompiler.runtime.stage import Stage
-from parcompiler.runtime.state import Awaited, Key, Saved, State, shared
-from parcompiler.runtime.turns import Turn
+from parcompiler.runtime.state import (
+    Awaited,
+    Key,
+    SavedForBackward,
+    StepState,
+    key_of,
+    share_tensors,
+)
 from parcompiler.runtime.versions import Versions
 from parcompiler.runtime.vocabulary import Vocabulary
+from parcompiler.runtime.vocabulary_passes import VocabularyPasses
 
 Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
 
 
-class Record(NamedTuple):
+class InstructionTime(NamedTuple):
     """When an instruction ran, in seconds since the step began; `waited` of them for messages."""
 
     instruction: Instruction
@@ -59,12 +67,12 @@ class Interpreter:
         self.program = program
         self.stages = stages
         self.channels = channels
-        self.tensors = shared(stages)
-        self._spread: Spread | None = None
+        self.tensors = share_tensors(stages)
+        self._passes: VocabularyPasses | None = None
         if vocabulary is not None:
             self.tensors |= dict(vocabulary.tensors())
-            self._spread = Spread(program, vocabulary, self._received)
-        self.chance: Around | None = None
+            self._passes = VocabularyPasses(program, vocabulary, self._received)
+        self.draws: Around | None = None
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
@@ -87,7 +95,7 @@ class Interpreter:
             name: {i.peer for i in program.evaluation if i.kind is Kind.SEND and i.value == name}
             for name in program.values
         }
-        self._verbs: dict[Kind, Callable[[State, Instruction], None]] = {
+        self._verbs: dict[Kind, Callable[[StepState, Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -98,14 +106,14 @@ class Interpreter:
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.SHARE_LOSS: self._share_loss,
         }
-        if self._spread is not None:
-            self._verbs |= self._spread.verbs
+        if self._passes is not None:
+            self._verbs |= self._passes.verbs
 
     def check(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Raise InputError for words that are not in a table of the vocabulary's rows."""
-        if self._spread is not None:
+        if self._passes is not None:
             for batch in microbatches:
-                self._spread.check(batch)
+                self._passes.check(batch)
 
     def run(
         self,
@@ -113,18 +121,18 @@ class Interpreter:
         microbatches: Sequence[Mapping[str, torch.Tensor]],
         *,
         training: bool,
-        record: list[Record] | None = None,
+        record: list[InstructionTime] | None = None,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        """Execute a list; returns the mean loss of the step. Gradients are those of that times
-        `scale`."""
-        state = State(microbatches, training, scale=scale)
+        """Execute a list; returns the mean loss of the step. Gradients are those of the mean loss
+        times `scale`."""
+        state = StepState(microbatches, training, scale=scale)
         self.channels.tag = TRAINING if training else EVALUATION
         self._reduction.begin(self.channels)
-        if self._spread is not None:
-            self._spread.begin(self.channels, state)
+        if self._passes is not None:
+            self._passes.begin(self.channels, state)
         if (axis := active()) is not None:
-            axis.left.clear()  # of a step that failed
+            axis.summands.clear()  # of a step that failed
         self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
@@ -135,18 +143,20 @@ class Interpreter:
                 if record is not None:
                     self._synchronize()
                     end = time.perf_counter()
-                    record.append(Record(self.current, begin - start, end - start, self._waited))
+                    record.append(
+                        InstructionTime(self.current, begin - start, end - start, self._waited)
+                    )
             self._end(start, record)
         self.current = None
         self._step += training  # so that an evaluation between steps changes none of their draws
         assert state.mean is not None
         return state.mean
 
-    def _end(self, start: float, record: list[Record] | None) -> None:
-        """Wait for what was only started: sums of gradients (the last instruction waits), sends."""
+    def _end(self, start: float, record: list[InstructionTime] | None) -> None:
+        """Wait for the sums of gradients, whose time is that of the last instruction, and sends."""
         begin = time.perf_counter()
-        if self._spread is not None:
-            self._spread.end()
+        if self._passes is not None:
+            self._passes.end()
         for line in self._reduction.wait():
             self.current = line  # when one fails, this is the instruction that says so
         if record:
@@ -155,54 +165,47 @@ class Interpreter:
             record[-1] = last._replace(end=end - start, waited=last.waited + end - begin)
         self.channels.flush()
 
-    def _forward(self, state: State, instruction: Instruction) -> None:
+    def _forward(self, state: StepState, instruction: Instruction) -> None:
         """Run a stage's module and keep what its backward and the sends need."""
         j, i = _numbers(instruction)
         stage = self.stages[j]
         arguments = {name: state.microbatches[i][name] for name in stage.inputs}
         arguments |= {name: self._take(state, (name, i)) for name in stage.receives}
-        with self._drawing(stage, j, i), self._deferring(state, j):
-            outputs = self._called(state, stage, j, i, arguments)
+        backward_follows = state.training and j in self._trained
+        split = state.training and j in self._split
+        with self._drawing(stage, j, i), self._deferral.forward() if split else nullcontext():
+            if backward_follows and self._versions is not None:  # updates come before it
+                outputs = self._versions.forward(stage, j, i, arguments)
+            else:
+                outputs = stage(**arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         results = dict(zip(stage.gives, outputs, strict=False))
         loss = outputs[-1] if stage.loss else None
         if loss is not None:
             state.losses[i] = loss.detach()
-        if state.training and j in self._trained:
+        if backward_follows:
             edges = {
                 name: get_gradient_edge(tensor)
                 for name, tensor in results.items()
                 if tensor.requires_grad and self._carries(state, (name, i))
             }
-            state.saved[j, i] = Saved(edges, loss)
+            state.saved[j, i] = SavedForBackward(edges, loss)
         for name, tensor in results.items():
             self._give(state, (name, i), tensor.detach())
         if state.training and j not in self._trained:
             for name in stage.receives:
                 self._finish(state, (name, i))
 
-    def _called(
-        self, state: State, stage: Stage, j: int, i: int, arguments: Mapping[str, torch.Tensor]
-    ) -> Any:
-        """What a stage returns; a program with updates keeps the weights for the backward."""
-        if state.training and self._versions is not None and j in self._trained:
-            return self._versions.forward(stage, j, i, arguments)
-        return stage(**arguments)
-
     def _drawing(self, stage: Stage, j: int, i: int) -> AbstractContextManager[object]:
         """The random numbers of one forward: a function of seed, step, stage and micro-batch."""
         if not stage.random:
             return nullcontext()
-        if self.chance is not None:
-            return self.chance(j, i)
+        if self.draws is not None:
+            return self.draws(j, i)
         number = self.program.microbatch(i)  # so that data ranks draw differently
         return seeded(mixed(self.seed, self._step, j, number), self.channels.device)
 
-    def _deferring(self, state: State, j: int) -> AbstractContextManager[object]:
-        """Around a forward whose backward comes in two parts."""
-        return self._deferral.forward() if state.training and j in self._split else nullcontext()
-
-    def _take(self, state: State, key: Key) -> torch.Tensor:
+    def _take(self, state: StepState, key: Key) -> torch.Tensor:
         """A value that another stage made: a leaf that collects its gradient."""
         if key not in state.arrived:
             tensor = self._awaited(state.receipts.pop(key))
@@ -213,47 +216,47 @@ class Interpreter:
         return tensor
 
     def _awaited(self, message: Awaited) -> torch.Tensor:
-        """The tensor of a message; while it does not come, this rank is at the line of it."""
+        """The tensor of a message; until it comes, `current` is the line of the message."""
         computing, self.current = self.current, message.line
-        tensor = self._received(message.turn)
+        tensor = self._received(message.pending)
         self.current = computing
         return tensor
 
-    def _received(self, receipt: Turn) -> torch.Tensor:
-        """The tensor of a message; the time that this takes is no part of the compute."""
+    def _received(self, pending: Pending) -> torch.Tensor:
+        """The tensor of a message; the time of waiting is counted apart from the compute."""
         if not self._recording:
-            return cast(torch.Tensor, receipt.wait())
+            return cast(torch.Tensor, pending.wait())
         begin = time.perf_counter()
-        tensor: torch.Tensor = receipt.wait()
+        tensor: torch.Tensor = pending.wait()
         self._synchronize()
         self._waited += time.perf_counter() - begin
         return tensor
 
-    def _release(self, state: State, key: Key) -> None:
+    def _release(self, state: StepState, key: Key) -> None:
         """Forget an arrived value after its last use on this rank."""
         state.used[key] += 1
         if state.used[key] == len(self._consumers[key[0]]):
             del state.arrived[key], state.used[key]
 
-    def _carries(self, state: State, key: Key) -> bool:
+    def _carries(self, state: StepState, key: Key) -> bool:
         """Whether a gradient comes back for a value in this run."""
         return state.training and self.program.values[key[0]].differentiable
 
-    def _give(self, state: State, key: Key, tensor: torch.Tensor) -> None:
-        """Keep a result for the sends, and hand it to the stages of this rank without a copy."""
+    def _give(self, state: StepState, key: Key, tensor: torch.Tensor) -> None:
+        """Keep a result for the sends, and give it to the stages of this rank without a copy."""
         if self._remote[key[0]]:
             state.results[key] = tensor
         if self._consumers[key[0]]:
             state.arrived[key] = tensor.detach().requires_grad_(self._carries(state, key))
-        if self._spread is not None:
-            self._spread.give(key, tensor)
+        if self._passes is not None:
+            self._passes.take(key, tensor)
 
-    def _backward(self, state: State, instruction: Instruction) -> None:
+    def _backward(self, state: StepState, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""
         with self._reduction.watching(instruction):
             self._go_back(state, instruction)
 
-    def _go_back(self, state: State, instruction: Instruction) -> None:
+    def _go_back(self, state: StepState, instruction: Instruction) -> None:
         """Run autograd from the results of a stage, and its loss, to its inputs."""
         j, i = _numbers(instruction)
         saved = state.saved.pop((j, i))
@@ -270,34 +273,31 @@ class Interpreter:
             share *= self.program.data  # the gradients of data ranks are summed
             gradients.append(torch.full_like(saved.loss, state.scale / share))
         if roots:
-            with self._expecting(instruction):
+            axis = active()  # tensor ranks add up some gradients in the last backward of a stage
+            more = instruction not in self._last
+            with nullcontext() if axis is None else axis.expecting(more):
                 torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
             self._finish(state, (name, i))
 
-    def _expecting(self, backward: Instruction) -> AbstractContextManager[object]:
-        """Around a backward: tensor ranks add up some gradients in the last one of a stage."""
-        axis = active()
-        return nullcontext() if axis is None else axis.expecting(backward not in self._last)
-
-    def _backward_input(self, state: State, instruction: Instruction) -> None:
+    def _backward_input(self, state: StepState, instruction: Instruction) -> None:
         """A backward that leaves the products for weights to BACKWARD_WEIGHT."""
         with self._deferral.collect() as products:
             self._go_back(state, instruction)
         state.products[_numbers(instruction)] = products
 
-    def _backward_weight(self, state: State, instruction: Instruction) -> None:
+    def _backward_weight(self, state: StepState, instruction: Instruction) -> None:
         """The products that BACKWARD_INPUT left."""
         finish(state.products.pop(_numbers(instruction)))
 
-    def _update(self, state: State, instruction: Instruction) -> None:
+    def _update(self, state: StepState, instruction: Instruction) -> None:
         """An optimizer step by the gradients of one micro-batch."""
         j, i = _numbers(instruction)
         assert self._versions is not None
         assert self.update is not None
         self._versions.update(self.stages[j], j, i, self.update)
 
-    def _gradient(self, state: State, key: Key) -> torch.Tensor | None:
+    def _gradient(self, state: StepState, key: Key) -> torch.Tensor | None:
         """The gradient of a value: the sum over the ranks and stages that used it."""
         parts = [self._awaited(message) for message in state.gradient_receipts.pop(key, [])]
         if self._consumers[key[0]]:
@@ -305,12 +305,9 @@ class Interpreter:
             parts += [] if local is None else [local]
         if not parts:
             return None
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return functools.reduce(torch.add, parts)
 
-    def _finish(self, state: State, key: Key) -> None:
+    def _finish(self, state: StepState, key: Key) -> None:
         """After the last use of a value: its gradient is complete."""
         if any(key[0] in self.stages[j].gives for j in self._trained):
             return  # its stage is here, whose backward takes the gradient from the leaf
@@ -322,9 +319,9 @@ class Interpreter:
                 state.results[key] = torch.zeros_like(leaf) if gradient is None else gradient
             del state.used[key]
 
-    def _send(self, state: State, instruction: Instruction) -> None:
+    def _send(self, state: StepState, instruction: Instruction) -> None:
         """Start sending a value, or its gradient, and drop it when no other rank needs it."""
-        key = _key(instruction)
+        key = key_of(instruction)
         assert instruction.peer is not None
         value = self.program.values[key[0]]
         self.channels.send(state.results[key], value, instruction.peer)
@@ -333,9 +330,9 @@ class Interpreter:
         if state.sent[key] == peers:
             del state.results[key], state.sent[key]
 
-    def _receive(self, state: State, instruction: Instruction) -> None:
+    def _receive(self, state: StepState, instruction: Instruction) -> None:
         """Post a receive; the compute instruction that uses it waits for it."""
-        key = _key(instruction)
+        key = key_of(instruction)
         assert instruction.peer is not None
         receipt = self.channels.receive(self.program.values[key[0]], instruction.peer)
         message = Awaited(instruction, receipt)
@@ -344,15 +341,15 @@ class Interpreter:
         else:
             state.receipts[key] = message
 
-    def _reduce_gradients(self, state: State, instruction: Instruction) -> None:
+    def _reduce_gradients(self, state: StepState, instruction: Instruction) -> None:
         """Start summing gradients over ranks, if they are not being summed already."""
         self._reduction.start(instruction)
 
-    def _share_loss(self, state: State, instruction: Instruction) -> None:
+    def _share_loss(self, state: StepState, instruction: Instruction) -> None:
         """Give every rank the mean loss over the micro-batches, and over the data ranks."""
         assert instruction.peer is not None
-        if self._spread is not None:
-            self._spread.settle(state)
+        if self._passes is not None:
+            self._passes.settle(state)
             if not self.program.is_near(instruction.peer):
                 state.losses.clear()  # the head is on all ranks: the loss counts once
         if state.losses:
@@ -377,10 +374,3 @@ def _numbers(instruction: Instruction) -> tuple[int, int]:
     assert instruction.stage is not None
     assert instruction.microbatch is not None
     return instruction.stage, instruction.microbatch
-
-
-def _key(instruction: Instruction) -> Key:
-    """Value and micro-batch of a message."""
-    assert instruction.value is not None
-    assert instruction.microbatch is not None
-    return instruction.value, instruction.microbatch

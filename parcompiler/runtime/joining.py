@@ -1,4 +1,4 @@
-"""How a process becomes a rank: torch.distributed is started from torchrun's environment."""
+"""How a process becomes a rank: its device, and torch.distributed from torchrun's environment."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.device import backend_of
 from parcompiler.runtime.program import RankProgram
 
+OVERRIDE = "PARCOMPILER_DEVICE"
 _STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by where its ranks meet
 
 
@@ -51,6 +51,16 @@ def start(
             world_size=program.size,
             timeout=timeout,
         )
+
+
+def current_rank(size: int) -> int:
+    """The rank of this process. Raises LaunchError when it cannot be one of `size`."""
+    if dist.is_initialized():
+        rank, number = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, number = place() or (0, 1)
+    _check_size(size, number)
+    return rank
 
 
 def place() -> tuple[int, int] | None:
@@ -104,12 +114,47 @@ def _rendezvous(timeout: timedelta) -> dist.Store:
 
 def _check_place(program: RankProgram, rank: int, size: int) -> None:
     """Refuse a number of processes that is not the plan's, and the program of another rank."""
-    if size != program.size:
-        message = (
-            f"the plan needs {program.size} processes ({size} started): "
-            f"torchrun --nproc-per-node {program.size}, or nodes × processes that multiply to it"
-        )
-        raise LaunchError(message)
+    _check_size(program.size, size)
     if rank != program.rank:
         message = f"this is rank {rank} with the program of rank {program.rank}"
         raise LaunchError(message)
+
+
+def _check_size(size: int, processes: int) -> None:
+    """Refuse a number of processes that is not the plan's."""
+    if processes != size:
+        message = (
+            f"the plan needs {size} processes ({processes} started): "
+            f"torchrun --nproc-per-node {size}, or nodes × processes that multiply to it"
+        )
+        raise LaunchError(message)
+
+
+def rank_device(planned: str) -> torch.device:
+    """The device of this process for a plan made for `planned` (a name such as "cpu" or "h100").
+
+    A plan for "cpu", or for a measured one such as "cpu-measured", runs on the CPU, any other on
+    the CUDA device of this process's LOCAL_RANK; PARCOMPILER_DEVICE, "cpu" or "cuda", says
+    otherwise. Raises LaunchError without such a device.
+    """
+    on_cpu = planned == "cpu" or planned.startswith("cpu-")
+    wanted = os.environ.get(OVERRIDE) or ("cpu" if on_cpu else "cuda")
+    if wanted not in ("cpu", "cuda"):
+        message = f"{OVERRIDE} must be 'cpu' or 'cuda' ({wanted!r} given)"
+        raise LaunchError(message)
+    if wanted == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        message = (
+            f"the plan is for device {planned!r} and needs CUDA device {index} ({count} found); "
+            f"{OVERRIDE}=cpu runs it on the CPU"
+        )
+        raise LaunchError(message)
+    return torch.device("cuda", index)
+
+
+def backend_of(device: torch.device) -> str:
+    """The torch.distributed backend for tensors on `device`."""
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""Embeddings whose rows are on several ranks: each looks up its own, and the sum is the whole.
+"""Embeddings whose rows are on several ranks: each looks up its rows, and the sum is the whole.
 
 >>> table, words = torch.arange(8.0).view(4, 2), torch.tensor([3, 0])
 >>> parts = [embed(table[:2], words, Span(0, 2)), embed(table[2:], words, Span(2, 2))]
@@ -23,35 +23,35 @@ class Located(NamedTuple):
     rows: torch.Tensor
 
 
-def located(words: torch.Tensor, own: Span, rows: int) -> Located:
-    """Where each word stands on the rank that holds `own`, padded to `rows`.
+def located(words: torch.Tensor, span: Span, rows: int) -> Located:
+    """Where each word stands on the rank that holds the rows `span`, padded to `rows`.
 
-    What is not here gets different rows: zeros that are added to them do not queue for one.
+    Words of other ranks get different rows, so that adding zeros to them is not serialised.
     """
-    words = words.long() - own.start
-    owned = (words >= 0) & (words < own.size)
+    words = words.long() - span.start
+    owned = (words >= 0) & (words < span.size)
     elsewhere = torch.arange(words.numel(), device=words.device).view_as(words) % rows
     return Located(owned, torch.where(owned, words, elsewhere))
 
 
-def embed(weight: torch.Tensor, words: torch.Tensor, own: Span) -> torch.Tensor:
-    """Own rows of `weight` [k, h] for `words` [...], zeros for those of others: [..., h]."""
-    at = located(words, own, weight.shape[0])
-    found = weight.detach()[at.rows]
-    return found.masked_fill_(~at.owned.unsqueeze(-1), 0)
+def embed(weight: torch.Tensor, words: torch.Tensor, span: Span) -> torch.Tensor:
+    """Rows of `weight` [k, h] for `words` [...], zeros for words of other ranks: [..., h]."""
+    at = located(words, span, weight.shape[0])
+    rows = weight.detach()[at.rows]
+    return rows.masked_fill_(~at.owned.unsqueeze(-1), 0)
 
 
 def embed_backward(
     weight: torch.Tensor,
     words: torch.Tensor,
-    own: Span,
+    span: Span,
     gradient: torch.Tensor,
     padding: int | None = None,
 ) -> None:
-    """Add the gradient [..., h] of the whole lookup to own rows; that of `padding` stays."""
+    """Add the gradient [..., h] of the whole lookup to the rows here; that of `padding` stays."""
     if not weight.requires_grad:
         return
-    at = located(words, own, weight.shape[0])
+    at = located(words, span, weight.shape[0])
     owned = at.owned if padding is None else at.owned & (words != padding)
     gradient = torch.where(owned.unsqueeze(-1), gradient, 0).to(weight.dtype)
     width = weight.shape[1]
@@ -65,7 +65,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def check(numbers: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
+def check(numbers: torch.Tensor, size: int, subject: str, ignored: int | None = None) -> None:
     """Refuse numbers outside [0, size), but `ignored`: eager would, and a sum of rows would not.
 
     Raises InputError on the CPU; elsewhere it is an assertion of the device.
@@ -74,9 +74,9 @@ def check(numbers: torch.Tensor, size: int, what: str, ignored: int | None = Non
     if ignored is not None:
         wrong &= numbers != ignored
     if numbers.device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"{what}: outside of 0 ... {size - 1}")
+        torch._assert_async(~wrong.any(), f"{subject}: outside of 0 ... {size - 1}")
     elif wrong.any():
         one = int(numbers[wrong][0])
         also = "" if ignored is None else f" or {ignored}, which is ignored"
-        message = f"{what} must be from 0 to {size - 1}{also} ({one} given)"
+        message = f"{subject} must be from 0 to {size - 1}{also} ({one} given)"
         raise InputError(message)

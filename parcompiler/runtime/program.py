@@ -1,4 +1,4 @@
-"""What one rank does: a plain value that an emitted script can write down.
+"""The program of one rank: a plain value that an emitted script can write down.
 
 Shapes are those of one micro-batch. Nothing here computes or communicates.
 """
@@ -58,7 +58,7 @@ class RankProgram:
     With several ranks along `data`, the ranks of channels and tied tensors are pipeline
     coordinates: they stand for the ranks there of every data coordinate. Those of instructions
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
-    tensors of which each of the `tensor` ranks of a line holds a piece; `rows` are those of which
+    tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
     every rank of a pipeline holds rows, with the number of rows on the whole. `narrow` is the
     16-bit dtype of parameters that have masters in float32. `unsaved` are the tensors that the
     model's state dict has not.
@@ -101,7 +101,7 @@ class RankProgram:
 
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
-        places = {item.ranks for item in self.tied.values()}
+        places = {tied.ranks for tied in self.tied.values()}
         if self.data > 1:
             places |= {(position,) for position in range(self.grid.pipeline)}
         grid = self.grid
@@ -114,6 +114,13 @@ class RankProgram:
     def microbatch(self, i: int) -> int:
         """The number of this rank's micro-batch `i` among those of all data coordinates."""
         return self.coordinate.data * self.microbatches + i
+
+    def in_form(self, batch: Mapping[str, torch.Tensor]) -> object:
+        """A batch by keys in the form of the compiled inputs: itself, or a tuple of positions."""
+        if not self.positional:
+            return batch
+        last = max(int(key.partition(".")[0]) for key in batch)
+        return tuple(batch.get(str(position)) for position in range(last + 1))
 
     @classmethod
     def parsed(cls, *, instructions: str, evaluation: str, **fields: object) -> RankProgram:
@@ -160,10 +167,10 @@ def of_first(lines: Iterable[Instruction], microbatches: int) -> tuple[Instructi
 def channels_of(lists: tuple[tuple[Instruction, ...], ...]) -> tuple[tuple[int, int], ...]:
     """The directed pairs (from, to) of ranks that exchange messages, sorted."""
     pairs = {
-        (rank, item.peer)
+        (rank, line.peer)
         for rank, instructions in enumerate(lists)
-        for item in instructions
-        if item.kind is Kind.SEND and item.peer is not None
+        for line in instructions
+        if line.kind is Kind.SEND and line.peer is not None
     }
     return tuple(sorted(pairs))
 

@@ -4,9 +4,9 @@
     backward    x ──► layer ──► …           what the layer's backward needs, once more
                 dx ◄── layer ◄── dy
 
-The second run does the same to the bit: the same random numbers (seeded, or those of a proof), the
-same weights (also when they have been updated since, see `versions`), and linear layers that leave
-the same products for later (see `deferred`).
+The second run does the same to the bit: the same random numbers (see `rng`), the same weights (also
+when they have been updated since, see `versions`), and linear layers that leave the same products
+for later (see `deferred`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from parcompiler.runtime import axis, chance, deferred
+from parcompiler.runtime import axis, deferred, rng
 
 
 def recomputed(layer: nn.Module, *tensors: torch.Tensor) -> Any:
@@ -46,19 +46,19 @@ def _with_weights(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the forward, and what its repetition."""
-    drawn, deferral, line = chance.current(), deferred.current(), axis.active()
-    return nullcontext(), _again(drawn.resumed() if drawn else None, deferral, line)
+    """The contexts of the forward and of its repetition."""
+    draws, deferral, group = rng.current(), deferred.current(), axis.active()
+    return nullcontext(), _again(draws.resumed() if draws else None, deferral, group)
 
 
 @contextmanager
 def _again(
-    drawn: chance.Chance | None, deferral: deferred.Deferral | None, line: axis.Axis | None
+    draws: rng.SeededDraws | None, deferral: deferred.Deferral | None, group: axis.Axis | None
 ) -> Iterator[None]:
-    """Within it, layers do what they did where this was made."""
+    """Within it, layers run in the contexts of the forward."""
     with (
-        drawn or nullcontext(),
+        draws or nullcontext(),
         deferral.forward() if deferral else nullcontext(),
-        line.active() if line else nullcontext(),
+        group.active() if group else nullcontext(),
     ):
         yield

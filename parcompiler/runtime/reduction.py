@@ -3,7 +3,7 @@
     last BACKWARD    w3 w2 | w1 w0                  gradients, in the order they become final
     bucket_0               ╘═ w3 + w2 ══════╗       [1] started within the backward
     bucket_1                       ╘═ w1 + w0 ══╗
-    REDUCE_GRADIENTS lines           ·          ║   [2] what is not started yet starts here
+    REDUCE_GRADIENTS lines           ·          ║   [2] sums not started yet start here
     end of the step                             ╩   waits for all of them
 
 A bucket is one flat tensor. The gradients are copied into it once, and then are views of it, so
@@ -25,11 +25,11 @@ from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.program import RankProgram
 
-Work = tuple[int, Any]  # the number of a sum, and what to wait for
+Work = tuple[int, Any]  # the number of a sum, and its work
 
 
 class Summing(Protocol):
-    """What can add up tensors over ranks: the channels."""
+    """Adds up tensors over ranks, as the channels do."""
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any: ...
 
@@ -45,7 +45,7 @@ class Reduction:
         self._number = {line: k for k, line in enumerate(self.lines)}
         self._behind = _behind(lines, self._number, program)
         self._watched: dict[int, int] = {}  # the sum of each tensor (by id) that may become final
-        self._left: list[int] = []  # tensors of each sum that are not final
+        self._pending: list[int] = []  # tensors of each sum that are not final
         self._works: list[Work] = []
         self._started = 0
         self._channels: Summing | None = None
@@ -56,13 +56,13 @@ class Reduction:
     def begin(self, channels: Summing) -> None:
         """Begin a step: no gradient is final."""
         self._channels = channels
-        self._left = list(map(len, self._tensors))
+        self._pending = list(map(len, self._tensors))
         self._works = []
         self._started = 0
 
     @contextmanager
     def watching(self, backward: Instruction) -> Iterator[None]:
-        """Within it, `backward` runs: what becomes final by it may start."""
+        """Around `backward`: sums of gradients that it makes final may start."""
         numbers = self._behind.get(backward, ())
         self._watched = {id(tensor): k for k in numbers for tensor in self._tensors[k]}
         try:
@@ -86,15 +86,16 @@ class Reduction:
         """Autograd has added to the gradient of a tensor."""
         k = self._watched.get(id(tensor))
         if k is not None:
-            self._left[k] -= 1
-            while self._started < len(self._left) and not self._left[self._started]:
+            self._pending[k] -= 1
+            while self._started < len(self._pending) and not self._pending[self._started]:
                 self._start(self._started)
 
     def _start(self, k: int) -> None:
         """Start a sum."""
         assert self._channels is not None
         with torch.no_grad():
-            gradients = _required(self._tensors[k]) if self._tied[k] else _flat(self._tensors[k])
+            tensors = self._tensors[k]
+            gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
             self._works.append((k, self._channels.sum(gradients, self.lines[k].ranks)))
         self._started += 1
 
@@ -113,20 +114,19 @@ def _behind(
     lines: Sequence[Instruction], number: Mapping[Instruction, int], program: RankProgram
 ) -> dict[Instruction, list[int]]:
     """For whole backwards the buckets that stand behind them, before anything goes back again."""
-    found: dict[Instruction, list[int]] = {}
+    behind: dict[Instruction, list[int]] = {}
     latest: Instruction | None = None
     for line in lines:
         if line.kind in BACKWARDS or line.kind is Kind.BACKWARD_WEIGHT:
             latest = line
         elif line.value in program.buckets and line in number and latest is not None:
             if latest.kind is Kind.BACKWARD:
-                found.setdefault(latest, []).append(number[line])
-    return found
+                behind.setdefault(latest, []).append(number[line])
+    return behind
 
 
-def _required(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gradient of a tied tensor, also where this rank has none: others may."""
-    (tensor,) = tensors
+def _contiguous_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor; zeros for a tied one without, as other ranks may have some."""
     tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else in_memory(tensor.grad)
     return tensor.grad
 
@@ -137,7 +137,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     A parameter without a gradient has none on any data rank, and so has none afterwards.
     """
     if len(tensors) == 1 and tensors[0].grad is not None:
-        return _required(tensors)
+        return _contiguous_gradient(tensors[0])
     flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     views = [
         piece.view_as(tensor)

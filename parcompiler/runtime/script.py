@@ -6,13 +6,13 @@ torchrun --nproc-per-node 2 out/main.py --steps 10 --data batches.safetensors
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime import weights
+from parcompiler.runtime import files
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
@@ -84,24 +84,25 @@ def _batches(program: RankProgram, options: argparse.Namespace) -> Iterator[obje
 
 def random_batch(program: RankProgram, generator: torch.Generator) -> object:
     """A batch of normal floats and of integers below the bounds that the model sets."""
-    return _batch(program, {n: _random(program, n, generator) for n in program.inputs})
+    specs = program.inputs.items()
+    return program.in_form({spec.key: _random(program, n, generator) for n, spec in specs})
 
 
 def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
     """The batches of a file, round and round; what has no rows is in every batch."""
-    tensors = dict(weights.read(path))
-    found: dict[str, torch.Tensor] = {}
-    for name, spec in program.inputs.items():
+    tensors = dict(files.read(path))
+    rows: dict[str, int] = {}  # of a batch
+    for spec in program.inputs.values():
         if spec.key not in tensors:
             message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
             raise InputError(message)
-        found[name] = tensors[spec.key]
-        if spec.shape and not found[name].ndim:
+        if spec.shape and not tensors[spec.key].ndim:
             message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
             raise InputError(message)
-    rows = {n: s.shape[0] * program.microbatches for n, s in program.inputs.items() if s.shape}
+        if spec.shape:
+            rows[spec.key] = spec.shape[0] * program.microbatches
     ranks = program.data
-    count = min((found[name].shape[0] // rows[name] for name in rows), default=ranks)
+    count = min((tensors[key].shape[0] // number for key, number in rows.items()), default=ranks)
     if count < ranks:
         each = "" if ranks == 1 else f" for each of {ranks} data ranks"
         message = (
@@ -110,15 +111,9 @@ def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
         raise InputError(message)
     while True:
         for index in range(program.coordinate.data, count // ranks * ranks, ranks):
-            yield _batch(
-                program,
-                {
-                    name: tensor.narrow(0, index * rows[name], rows[name])
-                    if name in rows
-                    else tensor
-                    for name, tensor in found.items()
-                },
-            )
+            batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}
+            parts = {k: batch[k].narrow(0, index * number, number) for k, number in rows.items()}
+            yield program.in_form(batch | parts)
 
 
 def _random(program: RankProgram, name: str, generator: torch.Generator) -> torch.Tensor:
@@ -130,12 +125,3 @@ def _random(program: RankProgram, name: str, generator: torch.Generator) -> torc
         return torch.randn(shape, generator=generator, dtype=kind).to(spec.dtype)
     high = 2 if spec.high is None else spec.high
     return torch.randint(0, high, shape, generator=generator).to(spec.dtype)
-
-
-def _batch(program: RankProgram, tensors: Mapping[str, torch.Tensor]) -> object:
-    """Tensors by the names of stages, in the form of the compiled inputs."""
-    by_key = {program.inputs[name].key: tensor for name, tensor in tensors.items()}
-    if program.positional:
-        last = max(int(key.partition(".")[0]) for key in by_key)
-        return tuple(by_key.get(str(position)) for position in range(last + 1))
-    return by_key

@@ -1,4 +1,4 @@
-"""Operators that a rank computes otherwise when it holds a piece of their operands.
+"""Operators whose operands are in pieces on the tensor ranks.
 
 embedding, embedding_bag    the rows of its piece of a table: zeros for all others, to be added up
 cross_entropy               of the logits of its classes: ranks exchange two numbers a row
@@ -22,7 +22,7 @@ from parcompiler.runtime.axis import Axis, current
 def embedding(
     indices: torch.Tensor, weight: torch.Tensor, size: int, padding_idx: int = -1
 ) -> torch.Tensor:
-    """Rows of a table of `size` rows, of which `weight` [own rows, h] are this rank's."""
+    """Rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's."""
     position, inside, padding = _places(indices, size, padding_idx)
     rows = torch.embedding(weight, position, padding)
     return rows.masked_fill(~inside.unsqueeze(-1), 0)
@@ -37,15 +37,15 @@ def embedding_bag(
     per_sample_weights: torch.Tensor | None = None,
     include_last_offset: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Sums of rows of a table of `size` rows, of which `weight` [own rows, h] are this rank's."""
+    """Sums of rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's."""
     position, inside, _ = _places(indices, size, -1)
     weights = inside.to(weight.dtype)
     if per_sample_weights is not None:
         weights = weights * per_sample_weights
-    found: tuple[torch.Tensor, ...] = torch.embedding_bag(
+    sums: tuple[torch.Tensor, ...] = torch.embedding_bag(
         weight, position, offsets, False, 0, False, weights, include_last_offset, None
     )
-    return found
+    return sums
 
 
 def _places(
@@ -53,12 +53,12 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Where indices stand in this rank's piece (0 outside), which are inside, and the padding."""
     axis = current()
-    own = pieces.piece(size, axis.size, axis.rank)
+    span = pieces.piece(size, axis.size, axis.rank)
     _check_within(indices, size)
-    position = indices - own.start
-    inside = (position >= 0) & (position < own.size)
-    padding = padding_idx - own.start
-    return position.where(inside, 0), inside, padding if 0 <= padding < own.size else -1
+    position = indices - span.start
+    inside = (position >= 0) & (position < span.size)
+    padding = padding_idx - span.start
+    return position.where(inside, 0), inside, padding if 0 <= padding < span.size else -1
 
 
 def _check_within(indices: torch.Tensor, size: int) -> None:
@@ -76,14 +76,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` over `size` classes, of which `logits` [rows, own classes] are this rank's.
+    """`F.cross_entropy` over `size` classes; `logits` [rows, classes here] are those of this rank.
 
     `target` [rows] are the classes that count. The result is the same on every rank.
     """
-    made: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         current(), logits, target, size, ignore_index, reduction == "mean", label_smoothing
     )
-    return made
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -104,18 +104,18 @@ class _CrossEntropy(torch.autograd.Function):
         mean: bool,
         smoothing: float,
     ) -> torch.Tensor:
-        own = pieces.piece(size, axis.size, axis.rank)
+        span = pieces.piece(size, axis.size, axis.rank)
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        shifted = wide - axis.largest(wide.amax(1)).unsqueeze(1)
+        shifted = wide - axis.all_reduce_max(wide.amax(1)).unsqueeze(1)
         powers = shifted.exp()
-        position = target - own.start
+        position = target - span.start
         counts = target != ignore_index
         _check_within(target.where(counts, 0), size)
-        inside = (position >= 0) & (position < own.size) & counts
+        inside = (position >= 0) & (position < span.size) & counts
         position = position.where(inside, 0)
         chosen = shifted.gather(1, position.unsqueeze(1)).squeeze(1).where(inside, 0)
         sums = [powers.sum(1), chosen, *([shifted.sum(1)] if smoothing else [])]
-        total, chosen, *every = axis.total(torch.stack(sums)).unbind()
+        total, chosen, *every = axis.all_reduce(torch.stack(sums)).unbind()
         losses = total.log() - (1 - smoothing) * chosen
         if smoothing:
             losses = losses - smoothing / size * every[0]
@@ -127,11 +127,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         shares, position, inside, counts, number = ctx.saved_tensors
-        found = shares - ctx.smoothing / ctx.size if ctx.smoothing else shares.clone()
-        less = inside.to(found.dtype).mul(ctx.smoothing - 1).unsqueeze(1)
-        found.scatter_add_(1, position.unsqueeze(1), less)
-        scale = (gradients[0].to(found.dtype) / number).where(counts, 0)
-        return None, found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+        gradient = shares - ctx.smoothing / ctx.size if ctx.smoothing else shares.clone()
+        less = inside.to(gradient.dtype).mul(ctx.smoothing - 1).unsqueeze(1)
+        gradient.scatter_add_(1, position.unsqueeze(1), less)
+        scale = (gradients[0].to(gradient.dtype) / number).where(counts, 0)
+        gradient.mul_(scale.unsqueeze(1))
+        return None, gradient.to(ctx.dtype), None, None, None, None, None
 
 
 def cross_entropy_of_rows(
@@ -142,14 +143,14 @@ def cross_entropy_of_rows(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """This rank's part of the mean of a loss; `logits` [own rows, classes], `target` [rows]."""
+    """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows]."""
     axis = current()
-    own = pieces.piece(target.shape[0], axis.size, axis.rank)
+    span = pieces.piece(target.shape[0], axis.size, axis.rank)
     counts = target != ignore_index
     each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
     total = F.cross_entropy(
         logits,
-        target.narrow(0, own.start, own.size),
+        target.narrow(0, span.start, span.size),
         weight,
         ignore_index=ignore_index,
         reduction="sum",
@@ -163,8 +164,8 @@ def attention_of_heads(
 ) -> torch.Tensor:
     """Attention of this rank's of `heads` heads; keys and values are whole, for fewer heads."""
     axis = current()
-    own = pieces.piece(heads, axis.size, axis.rank)
-    partner = torch.arange(own.start, own.start + own.size, device=key.device)
+    span = pieces.piece(heads, axis.size, axis.rank)
+    partner = torch.arange(span.start, span.start + span.size, device=key.device)
     partner = partner // (heads // key.shape[-3])
     pair = key.index_select(-3, partner), value.index_select(-3, partner)
     return F.scaled_dot_product_attention(query, *pair, **more)
@@ -179,8 +180,8 @@ def own_experts(
 ) -> torch.Tensor:
     """`operator(rows, weight, ends)`, rows by experts, where this rank has some of the experts."""
     axis = current()
-    own = pieces.piece(experts, axis.size, axis.rank)
-    first = int(ends[own.start - 1]) if own.start else 0
-    last = int(ends[own.start + own.size - 1])
-    product = operator(rows[first:last], weight, ends[own.start : own.start + own.size] - first)
+    span = pieces.piece(experts, axis.size, axis.rank)
+    first = int(ends[span.start - 1]) if span.start else 0
+    last = int(ends[span.start + span.size - 1])
+    product = operator(rows[first:last], weight, ends[span.start : span.start + span.size] - first)
     return F.pad(product, (0, 0, first, rows.shape[0] - last))

@@ -5,8 +5,8 @@ where it lies. Blocks of rows stay in the cache of a CPU, and what is computed i
 or has a derivative of its own, takes the memory of one block.
 
 >>> logits = torch.tensor([[0.0, 1.0, 9.0]])  # the last column is no class
->>> found = Softmax(size=2).of_block(logits, torch.tensor([0]))
->>> found.largest.tolist(), round(found.powers.sum().item(), 3)
+>>> result = Softmax(size=2).of_block(logits, torch.tensor([0]))
+>>> result.largest.tolist(), round(result.powers.sum().item(), 3)
 ([1.0], 1.0)
 """
 
@@ -27,8 +27,8 @@ MOST_ELEMENTS = 2**27
 _log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """What a block becomes, and what it tells: largest logit, sum of powers and logit of a column.
+class BlockSoftmax(NamedTuple):
+    """The softmax of a block, with largest logit, sum of powers and a column's logit of each row.
 
     `powers` are in the precision of the products, and where these lay if there was room. `slope`
     is the derivative of the logits by the product, [rows, k]; None where it is one. `weighted` are
@@ -47,8 +47,8 @@ class Found(NamedTuple):
 class Softmax:
     """How products [n, k] become a softmax: the first `size` columns are classes.
 
-    `function` is what stands between product and loss, `weights` [k] are those of the classes.
-    `fused` compiles what is done to a block into few kernels.
+    `function` makes logits of products, `weights` [k] are those of the classes. `fused` compiles
+    the operations on a block into few kernels.
     """
 
     size: int
@@ -71,21 +71,23 @@ class Softmax:
 
     def of_block(
         self, block: torch.Tensor, column: torch.Tensor, m: torch.Tensor | None = None
-    ) -> Found:
+    ) -> BlockSoftmax:
         """From a block of products [rows, k] P' = exp(logits - m') / sum', times the derivative of
         the logits.
 
         With `m` it is exp(logits - m), which is not divided. `column` [rows] are those whose logits
-        are told. The products are used up.
+        are returned. The products are overwritten.
         """
         if self.fused and m is None and self.size:
-            return Found(*_fused(self.function)(block, column, self.size, self.weights))
+            return BlockSoftmax(*_fused(self.function)(block, column, self.size, self.weights))
         return self._of_block(block, column, m)
 
-    def _of_block(self, block: torch.Tensor, column: torch.Tensor, m: torch.Tensor | None) -> Found:
+    def _of_block(
+        self, block: torch.Tensor, column: torch.Tensor, m: torch.Tensor | None
+    ) -> BlockSoftmax:
         """`of_block`, an operation at a time."""
         values, slope = _logits(self.function, block)
-        label = _at(values, column)
+        label = column_of_rows(values, column)
         weighted = None if self.weights is None else _weighted(values, self.weights, self.size)
         if self.size < block.shape[1]:
             values[:, self.size :] = -torch.inf
@@ -96,7 +98,7 @@ class Softmax:
             powers.mul_(slope)
         if powers.data_ptr() != block.data_ptr():
             powers = block.copy_(powers)
-        return Found(powers, m, total, label, slope, weighted)
+        return BlockSoftmax(powers, m, total, label, slope, weighted)
 
     def _powers(
         self, values: torch.Tensor, m: torch.Tensor | None
@@ -115,9 +117,9 @@ class Softmax:
 
 def sloped(function: Function, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An elementwise function of a block, and its derivative."""
-    found: Any = torch.func.vjp(function, block)
-    values, back = found
-    (slope,) = back(torch.ones_like(values))
+    result: Any = torch.func.vjp(function, block)
+    values, backward = result
+    (slope,) = backward(torch.ones_like(values))
     return values, slope
 
 
@@ -136,9 +138,9 @@ def _logits(
     return values.to(precision(block.dtype)), slope
 
 
-def _at(values: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def column_of_rows(matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """One column of each row."""
-    return values.gather(1, column.unsqueeze(1)).squeeze(1)
+    return matrix.gather(1, columns.unsqueeze(1)).squeeze(1)
 
 
 def _weighted(values: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
@@ -147,8 +149,8 @@ def _weighted(values: torch.Tensor, weights: torch.Tensor, size: int) -> torch.T
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:
-    """The largest of no numbers, for each row: what exceeds nothing, and is none of the infinite
-    numbers, which differ from themselves by no number."""
+    """The largest logit of a rank without classes: the least finite number, as the difference of
+    two infinite ones is a NaN."""
     return values.new_full((len(values),), torch.finfo(values.dtype).min)
 
 
@@ -161,7 +163,7 @@ def _whole_block(
 ) -> tuple[torch.Tensor | None, ...]:
     """`Softmax.of_block` as expressions, for a compiler."""
     values, slope = _logits(function, block)
-    label = _at(values, column)
+    label = column_of_rows(values, column)
     weighted = None if weights is None else _weighted(values, weights, size)
     classes = torch.arange(block.shape[1], device=block.device) < size
     values = torch.where(classes, values, -torch.inf)

@@ -1,4 +1,4 @@
-"""The base of emitted stages: what goes in and out, and the model's names of its tensors."""
+"""The base of emitted stages: inputs, results, and the model's names of its tensors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Unfilled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Leave out what fills tensors."""
+        """Leave out the functions of torch.nn.init."""
         options = kwargs or {}
         if getattr(func, "__module__", "") == "torch.nn.init":
             return options["tensor"] if "tensor" in options else args[0]

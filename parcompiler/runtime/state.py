@@ -1,4 +1,4 @@
-"""What a rank keeps during a step, and the tensors that its stages hold in all steps."""
+"""The tensors in memory during a step, and those of the stages of a rank in all steps."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from parcompiler.instruction import Instruction
-from parcompiler.runtime.deferred import Product
+from parcompiler.runtime.collective_queue import Pending
+from parcompiler.runtime.deferred import DeferredProduct
 from parcompiler.runtime.stage import Stage
-from parcompiler.runtime.turns import Turn
 
 Key = tuple[str, int]  # the name of a value and its micro-batch
 
 
 class Awaited(NamedTuple):
-    """Something that comes from other ranks, and the line that asked for it."""
+    """A tensor that comes from other ranks, and the line that asked for it."""
 
     line: Instruction
-    turn: Turn
+    pending: Pending
 
 
-class Saved(NamedTuple):
-    """What the backward of one stage and micro-batch needs: edges of the outputs, and leaves."""
+class SavedForBackward(NamedTuple):
+    """The roots of the backward of a stage and micro-batch: edges of its outputs, and its loss."""
 
     edges: dict[str, GradientEdge]
     loss: torch.Tensor | None
 
 
 @dataclass
-class State:
-    """The tensors alive during one step."""
+class StepState:
+    """The live tensors of one step."""
 
     microbatches: Sequence[Mapping[str, torch.Tensor]]
     training: bool
@@ -43,8 +43,8 @@ class State:
     gradient_receipts: dict[Key, list[Awaited]] = field(default_factory=dict)
     arrived: dict[Key, torch.Tensor] = field(default_factory=dict)
     results: dict[Key, torch.Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
-    products: dict[tuple[int, int], list[Product]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], SavedForBackward] = field(default_factory=dict)
+    products: dict[tuple[int, int], list[DeferredProduct]] = field(default_factory=dict)
     used: Counter[Key] = field(default_factory=Counter)  # by stages of this rank
     sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -54,14 +54,14 @@ class State:
 
 def tensors_of(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
     """Parameters and buffers of stages by their name in the model, each once."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for module, leaf, name in _places(stages):
-        found.setdefault(name, getattr(module, leaf))
-    return found
+        tensors.setdefault(name, getattr(module, leaf))
+    return tensors
 
 
-def shared(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
-    """`tensors_of`, and from now on every stage holds these."""
+def share_tensors(stages: Mapping[int, Stage]) -> dict[str, torch.Tensor]:
+    """Let all stages have the tensors of `tensors_of`, which are returned."""
     tensors = tensors_of(stages)
     for module, leaf, name in _places(stages):
         setattr(module, leaf, tensors[name])
@@ -74,3 +74,15 @@ def _places(stages: Mapping[int, Stage]) -> Iterator[tuple[nn.Module, str, str]]
         for attribute, name in stage.tensor_names().items():
             owner, _, leaf = attribute.rpartition(".")
             yield stage.get_submodule(owner), leaf, name
+
+
+def key_of(instruction: Instruction) -> Key:
+    """Value and micro-batch of a message or a pass of the vocabulary."""
+    assert instruction.value is not None
+    return instruction.value, microbatch_of(instruction)
+
+
+def microbatch_of(instruction: Instruction) -> int:
+    """The micro-batch of an instruction."""
+    assert instruction.microbatch is not None
+    return instruction.microbatch

@@ -1,10 +1,10 @@
-"""Batch norm over the micro-batches of all data ranks: what SyncBatchNorm is when it trains.
+"""Batch norm over the micro-batches of all data ranks, as SyncBatchNorm computes in training.
 
     data 0   micro-batch i  ─┐                      a micro-batch has the same shape everywhere, so
                              ├─ mean, variance      that every rank counts as much as the others
     data 1   micro-batch i  ─┘
 
-Ranks tell each other 2 numbers a channel, forward and backward. Gradients of weight and bias are
+Ranks exchange 2 numbers a channel, forward and backward. Gradients of weight and bias are
 this rank's part of them: they are averaged with those of all other parameters.
 """
 
@@ -21,17 +21,17 @@ from torch.nn import functional as F
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import Axis
 
-_line: ContextVar[Axis | None] = ContextVar("data line", default=None)
+_group: ContextVar[Axis | None] = ContextVar("data group", default=None)
 
 
 @contextmanager
-def together(line: Axis) -> Iterator[None]:
-    """Within it, batch norms count the batches of all ranks of `line`."""
-    token = _line.set(line)
+def together(group: Axis) -> Iterator[None]:
+    """Within it, batch norms count the batches of all ranks of `group`."""
+    token = _group.set(group)
     try:
         yield
     finally:
-        _line.reset(token)
+        _group.reset(token)
 
 
 def sync_batch_norm(
@@ -48,19 +48,19 @@ def sync_batch_norm(
 
     input [b, c, ...], the same shape on every rank; running statistics, weight and bias [c].
     """
-    line = _line.get()
-    if line is None or not training:
-        made: torch.Tensor = F.batch_norm(
+    group = _group.get()
+    if group is None or not training:
+        normed: torch.Tensor = F.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-        return made
+        return normed
     wide = torch.float32 if input.dtype.itemsize < 4 else input.dtype
     normal, mean, variance = _Normalized.apply(  # type: ignore[no-untyped-call]
-        line, input.to(wide), eps
+        group, input.to(wide), eps
     )
-    _remember(running_mean, mean, momentum)
-    number = line.size * input.numel() // input.shape[1]
-    _remember(running_var, variance * (number / (number - 1)), momentum)
+    _update_statistic(running_mean, mean, momentum)
+    number = group.size * input.numel() // input.shape[1]
+    _update_statistic(running_var, variance * (number / (number - 1)), momentum)
     if weight is not None:
         normal = normal * _spread(weight, input)
     if bias is not None:
@@ -69,7 +69,7 @@ def sync_batch_norm(
     return result
 
 
-def _remember(running: torch.Tensor | None, now: torch.Tensor, momentum: float) -> None:
+def _update_statistic(running: torch.Tensor | None, now: torch.Tensor, momentum: float) -> None:
     """Move a running statistic towards that of this micro-batch."""
     if running is not None:
         running.lerp_(now.detach().to(running.dtype), momentum)
@@ -86,25 +86,25 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, line: Axis, x: torch.Tensor, eps: float
+        ctx: Any, group: Axis, x: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         own_variance, own_mean = torch.var_mean(x, dims, correction=0)
-        own = torch.stack([own_mean, own_variance]).unsqueeze(0)
-        means, variances = line.whole(own, Shard(0, (line.size,))).unbind(1)
+        numbers = torch.stack([own_mean, own_variance]).unsqueeze(0)
+        means, variances = group.all_gather(numbers, Shard(0, (group.size,))).unbind(1)
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
         scale = (variance + eps).rsqrt()
         y = (x - _spread(mean, x)) * _spread(scale, x)
         ctx.save_for_backward(y, scale)
-        ctx.line, ctx.dims = line, dims
+        ctx.group, ctx.dims = group, dims
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy, (y, scale) = gradients[0], ctx.saved_tensors
-        own = torch.stack([dy.mean(ctx.dims), (dy * y).mean(ctx.dims)])
-        mean, product = (ctx.line.total(own) / ctx.line.size).unbind()
+        numbers = torch.stack([dy.mean(ctx.dims), (dy * y).mean(ctx.dims)])
+        mean, product = (ctx.group.all_reduce(numbers) / ctx.group.size).unbind()
         dx = (dy - _spread(mean, dy) - y * _spread(product, dy)) * _spread(scale, dy)
         return None, dx, None

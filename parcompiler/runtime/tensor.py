@@ -18,28 +18,31 @@ the whole dimension, or those of its segments; where it is missing, all ranks ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from parcompiler.pieces import Shard
-from parcompiler.runtime.axis import Axis, current
+from parcompiler.runtime.axis import current
 
 Sizes = int | tuple[int, ...] | None
+LinearMap = Callable[[torch.Tensor], torch.Tensor | None]  # a linear map of tensors
 
 
 def fan_out(x: torch.Tensor) -> torch.Tensor:
-    """What every rank goes on to use for its part of the work."""
-    key = id(x) if isinstance(x, nn.Parameter) else None
-    made: torch.Tensor = _FanOut.apply(current(), x, key)  # type: ignore[no-untyped-call]
-    return made
+    """A value that every rank goes on to use for its part of the work."""
+    axis, parameter = current(), id(x) if isinstance(x, nn.Parameter) else None
+    if parameter is None:
+        return _converted(x, lambda x: x.view_as(x), axis.all_reduce)
+    return _converted(x, lambda x: x.view_as(x), lambda dy: axis.all_reduce_at_last(parameter, dy))
 
 
 def all_reduce(x: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
     """The sum of the ranks' summands."""
-    made: torch.Tensor = _AllReduce.apply(current(), x, partial)  # type: ignore[no-untyped-call]
-    return made
+    axis = current()
+    return _converted(x, axis.all_reduce, axis.all_reduce if partial else lambda dy: dy)
 
 
 def all_gather(
@@ -48,22 +51,29 @@ def all_gather(
     """The whole of the ranks' pieces along `dim`."""
     axis = current()
     shard = _shard(dim, sizes, x.shape[dim] * axis.size)
-    made: torch.Tensor = _AllGather.apply(axis, x, shard, partial)  # type: ignore[no-untyped-call]
-    return made
+
+    def backward(dy: torch.Tensor) -> torch.Tensor:
+        return axis.reduce_scatter(dy, shard) if partial else shard.take(dy, axis.size, axis.rank)
+
+    return _converted(x, lambda x: axis.all_gather(x, shard), backward)
 
 
 def take(x: torch.Tensor, dim: int, sizes: Sizes = None, *, partial: bool = False) -> torch.Tensor:
-    """This rank's piece along `dim` of what all ranks hold."""
-    shard = _shard(dim, sizes, x.shape[dim])
-    made: torch.Tensor = _Take.apply(current(), x, shard, partial)  # type: ignore[no-untyped-call]
-    return made
+    """This rank's piece along `dim` of a value that all ranks hold."""
+    axis, shard = current(), _shard(dim, sizes, x.shape[dim])
+
+    def backward(dy: torch.Tensor) -> torch.Tensor:
+        return shard.pad(dy, axis.size, axis.rank) if partial else axis.all_gather(dy, shard)
+
+    return _converted(x, lambda x: shard.take(x, axis.size, axis.rank).contiguous(), backward)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes = None) -> torch.Tensor:
     """This rank's piece along `dim` of the sum of the ranks' summands."""
-    shard = _shard(dim, sizes, x.shape[dim])
-    made: torch.Tensor = _ReduceScatter.apply(current(), x, shard)  # type: ignore[no-untyped-call]
-    return made
+    axis, shard = current(), _shard(dim, sizes, x.shape[dim])
+    return _converted(
+        x, lambda x: axis.reduce_scatter(x, shard), lambda dy: axis.all_gather(dy, shard)
+    )
 
 
 def all_to_all(
@@ -73,125 +83,40 @@ def all_to_all(
     axis = current()
     source = _shard(dim, sizes, x.shape[dim] * axis.size)
     target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to])
-    made: torch.Tensor = _AllToAll.apply(axis, x, source, target)  # type: ignore[no-untyped-call]
-    return made
+    return _converted(
+        x,
+        lambda x: axis.all_to_all(x, source, target),
+        lambda dy: axis.all_to_all(dy, target, source),
+    )
 
 
 def first(x: torch.Tensor) -> torch.Tensor:
-    """Summands of what all ranks hold: itself on the first rank, zeros on the others."""
-    made: torch.Tensor = _First.apply(current(), x)  # type: ignore[no-untyped-call]
-    return made
+    """Summands of a value that all ranks hold: itself on the first rank, zeros on the others."""
+    is_first = current().rank == 0
+    return _converted(x, lambda x: x.clone() if is_first else torch.zeros_like(x), lambda dy: dy)
 
 
 def _shard(dim: int, sizes: Sizes, size: int) -> Shard:
-    """How a dimension is split; `size` is that of the whole where nothing else is said."""
+    """How a dimension is split; `size` is that of the whole where `sizes` are not given."""
     if sizes is None:
         sizes = size
     return Shard(dim, (sizes,) if isinstance(sizes, int) else sizes)
 
 
-class _FanOut(torch.autograd.Function):
-    """I → R; `key` tells parameters apart."""
+def _converted(x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> torch.Tensor:
+    """`forward(x)`, whose gradient goes back by `backward`. Neither may refer to a tensor."""
+    y: torch.Tensor = _Conversion.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Conversion(torch.autograd.Function):
+    """A linear map of a tensor over the ranks, and its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor, key: int | None) -> torch.Tensor:
-        ctx.axis, ctx.key = axis, key
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis: Axis = ctx.axis
-        (gradient,) = gradients
-        if ctx.key is None:
-            return None, axis.total(gradient), None
-        return None, axis.total_at_last(ctx.key, gradient), None
-
-
-class _AllReduce(torch.autograd.Function):
-    """P → I, or P → R."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor, partial: bool) -> torch.Tensor:
-        ctx.axis, ctx.partial = axis, partial
-        return axis.total(x)
+    def forward(ctx: Any, x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> Any:
+        ctx.transpose = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        return None, ctx.axis.total(gradient) if ctx.partial else gradient, None
-
-
-class _AllGather(torch.autograd.Function):
-    """S → I, or S → R."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor, shard: Shard, partial: bool) -> torch.Tensor:
-        ctx.axis, ctx.shard, ctx.partial = axis, shard, partial
-        return axis.whole(x, shard)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis: Axis = ctx.axis
-        if ctx.partial:
-            own = axis.own_total(gradients[0], ctx.shard)
-        else:
-            own = ctx.shard.take(gradients[0], axis.size, axis.rank)
-        return None, own, None, None
-
-
-class _Take(torch.autograd.Function):
-    """I → S, or R → S."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor, shard: Shard, partial: bool) -> torch.Tensor:
-        ctx.axis, ctx.shard, ctx.partial = axis, shard, partial
-        return shard.take(x, axis.size, axis.rank).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis: Axis = ctx.axis
-        if ctx.partial:
-            whole = ctx.shard.pad(gradients[0], axis.size, axis.rank)
-        else:
-            whole = axis.whole(gradients[0], ctx.shard)
-        return None, whole, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """P → S."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor, shard: Shard) -> torch.Tensor:
-        ctx.axis, ctx.shard = axis, shard
-        return axis.own_total(x, shard)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.whole(gradients[0], ctx.shard), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """S(a) → S(b)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, axis: Axis, x: torch.Tensor, source: Shard, target: Shard
-    ) -> torch.Tensor:
-        ctx.axis, ctx.source, ctx.target = axis, source, target
-        return axis.exchanged(x, source, target)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, ctx.axis.exchanged(gradients[0], ctx.target, ctx.source), None, None
-
-
-class _First(torch.autograd.Function):
-    """I → P."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, x: torch.Tensor) -> torch.Tensor:
-        return x.clone() if axis.rank == 0 else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, gradients[0]
+        return ctx.transpose(gradients[0]), None, None

@@ -1,11 +1,21 @@
-"""What one rank does between its gradients and its parameters: unscale, clip, optimizer, masters.
+"""From gradients to parameters on one rank: unscale, clip, optimizer, masters.
 
 begin ─► backward of loss * scale ─► clip ─► finite? ─ yes ─► optimizer ─► 16-bit parameters
                                                 └───── no: all ranks skip the step together
+
+The norm is that of all gradients of the model, from ranks that hold copies and pieces of them:
+
+    rank 0   a: piece   b: whole   t: tied      a rank counts its piece of a tensor, its rows of the
+    rank 1   a: piece   b ✗        t ✗          vocabulary without padding, and what all ranks of a
+    rank 2   c          t ✗                     tensor-parallel or data group, or a tie, have alike
+                                                if it is the first
+
+One number is summed over all ranks, and every rank has the same norm to the bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +23,11 @@ import torch
 from torch import nn
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.clipping import check_norm, coefficient, norm
-from parcompiler.runtime.masters import Masters
+from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.scaling import LossScale
+from parcompiler.runtime.vocabulary import VocabularyRows
+
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class Updates:
@@ -53,7 +64,7 @@ class Updates:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks tell each other of their gradients in `apply`."""
+        """Whether ranks exchange norms or finiteness in `apply`."""
         return self.scale is not None or self._max_norm is not None or self.error_if_nonfinite
 
     def set_optimizer(
@@ -66,7 +77,7 @@ class Updates:
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one."""
         if max_norm is not None:
-            max_norm = check_norm(max_norm)
+            max_norm = _checked_norm(max_norm)
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
@@ -77,7 +88,7 @@ class Updates:
         return self._optimizer
 
     def begin(self) -> float:
-        """Begin a step without gradients; what to multiply the loss by."""
+        """Begin a step without gradients; returns the scale of the loss."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self.norm = None
@@ -87,14 +98,14 @@ class Updates:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the model to a norm; the norm that they had. A collective."""
-        max_norm = check_norm(max_norm)
+        max_norm = _checked_norm(max_norm)
         size = self._measured()
-        found = coefficient(size, max_norm)
+        coefficient = (max_norm / (size + EPSILON)).clamp(max=1.0)
         if self._program.narrow is None:
             for _, gradient in self._raw():
-                gradient.mul_(found)
+                gradient.mul_(coefficient)
         else:  # 16 bits are not rounded once more
-            self._factor = self._factor * found
+            self._factor = self._factor * coefficient
         return size
 
     def apply(self) -> bool:
@@ -135,14 +146,14 @@ class Updates:
         return finite
 
     def _measured(self) -> torch.Tensor:
-        """The norm of the gradients as they are now, and what it was at first."""
-        raw = norm(self._program, dict(self._raw()), self._device, self._total)
+        """The norm of the gradients as they are now; the first one of a step is kept in `norm`."""
+        raw = gradient_norm(self._program, dict(self._raw()), self._device, self._total)
         size = raw if self._program.narrow is None else raw * self._factor
         self.norm = size if self.norm is None else self.norm
         return size
 
     def _raw(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What backwards have left, by name."""
+        """The gradients that backwards have made, by name."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 yield name, parameter.grad
@@ -150,3 +161,51 @@ class Updates:
     def _ones(self) -> torch.Tensor:
         """The factor one."""
         return torch.ones((), dtype=torch.float64, device=self._device)
+
+
+def _counts(program: RankProgram, name: str) -> bool:
+    """Whether the norm counts this rank's copy or part of a tensor."""
+    at = program.coordinate
+    if at.data:
+        return False
+    if name in program.rows:
+        return True
+    ties = [tied.ranks for tied in program.tied.values() if tied.name == name]
+    first = all(at.pipeline == min(ranks) for ranks in ties)
+    return first and (at.tensor == 0 or name in program.shards)
+
+
+def gradient_norm(
+    program: RankProgram,
+    gradients: Mapping[str, torch.Tensor],
+    device: torch.device,
+    total: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
+    """The 2-norm of the model's gradients, a float64 scalar; `gradients` are this rank's by name.
+
+    `total` adds a tensor up over all ranks, in place. A collective. Each tensor's norm is computed
+    in float32 (float64 for float64), their squares are added in float64.
+    """
+    rows, squares = VocabularyRows(program), torch.zeros((), dtype=torch.float64, device=device)
+    for name, gradient in gradients.items():
+        if _counts(program, name):
+            part = rows.unpadded(name, gradient)
+            squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
+    total(squares)
+    return squares.sqrt()
+
+
+def _checked_norm(max_norm: object) -> float:
+    """The largest norm that a user allows. Raises InputError unless it is a positive number."""
+    number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+    if not number or math.isnan(float(max_norm)) or float(max_norm) <= 0:  # type: ignore[arg-type]
+        message = f"max_norm must be a positive number ({max_norm!r} given)"
+        raise InputError(message)
+    return float(max_norm)  # type: ignore[arg-type]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add squares in."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,7 +17,6 @@ than micro-batches in flight. Frozen parameters and buffers have no versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +24,8 @@ from torch.func import functional_call
 
 from parcompiler.runtime.stage import Stage
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Version:
-    """The weights of a stage between two updates: leaves by the parameters' paths in its module."""
-
-    leaves: Mapping[str, torch.Tensor]
+# The weights of a stage between two updates: leaves by the parameters' paths in its module.
+Version = dict[str, torch.Tensor]
 
 
 class Versions:
@@ -41,25 +36,23 @@ class Versions:
         self._used: dict[tuple[int, int], Version] = {}  # by stage and micro-batch
 
     def forward(self, stage: Stage, j: int, i: int, arguments: Mapping[str, torch.Tensor]) -> Any:
-        """What stage `j` makes of micro-batch `i` with its current weights."""
+        """Run stage `j` on micro-batch `i` with its current weights."""
         if j not in self._current:
             self._current[j] = _version(stage)
         version = self._used[j, i] = self._current[j]
-        return functional_call(
-            stage, dict(version.leaves), kwargs=dict(arguments), tie_weights=False
-        )
+        return functional_call(stage, version, kwargs=dict(arguments), tie_weights=False)
 
     def update(self, stage: Stage, j: int, i: int, step: Callable[[], object]) -> None:
         """Let `step` change the parameters of stage `j` by the gradients of micro-batch `i`."""
         version = self._used.pop((j, i))
-        own = [(path, p) for path, p in stage.named_parameters() if p.requires_grad]
-        for path, parameter in own:
-            leaf = version.leaves[path]
+        trained = [(path, p) for path, p in stage.named_parameters() if p.requires_grad]
+        for path, parameter in trained:
+            leaf = version[path]
             parameter.grad, leaf.grad = leaf.grad, None
         del version
         current = self._current.pop(j, None)
-        if current in self._used.values():
-            for _, parameter in own:
+        if any(used is current for used in self._used.values()):
+            for _, parameter in trained:
                 parameter.data = parameter.data.clone()
         step()
 
@@ -72,9 +65,9 @@ class Versions:
 def _version(stage: Stage) -> Version:
     """Leaves that share the memory of the parameters.
 
-    They are made of `data`: autograd would take an update of the parameters, in their new memory,
-    for one of what it saved of a `detach`.
+    They are made of `data`: after a `detach`, autograd would take an update of the parameters, in
+    their new memory, for a change of the tensors that it saved.
     """
     leaves = {p: p.data.requires_grad_() for p in stage.parameters() if p.requires_grad}
     paths = stage.named_parameters(remove_duplicate=False)
-    return Version({path: leaves[parameter] for path, parameter in paths if parameter in leaves})
+    return {path: leaves[parameter] for path, parameter in paths if parameter in leaves}

@@ -1,11 +1,11 @@
-"""The layers of the vocabulary on one rank: own rows of every table, and what the model does there.
+"""The layers of the vocabulary on one rank: its rows of every table, and the model's functions.
 
     rank 0   rows 0 ... k-1       of the embedding, of the head, of its bias and class weights
     rank 1   rows k ... 2k-1      alike on all ranks of a pipeline
     rank 2   rows 2k ... V-1, 0   padded with zeros to k rows, which are no words
 
-`vocabulary.py` of an exported folder has a class on this base; `spread` runs the passes of `head`
-and `lookup` on it.
+The model, its checkpoints and gathered gradients have tensors whole: [V, ...]. `vocabulary.py` of
+an exported folder has a class on this base; `vocabulary_passes` runs `head` and `lookup` on it.
 
 >>> rows(13, 4, ranks=2).shape, rows(13, ranks=2).shape
 (torch.Size([8, 4]), torch.Size([8]))
@@ -13,7 +13,7 @@ and `lookup` on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from parcompiler import pieces
 from parcompiler.pieces import Span
+from parcompiler.runtime.program import RankProgram
 
 Batch = Mapping[str, torch.Tensor]  # a micro-batch by the names of its tensors
 
@@ -86,9 +87,9 @@ class Vocabulary(nn.Module):
 
     def tensor(self, attribute: str) -> torch.Tensor:
         """A parameter or buffer."""
-        found = getattr(self, attribute)
-        assert isinstance(found, torch.Tensor)
-        return found
+        tensor = getattr(self, attribute)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers by their names in the model."""
@@ -96,14 +97,14 @@ class Vocabulary(nn.Module):
             yield name, self.tensor(attribute)
 
     def computed(self, method: str, names: tuple[str, ...], batch: Batch) -> torch.Tensor:
-        """What a method makes of tensors of the batch, or the only one where it has no name."""
+        """The result of a method on tensors of the batch; the only tensor where it has no name."""
         tensors = [batch[name] for name in names]
         if not method:
             (tensor,) = tensors
             return tensor
-        found = getattr(self, method)(*tensors)
-        assert isinstance(found, torch.Tensor)
-        return found
+        result = getattr(self, method)(*tensors)
+        assert isinstance(result, torch.Tensor)
+        return result
 
 
 def rows(*sizes: int, ranks: int, dim: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -111,5 +112,58 @@ def rows(*sizes: int, ranks: int, dim: int = 0, dtype: torch.dtype | None = None
 
     They lie along `dim`: a bias may be [1, V] in the model.
     """
-    own = pieces.rows(sizes[dim], ranks)
-    return torch.zeros(*sizes[:dim], own, *sizes[dim + 1 :], dtype=dtype)
+    number = pieces.rows(sizes[dim], ranks)
+    return torch.zeros(*sizes[:dim], number, *sizes[dim + 1 :], dtype=dtype)
+
+
+class VocabularyRows:
+    """The rows of this rank of the tensors in `program.rows`."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self.sizes = program.rows
+        self.ranks = program.grid.plane(program.coordinate.data)
+        self._index = self.ranks.index(program.rank)
+
+    def make(self, vocabulary: Callable[[int, int], Vocabulary]) -> Vocabulary:
+        """The module of this rank."""
+        return vocabulary(len(self.ranks), self._index)
+
+    def unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank that the model has; any other tensor as it is."""
+        if name not in self.sizes:
+            return tensor
+        span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
+        return tensor.narrow(self._dim(name, tensor), 0, span.size)
+
+    def of_whole(self, name: str, tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank of a whole tensor; a tensor of another shape as it is.
+
+        `padded` is the tensor of this rank.
+        """
+        size = self.sizes.get(name)
+        if size is None or tensor.dim() != padded.dim():
+            return tensor
+        dim = self._dim(name, padded)
+        if tensor.shape[dim] != size:
+            return tensor
+        span = pieces.own_rows(size, len(self.ranks), self._index)
+        return tensor.narrow(dim, span.start, span.size)
+
+    def joined(self, name: str, padded: Iterator[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor, on the CPU, from those of all ranks in their order."""
+        whole: torch.Tensor | None = None
+        size = self.sizes[name]
+        for index, part in enumerate(padded):
+            dim = self._dim(name, part)
+            if whole is None:
+                whole = torch.empty(
+                    (*part.shape[:dim], size, *part.shape[dim + 1 :]), dtype=part.dtype
+                )
+            span = pieces.own_rows(size, len(self.ranks), index)
+            whole.narrow(dim, span.start, span.size).copy_(part.narrow(dim, 0, span.size))
+        assert whole is not None
+        return whole
+
+    def _dim(self, name: str, padded: torch.Tensor) -> int:
+        """The dimension of a tensor that its rows lie along: a bias may be [1, V] in the model."""
+        return padded.shape.index(pieces.rows(self.sizes[name], len(self.ranks)))

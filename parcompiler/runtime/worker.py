@@ -21,23 +21,25 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompiler.errors import InputError, LaunchError
-from parcompiler.runtime.batch import Told, differing, digest, microbatches
+from parcompiler.runtime.agreement import (
+    WorkerCall,
+    check_programs,
+    difference_of_calls,
+    difference_of_weights,
+    digest_of_batch,
+)
+from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.device import rank_device
 from parcompiler.runtime.failure import Watch, explain, named
-from parcompiler.runtime.files import Fingerprint, fingerprint
-from parcompiler.runtime.gather import gather, shared
-from parcompiler.runtime.interpreter import Around, Interpreter, Record
-from parcompiler.runtime.joining import host, meet, start
+from parcompiler.runtime.files import Fingerprint, fingerprint, stored
+from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
+from parcompiler.runtime.joining import host, meet, rank_device, start
 from parcompiler.runtime.program import RankProgram, of_first
-from parcompiler.runtime.replicas import unequal
-from parcompiler.runtime.rows import Rows
 from parcompiler.runtime.stage import Stage, Unfilled
-from parcompiler.runtime.state_dict import IncompatibleKeys, concluded, says_of
+from parcompiler.runtime.state_dict import IncompatibleKeys, RankTensors, concluded
 from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
-from parcompiler.runtime.vocabulary import Vocabulary
-from parcompiler.runtime.weights import stored
+from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
 # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
 # the threads of that group may abort the process at its end. So it is imported here, before any is.
@@ -51,14 +53,14 @@ class Worker:
     """One rank. `stages` makes its modules; `tensors` are its weights by their names in the model.
 
     `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some. `hooks`
-    are what the model does to gradients, by the name of the parameter.
+    are the model's hooks on gradients, by the name of the parameter.
     `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
     compare the checksums of its scripts and weights.
 
-    The tensor and pipeline ranks of a data coordinate are given the same batch. They compare what
-    they were given in the first step, and in every `check_batches`-th one from there on; in the
+    The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
+    batches in the first step, and in every `check_batches`-th one from there on; in the
     first alone where that is 0. It must be the same on all ranks. In the first call after weights
-    were loaded otherwise than from `folder`, ranks compare digests of what they must hold alike.
+    were loaded otherwise than from `folder`, ranks compare digests of those that they share.
 
     Starts torch.distributed from torchrun's environment unless the caller has; then it is the
     caller's to end. Raises LaunchError when the number of processes is not the plan's, or the ranks
@@ -84,7 +86,7 @@ class Worker:
         timeout = _timedelta(timeout)
         self.program = program
         self.device = device or rank_device(program.device)
-        self._records: list[Record] | None = None
+        self._records: list[InstructionTime] | None = None
         self._hooks = hooks or {}
         self._closed = ""  # why nothing runs any more
         self._refused = ""  # why this rank does not take part in the call that others may be in
@@ -100,24 +102,27 @@ class Worker:
             if files.edited and program.rank == 0:
                 edited = ", ".join(files.edited)
                 warnings.warn(f"edited since the export: {edited}", stacklevel=2)
-            self._channels.open(files)
-            self._axis = self._channels.axis
-            with self._along_axis(), torch.device(self.device), Unfilled():
+            self._channels.connect()
+            check_programs(program, files, self._channels)
+            self._channels.open()
+            with self._in_groups(), torch.device(self.device), Unfilled():
                 self.stages = {j: make() for j, make in stages.items()}
-                self._rows = Rows(program)
-                self.vocabulary = None if vocabulary is None else self._rows.make(vocabulary)
+                self.vocabulary = (
+                    None if vocabulary is None else VocabularyRows(program).make(vocabulary)
+                )
             self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
             self._updates = Updates(
                 program, dict(self.named_parameters()), self.device, self._channels.total
             )
             self._interpreter.update = self._updates.apply
-            if self._axis is not None:
-                self._interpreter.seed = self._axis.agreed(self._interpreter.seed % 2**62)
-            self._missing = set(self._interpreter.tensors)
-            self._loaded: set[str] | None = None  # since the ranks compared their weights
-            self._load(tensors if folder is None else stored(folder, program))
+            if (axis := self._channels.axis) is not None:
+                self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
+            self._tensors = RankTensors(
+                program, self._interpreter.tensors, self._updates.masters, self._channels
+            )
+            self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
-                self._loaded = None  # checksums are compared
+                self._tensors.loaded = None  # checksums are compared
 
     @property
     def rank(self) -> int:
@@ -172,16 +177,18 @@ class Worker:
         What changes with the mode are operators: dropout, attention's dropout, norms. Python of the
         model that branches on `self.training` was followed once, when the model was captured.
         """
-        modes = {module: module.training for module in self._modules()}
-        kept = [(buffer, buffer.clone()) for stage in modes for buffer in stage.buffers()]
-        for stage in modes:
-            stage.eval()
+        modules: list[nn.Module] = [*self.stages.values()]
+        modules += [] if self.vocabulary is None else [self.vocabulary]
+        modes = {module: module.training for module in modules}
+        buffers = [(buffer, buffer.clone()) for module in modes for buffer in module.buffers()]
+        for module in modes:
+            module.eval()
         try:
             return self._run(batch, training=False)
         finally:
-            for stage, mode in modes.items():
-                stage.train(mode)
-            for buffer, before in kept:
+            for module, mode in modes.items():
+                module.train(mode)
+            for buffer, before in buffers:
                 buffer.copy_(before)
 
     def set_optimizer(
@@ -209,8 +216,8 @@ class Worker:
         """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at
         most; the norm that they had, the same on every rank. Collective.
 
-        It is what `torch.nn.utils.clip_grad_norm_` makes of the whole model in one process: pieces
-        and rows of a tensor count together, copies once.
+        As `torch.nn.utils.clip_grad_norm_` on the whole model in one process: pieces and rows of a
+        tensor count together, copies once.
         """
         self._check_synchronous()
         with self._failing_together("clip_gradients"):
@@ -224,8 +231,8 @@ class Worker:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by for its backward: not 1 in float16. Losses and gradients
-        that a worker returns are those of the loss itself. It may be set, to go on from it."""
+        """The factor of the loss in its backward: not 1 in float16. Losses and gradients that a
+        worker returns are without it. It may be set, to go on from it."""
         scale = self._updates.scale
         return 1.0 if scale is None else scale.value
 
@@ -262,25 +269,26 @@ class Worker:
             message = f"a state dict is needed: names and tensors ({type(state).__name__} given)"
             raise InputError(message)
         with self._failing_together("load_state_dict"):
-            says = shared(self._says(state), self.rank, self.program.size, self._channels)
-        keys = concluded(says, state, strict=strict)
-        self._load(state.items())
+            accounts = self._channels.gather_texts(self._tensors.account(state))
+        keys = concluded(accounts, state, strict=strict)
+        self._tensors.load(state.items())
         return keys
 
     def gather_state_dict(self, everything: bool = False) -> dict[str, torch.Tensor] | None:
-        """On rank 0 the model's state dict, under the names of that; None elsewhere. Collective.
+        """On rank 0 the state dict of the model; None elsewhere. Collective.
 
-        `everything` adds what a state dict of the model has not: buffers that are not persistent,
-        constants, and the parameters of a loss that is a module. Of a 16-bit program parameters are
-        the masters, in float32; what is frozen has none and is as it computes, in 16 bits.
+        `everything` adds tensors that a state dict of the model has not: buffers that are not
+        persistent, constants, and the parameters of a loss that is a module. The parameters of a
+        16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
         masters = self._updates.masters
-        found = self._gather({n: masters.of(n, t) for n, t in self._interpreter.tensors.items()})
-        if found is not None:
-            found |= {a: found[name] for a, name in self.program.aliases.items() if name in found}
+        tensors = self._interpreter.tensors
+        state = self._gather({name: masters.of(name, t) for name, t in tensors.items()})
+        if state is not None:
+            state |= {a: state[name] for a, name in self.program.aliases.items() if name in state}
             left_out = () if everything else self.program.unsaved
-            found = {name: tensor for name, tensor in found.items() if name not in left_out}
-        return found
+            state = {name: tensor for name, tensor in state.items() if name not in left_out}
+        return state
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """On rank 0 the gradient of every parameter that has one; None elsewhere. Collective.
@@ -289,15 +297,15 @@ class Worker:
         """
         return self._gather(self._updates.gradients())
 
-    def use_chance(self, around: Around | None) -> None:
-        """Draw random numbers as `around(stage, microbatch)` says instead of from the seed."""
-        self._interpreter.chance = around
+    def use_draws(self, around: Around | None) -> None:
+        """Draw random numbers within `around(stage, microbatch)` instead of from the seed."""
+        self._interpreter.draws = around
 
     def record(self, on: bool = True) -> None:
         """Measure the instructions of the steps that follow, for `trace`."""
         self._records = [] if on else None
 
-    def trace(self) -> tuple[Record, ...]:
+    def trace(self) -> tuple[InstructionTime, ...]:
         """Every instruction of the last step: begin and end in seconds since the step began, and
         how many of these it waited for messages."""
         return tuple(self._records or ())
@@ -320,24 +328,14 @@ class Worker:
             self._close(f"of {named(error)}")
         self.close()
 
-    def _modules(self) -> Iterator[nn.Module]:
-        """The stages, and the vocabulary."""
-        yield from self.stages.values()
-        if self.vocabulary is not None:
-            yield self.vocabulary
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
-        yield from (parameter for _, parameter in self.named_parameters())
-
     def _trained(self, batch: object) -> torch.Tensor:
         """The training instructions for one batch, from no gradients; the mean loss."""
         loss = self._run(batch, training=True)
         with torch.no_grad():
             for name, hook in self._hooks.items():
-                held = self._interpreter.tensors.get(name)
-                if held is not None and held.grad is not None:
-                    held.grad.copy_(hook(held.grad))
+                tensor = self._interpreter.tensors.get(name)
+                if tensor is not None and tensor.grad is not None:
+                    tensor.grad.copy_(hook(tensor.grad))
         if self._updates.error_if_nonfinite and not loss.isfinite():
             message = (
                 f"the loss of step {self._calls[True]} is not finite ({loss.item()}): the "
@@ -363,17 +361,17 @@ class Worker:
     def _run(self, batch: object, *, training: bool) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""
         program = self.program
-        pieces = self._agreed(batch, training)
+        batches = self._agreed(batch, training)
         if training:
             lines = program.instructions
         else:
-            lines = of_first(program.evaluation, len(pieces))
+            lines = of_first(program.evaluation, len(batches))
         if self._records is not None:
             self._records.clear()
-        with self._failing_together(), self._along_axis():
+        with self._failing_together(), self._in_groups():
             scale = self._updates.begin() if training else 1.0
             loss = self._interpreter.run(
-                lines, pieces, training=training, record=self._records, scale=scale
+                lines, batches, training=training, record=self._records, scale=scale
             )
         self._calls[training] += 1
         return loss
@@ -387,62 +385,55 @@ class Worker:
         """
         call = "step" if training else "evaluate"
         number, every = self._calls[training], self.check_batches
-        loaded = self._loaded is not None
+        loaded = self._tensors.loaded is not None
         compares = loaded or not number or (every > 0 and number % every == 0)
         tells = self.program.size > 1 and (compares or not training)
         try:
-            pieces = self._checked(batch, training)
+            batches = self._checked(batch, training)
         except InputError as error:
             if tells:
                 self._watch.begin(call)
-                self._told(Told(training, every))
+                self._gather_calls(WorkerCall(training, every))
             else:
                 self._refused = f"rank {self.rank} refused its batch: InputError: {error}"
             raise
         self._refused = ""
         self._watch.begin(call)
         if tells:
-            told = Told(training, every, len(pieces), digest(pieces) if compares else 0)
-            disagreement = differing(self.program, self._told(told))
-            if disagreement:
-                raise InputError(disagreement)
+            digest = digest_of_batch(batches) if compares else 0
+            calls = self._gather_calls(WorkerCall(training, every, len(batches), digest))
+            if text := difference_of_calls(self.program, calls):
+                raise InputError(text)
         if loaded:
-            self._compare_loaded()
-        return pieces
+            with self._failing_together():
+                weights = {n: self._tensors.unpadded(n) for n in self._tensors.loaded or ()}
+                text = difference_of_weights(self.program, weights, self._channels)
+            if text:
+                raise InputError(text)
+            self._tensors.loaded = None
+        return batches
 
-    def _compare_loaded(self) -> None:
-        """Raise InputError on every rank where some must hold the same weights and do not."""
-        tensors, rows, masters = self._interpreter.tensors, self._rows, self._updates.masters
+    def _gather_calls(self, call: WorkerCall) -> list[WorkerCall]:
+        """The calls that all ranks are about to begin, by rank."""
         with self._failing_together():
-            weights = {
-                name: [rows.unpadded(name, t) for t in masters.held(name, tensors[name])]
-                for name in self._loaded or ()
-            }
-            disagreement = unequal(self.program, weights, self._channels)
-        if disagreement:
-            raise InputError(disagreement)
-        self._loaded = None
-
-    def _told(self, told: Told) -> list[Told]:
-        """What all ranks say of their batches, by rank."""
-        with self._failing_together():
-            return [Told(*numbers) for numbers in self._channels.told(*told)]
+            return [WorkerCall(*numbers) for numbers in self._channels.gather_numbers(*call)]
 
     def _checked(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
-        """The micro-batches of a batch on this rank's device, if it can be computed with."""
-        with self._failing_together(but=InputError), self._along_axis():
-            self._check_loaded()
-            pieces = microbatches(self.program, batch, fewer=not training)
-            pieces = [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces]
-            self._interpreter.check(pieces)
-            return pieces
+        """The micro-batches of a batch on this rank's device. Raises InputError for a batch that
+        cannot be computed with."""
+        with self._failing_together(but=InputError), self._in_groups():
+            self._tensors.check_loaded()
+            batches = microbatches(self.program, batch, fewer=not training)
+            batches = [{n: t.to(self.device) for n, t in each.items()} for each in batches]
+            self._interpreter.check(batches)
+            return batches
 
     @contextmanager
-    def _along_axis(self) -> Iterator[None]:
-        """Within it, layers find the tensor ranks of this rank's line, and the data ranks."""
-        row = self._channels.row
+    def _in_groups(self) -> Iterator[None]:
+        """Within it, layers find the tensor-parallel group of this rank, and the data ranks."""
+        axis, row = self._channels.axis, self._channels.row
         with (
-            nullcontext() if self._axis is None else self._axis.active(),
+            nullcontext() if axis is None else axis.active(),
             nullcontext() if row is None else together(row),
         ):
             yield
@@ -451,7 +442,7 @@ class Worker:
     def _failing_together(
         self, call: str = "", but: type[Exception] | tuple[()] = ()
     ) -> Iterator[None]:
-        """Around what all ranks do: whatever ends it on one rank, `but` this, closes all of them.
+        """Around the work of all ranks: any exception on one rank, other than `but`, closes all.
         `call` is its name where it is a call of its own.
 
         A rank that fails, or is interrupted, tells the others why and closes the connections that
@@ -478,7 +469,7 @@ class Worker:
             self._watch.end()
 
     def _explained(self, error: Exception) -> Exception:
-        """What this rank raises for `error`; the other ranks are told."""
+        """The exception that this rank raises for `error`, after telling the other ranks."""
         stages: Mapping[int, Stage] = getattr(self, "stages", {})
         return explain(error, self.rank, self._place(), stages.values(), self._watch)
 
@@ -521,97 +512,7 @@ class Worker:
     def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """All ranks' tensors on rank 0."""
         with self._failing_together("gather"):
-            grid = self.program.grid
-            sources = [grid.rank(position) for position in range(1, grid.pipeline)]
-            trunk = {n: tensor for n, tensor in tensors.items() if n not in self.program.rows}
-            found = gather(self._joined(trunk), self.rank, sources, self._channels)
-            return self._rows.gather(tensors, found, self._channels)
-
-    def _joined(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors of this rank, whole on the first rank of each line that others read from."""
-        at, shards = self.program.coordinate, self.program.shards
-        if self._axis is None or at.data:
-            return tensors
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            shard = shards.get(name)
-            whole = tensor if shard is None else self._axis.whole(tensor.detach(), shard)
-            if at.tensor == 0:
-                found[name] = whole.cpu()
-        return found
-
-    def _says(self, state: Mapping[str, torch.Tensor]) -> str:
-        """What this rank says of a state dict; the first of those that hold the same, for all."""
-        faults = []
-        for name, tensor in state.items():
-            try:
-                self._placed(name, tensor)
-            except InputError as error:
-                faults.append(str(error))
-        first = not (self.program.coordinate.data or self.program.coordinate.tensor)
-        names = {name: [name] for name in self._interpreter.tensors if first}
-        for alias, name in self.program.aliases.items():
-            if name in names:
-                names[name].append(alias)
-        return says_of(names.values(), state, self.program.unsaved, faults)
-
-    def _load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors into this rank's; those of other ranks are passed over."""
-        own = self._interpreter.tensors
-        self._loaded = self._loaded or set()
-        with torch.no_grad():
-            for given, whole in named:
-                name, tensor = self._placed(given, whole)
-                if tensor is None:
-                    continue
-                for held in self._updates.masters.held(name, own[name]):
-                    self._rows.unpadded(name, held).copy_(tensor)
-                self._missing.discard(name)
-                self._loaded.add(name)
-
-    def _placed(self, given: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor | None]:
-        """The name of a tensor that is given under one of its names, and this rank's part of it if
-        it has any. Raises InputError for what cannot be copied."""
-        name = self.program.aliases.get(given, given)
-        if name not in self._interpreter.tensors:
-            return name, None
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-            kind = "has no values (meta)" if isinstance(tensor, torch.Tensor) else "is no tensor"
-            message = f"{given!r} {kind}: give a tensor of the CPU or a device"
-            raise InputError(message)
-        target = self._rows.unpadded(name, self._interpreter.tensors[name])
-        tensor = self._own(name, tensor)
-        if tensor.shape != target.shape:
-            shapes = f"{tuple(target.shape)} needed, {tuple(tensor.shape)} given"
-            message = f"{name!r} has another shape ({shapes}): weights of another model?"
-            raise InputError(message)
-        return name, tensor
-
-    def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor of the model, if that has the right shape."""
-        tensor = self._rows.own(name, tensor, self._interpreter.tensors[name])
-        shard, own = self.program.shards.get(name), self._interpreter.tensors[name]
-        if shard is None or self._axis is None or tensor.shape != shard.shape(own.shape):
-            return tensor
-        return shard.take(tensor, self._axis.size, self._axis.rank)
-
-    def _check_loaded(self) -> None:
-        """Refuse to compute with tensors that were never filled."""
-        weights = self._missing.difference(self.program.unsaved)
-        if weights:
-            message = (
-                f"this rank lacks the weights of {min(weights)!r} ({len(weights)} "
-                "tensors): export with weights=True, or call worker.load_state_dict first"
-            )
-            raise InputError(message)
-        if self._missing:
-            name, count = min(self._missing), len(self._missing)
-            message = (
-                f"this rank lacks the value of {name!r} ({count} such tensors), which the state "
-                "dict of the model has not: compile the model on the CPU, or give its value by "
-                f"worker.load_state_dict({{{name!r}: value}}, strict=False)"
-            )
-            raise InputError(message)
+            return self._tensors.gather(tensors)
 
 
 def _timedelta(timeout: timedelta | float) -> timedelta:

@@ -141,7 +141,7 @@ def test_an_exported_folder_is_reported_compared_and_verified(
 def test_a_program_that_is_not_equal_to_the_model_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from parcompiler.verification import Errors, Verification
+    from parcompiler.verification.comparison import Errors, Verification
 
     wrong = Errors("float32", 0.5, 0.0, 0.0, "head.weight", bitwise=False, limit=1e-5)
     monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(wrong, None))

@@ -23,7 +23,7 @@ from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan, Shape
-from parcompiler.runtime.weights import stored
+from parcompiler.runtime.files import stored
 from parcompiler.vocabulary import spread
 from tests import zoo
 from tests.codegen.emitting import files_of, graph_of, lowered_by, spread_choice

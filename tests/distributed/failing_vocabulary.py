@@ -26,7 +26,7 @@ def fail(way: str, worker: pc.Worker) -> None:
     if way == "exception in an exchange on rank 1" and worker.rank == 1:
         worker._channels.gathered = failing.explode  # type: ignore[method-assign,assignment]
     if way == "exception in a broadcast on rank 0" and worker.rank == 0:
-        worker._channels.spread = failing.explode  # type: ignore[method-assign,assignment]
+        worker._channels.broadcast_value = failing.explode  # type: ignore[method-assign,assignment]
     if way == "connections closed in an exchange on rank 1" and worker.rank == 1:
         closing(worker)
     worker.train_step(bad)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
 from parcompiler.device import Link, device
 from parcompiler.models import gpt
-from parcompiler.pool import Job, Outcome, pool
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, Outcome, pool
 from tests import zoo
 from tests.distributed import recipe
 

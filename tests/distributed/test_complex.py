@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
-from parcompiler.pool import Job, pool
-from parcompiler.runtime.weights import read
+from parcompiler.runtime.files import read
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, pool
 from tests.distributed import recipe
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import parcompiler as pc
-from parcompiler.batches import piece, random_batch
 from parcompiler.capture import capture
 from parcompiler.codegen.hooks import hooks_module
 from parcompiler.errors import CaptureError
-from parcompiler.pool import Job, pool
+from parcompiler.verification.batches import piece, random_batch
+from parcompiler.verification.pool import Job, pool
 from tests import zoo
 
 MICROBATCHES = 2

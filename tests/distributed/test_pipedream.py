@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
-from parcompiler.pool import Job, Outcome, pool
-from parcompiler.reenactment import reenacted
-from parcompiler.reference import Original, one_thread
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, Outcome, pool
+from parcompiler.verification.reference import Original, one_thread, reenacted
 from tests import zoo
 
 STEPS = 3

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
-from parcompiler.pool import Job, Outcome, pool
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, Outcome, pool
 from tests import zoo
 from tests.distributed import recipe
 

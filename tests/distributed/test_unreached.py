@@ -11,7 +11,7 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler.instruction import Kind
-from parcompiler.pool import Job, pool
+from parcompiler.verification.pool import Job, pool
 from tests.distributed.models import WIDTH
 from tests.verifier.edits import edited, texts
 

@@ -16,7 +16,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ids = torch.randint(0, zoo.VOCABULARY, (6, zoo.LENGTH), generator=torch.Generator())
     counts = Counter[str]()
-    total: Any = Axis.total
+    total: Any = Axis.all_reduce
 
     def counted(axis: Axis, summand: torch.Tensor) -> torch.Tensor:
         counts[str(list(summand.shape))] += 1
@@ -24,7 +24,7 @@ def main() -> None:
         return found
 
     with pc.load(sys.argv[1]).worker() as worker:
-        Axis.total = counted  # type: ignore[method-assign,assignment]
+        Axis.all_reduce = counted  # type: ignore[method-assign,assignment]
         worker.step({"tokens": ids, "labels": ids})
         if worker.rank == 0:
             print(json.dumps(counts), flush=True)

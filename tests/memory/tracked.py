@@ -24,7 +24,8 @@ import parcompiler as pc
 from parcompiler.codegen.modules import stage_classes
 from parcompiler.runtime import Stage
 from parcompiler.runtime.batch import microbatches
-from parcompiler.runtime.channels import Channels, Receipt
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.collective_queue import Receipt
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram, Value
 from parcompiler.runtime.script import random_batch

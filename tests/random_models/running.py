@@ -1,7 +1,7 @@
 """Runs random cases: compiles one, lets its ranks train, and compares them with the plain loop.
 
 The ranks are processes of this file's own, kept from case to case, and run `plain.py`: those of
-`parcompiler.pool` are a part of what `verify()` does, and a fault in them would hide here too.
+`parcompiler.verification` are a part of `verify()`, and a fault in them would hide here too.
 """
 
 from __future__ import annotations

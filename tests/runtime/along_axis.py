@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import Axis
-from parcompiler.runtime.chance import Chance, seeded
+from parcompiler.runtime.rng import SeededDraws, seeded
 from parcompiler.spmd import I, P, Placement, R, S
 from parcompiler.spmd.conversions import TABLE
 from parcompiler.spmd.runtime_call import conversion_call
@@ -237,10 +237,10 @@ def fanned(axis: Axis) -> str:
 def proof(axis: Axis, size: int) -> str:
     """In a proof, what is drawn for a piece is a piece of what is drawn for the whole."""
     x = torch.ones(size, 6).t()
-    with Chance(0, 0):
+    with SeededDraws(0, 0):
         expected = F.dropout(x, 0.5)
     shard = Shard(1, (size,))
-    with Chance(0, 0), runtime.own_draws(1, (size,)):
+    with SeededDraws(0, 0), runtime.own_draws(1, (size,)):
         found = F.dropout(shard.take(x, axis.size, axis.rank), 0.5)
     return "" if torch.equal(found, shard.take(expected, axis.size, axis.rank)) else "another draw"
 

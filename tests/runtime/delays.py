@@ -23,7 +23,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parcompiler.runtime.channels import Channels, Receipt
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.collective_queue import Receipt
 from parcompiler.runtime.program import RankProgram, Value
 
 T = TypeVar("T")

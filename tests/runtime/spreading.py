@@ -11,7 +11,7 @@ from torch import nn
 
 from parcompiler import runtime
 from parcompiler.runtime import head as passes
-from parcompiler.runtime.statistics import Statistics, combined, factors, loss, stacked, undivided
+from parcompiler.runtime.head import Statistics, combined, factors, loss, stacked, undivided
 
 SHARE = 0.5  # what the loss counts in that of the step
 IGNORED = -7
@@ -82,13 +82,13 @@ def spread(case: Case, method: str, ranks: int, *, fused: bool = False) -> Step:
     """The same on ranks that hold rows."""
     tensors = case.tensors()
     modules = [_module(case, tensors, ranks, index) for index in range(ranks)]
-    own = [passes.own_head(module, fused=fused) for module in modules]
-    parts = [_part(item, tensors, passes.Room()) for item in own]
+    own = [passes.rows_of_head(module, fused=fused) for module in modules]
+    parts = [_part(item, tensors, passes.MatrixPool()) for item in own]
     whole = _naive(own, parts) if method == "naive" else _once(own, parts, method)
     x = torch.zeros_like(tensors["x"])
     for item, part in zip(own, parts, strict=True):
-        assert part.own is not None
-        told = undivided(part.own) if method == "naive" else part.own
+        assert part.statistics is not None
+        told = undivided(part.statistics) if method == "naive" else part.statistics
         found = factors(item.head, item.classes, part.labels, told, whole, SHARE)
         if part.product is None:
             passes.weigh(item, part)
@@ -131,14 +131,16 @@ def _module(
     return made
 
 
-def _part(own: passes.Own, tensors: dict[str, torch.Tensor], room: passes.Room) -> passes.Part:
+def _part(
+    own: passes.HeadRows, tensors: dict[str, torch.Tensor], room: passes.MatrixPool
+) -> passes.HeadLogits:
     """The products of a rank; its matrix has held something else before."""
     n, k = len(tensors["x"]), len(own.weight)
     room.give(torch.full((n, k), torch.nan, dtype=own.weight.dtype))
     return passes.products(own, tensors["x"], passes.labels_of(own, tensors["labels"]), room)
 
 
-def _naive(own: list[passes.Own], parts: list[passes.Part]) -> Statistics:
+def _naive(own: list[passes.HeadRows], parts: list[passes.HeadLogits]) -> Statistics:
     """S, EXCHANGE maximum, NORMALIZE, EXCHANGE sum."""
     for item, part in zip(own, parts, strict=True):
         passes.find_largest(item, part)
@@ -148,7 +150,7 @@ def _naive(own: list[passes.Own], parts: list[passes.Part]) -> Statistics:
     return Statistics(m, *torch.stack([_told(part)[1:] for part in parts]).sum(0))
 
 
-def _once(own: list[passes.Own], parts: list[passes.Part], method: str) -> Statistics:
+def _once(own: list[passes.HeadRows], parts: list[passes.HeadLogits], method: str) -> Statistics:
     """S, EXCHANGE statistics."""
     for item, part in zip(own, parts, strict=True):
         passes.normalize(item, part)
@@ -157,10 +159,10 @@ def _once(own: list[passes.Own], parts: list[passes.Part], method: str) -> Stati
     return combined(torch.stack([_told(part) for part in parts]))
 
 
-def _told(part: passes.Part) -> torch.Tensor:
+def _told(part: passes.HeadLogits) -> torch.Tensor:
     """Own numbers."""
-    assert part.own is not None
-    return stacked(part.own)
+    assert part.statistics is not None
+    return stacked(part.statistics)
 
 
 def _joined(case: Case, modules: list[Any], name: str) -> torch.Tensor:

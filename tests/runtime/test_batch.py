@@ -10,7 +10,8 @@ import torch
 
 import parcompiler as pc
 from parcompiler.runtime import Input, RankProgram
-from parcompiler.runtime.batch import Told, differing, digest, microbatches
+from parcompiler.runtime.agreement import WorkerCall, difference_of_calls, digest_of_batch
+from parcompiler.runtime.batch import microbatches
 
 COUNT = 3
 IDS = Input("ids", (2, 4), torch.int64)
@@ -163,9 +164,9 @@ def test_equal_batches_have_one_digest_and_others_another() -> None:
         [{"x": torch.where(whole == 7, torch.tensor(7.0).nextafter(torch.tensor(8.0)), whole)}],
         [{"x": whole[:0]}],
     ]
-    assert len({digest(pieces) for pieces in same}) == 1
-    assert len({digest(pieces) for pieces in (same[0], *others)}) == 1 + len(others)
-    assert all(0 < digest(pieces) < 2**62 for pieces in (*same, *others))
+    assert len({digest_of_batch(pieces) for pieces in same}) == 1
+    assert len({digest_of_batch(pieces) for pieces in (same[0], *others)}) == 1 + len(others)
+    assert all(0 < digest_of_batch(pieces) < 2**62 for pieces in (*same, *others))
 
 
 @pytest.mark.parametrize(
@@ -181,18 +182,23 @@ def test_tensor_and_pipeline_ranks_have_the_batch_of_their_data_coordinate(
     changes: dict[int, int], text: str
 ) -> None:
     of_all = replace(program(IDS), size=8, data=2, tensor=2)
-    told = [
-        Told(1, 100, 3, changes.get(rank, of_all.grid.coordinate(rank).data)) for rank in range(8)
+    calls = [
+        WorkerCall(1, 100, 3, changes.get(rank, of_all.grid.coordinate(rank).data))
+        for rank in range(8)
     ]
-    assert re.search(text, differing(of_all, told)) if text else not differing(of_all, told)
+    assert (
+        re.search(text, difference_of_calls(of_all, calls))
+        if text
+        else not difference_of_calls(of_all, calls)
+    )
 
 
 def test_calls_that_differ_are_told_apart_from_batches() -> None:
     of_all = replace(program(IDS), size=2)
     for other, text in {
-        Told(0, 100, 3, 1): "rank 1: evaluation of 3 micro-batches, check_batches = 100",
-        Told(1, 10, 3, 1): "rank 1: training of 3 micro-batches, check_batches = 10",
-        Told(1, 100, 2, 1): "rank 1: training of 2 micro-batches, check_batches = 100",
-        Told(1, 100, 0, 0): "rank 1 refused its batch and says why",
+        WorkerCall(0, 100, 3, 1): "rank 1: evaluation of 3 micro-batches, check_batches = 100",
+        WorkerCall(1, 10, 3, 1): "rank 1: training of 3 micro-batches, check_batches = 10",
+        WorkerCall(1, 100, 2, 1): "rank 1: training of 2 micro-batches, check_batches = 100",
+        WorkerCall(1, 100, 0, 0): "rank 1 refused its batch and says why",
     }.items():
-        assert text in differing(of_all, [Told(1, 100, 3, 1), other])
+        assert text in difference_of_calls(of_all, [WorkerCall(1, 100, 3, 1), other])

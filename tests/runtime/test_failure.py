@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime import failure
+from parcompiler.runtime.collective_queue import Started, queue_on
 from parcompiler.runtime.failure import Watch, explain
 from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.turns import Started, turns_on
 
 SIZE = 3
 BROKEN = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:2.")
@@ -183,14 +183,14 @@ def test_a_turn_that_fails_is_told_though_nobody_waits_for_it() -> None:
         begun.append("after")
         return None, None
 
-    turns = turns_on(torch.device("cpu"), told.append)
-    turns.give(fail)
-    after = turns.give(begin)
+    queue = queue_on(torch.device("cpu"), told.append)
+    queue.put(fail)
+    after = queue.put(begin)
     with pytest.raises(ValueError, match="boom"):
         after.wait()
     assert told == [boom]
     assert begun == []
-    turns.close()
+    queue.close()
 
 
 def test_without_a_store_nobody_is_asked() -> None:

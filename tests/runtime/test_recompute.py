@@ -25,8 +25,8 @@ from parcompiler.options import Options
 from parcompiler.problem import Problem
 from parcompiler.runtime import recomputed
 from parcompiler.runtime.batch import microbatches
-from parcompiler.runtime.chance import Chance, seeded
 from parcompiler.runtime.deferred import Deferral, finish, linear
+from parcompiler.runtime.rng import SeededDraws, seeded
 from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.versions import Versions
 from parcompiler.verifier import verify
@@ -58,7 +58,7 @@ def layers() -> list[Layer]:
 
 
 def draws(kind: str) -> AbstractContextManager[object]:
-    return Chance(1, 2) if kind == "proof" else seeded(3, torch.device("cpu"))
+    return SeededDraws(1, 2) if kind == "proof" else seeded(3, torch.device("cpu"))
 
 
 def results(
@@ -230,7 +230,7 @@ def test_a_step_with_recomputation_has_the_same_bits(name: str, schedule: str) -
     assert again.step() == wanted
     for ranks in (plain, again):
         for item in ranks.interpreters:
-            item.chance = lambda j, i: Chance(7, 10 * i + j)
+            item.draws = lambda j, i: SeededDraws(7, 10 * i + j)
     assert again.step() == plain.step()
 
 

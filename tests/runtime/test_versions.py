@@ -140,7 +140,7 @@ def test_memory_of_versions_is_freed_with_their_last_micro_batch() -> None:
 
     def look(kept: Versions, kind: Kind, i: int) -> None:
         for version in kept._used.values():
-            leaf = version.leaves["layer.weight"]
+            leaf = version["layer.weight"]
             if all(leaf is not known() for known in seen):
                 seen.append(weakref.ref(leaf))
         alive.append(sum(known() is not None for known in seen))
@@ -156,7 +156,7 @@ def test_two_micro_batches_of_one_version_share_its_memory() -> None:
     for i in range(3):
         kept.forward(stage, 0, i, {"x": data(i)})
     assert kept.count(0) == 1
-    leaves = [kept._used[0, i].leaves["layer.weight"] for i in range(3)]
+    leaves = [kept._used[0, i]["layer.weight"] for i in range(3)]
     assert leaves[0] is leaves[1] is leaves[2]
     assert leaves[0].data_ptr() == stage.layer.weight.data_ptr()
 

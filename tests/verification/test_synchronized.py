@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
-from parcompiler.joint import joined
-from parcompiler.reference import Original, accumulated
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.reference import Original, accumulated
+from parcompiler.verification.synchronized import accumulated_together
 
 ROWS, WIDTH = 3, 4
 
@@ -50,7 +50,7 @@ def test_loss_gradients_and_statistics_are_those_of_all_rows() -> None:
     model.local = nn.Identity()
     own, batch = original(model, 3)
     with own:
-        found = joined(own, batch, 3, DESCENT, 3)
+        found = accumulated_together(own, batch, 3, DESCENT, 3)
     model = model.double()
     loss = model(**batch)
     loss.backward()
@@ -68,7 +68,7 @@ def test_they_are_not_those_of_ranks_alone() -> None:
     torch.manual_seed(0)
     own, batch = original(Normed(), 2)
     with own:
-        together = joined(own, batch, 2, DESCENT, 2)
+        together = accumulated_together(own, batch, 2, DESCENT, 2)
     with own:
         alone = accumulated(own, batch, 2, DESCENT, ranks=2)
     assert abs(float(together.loss - alone.loss)) > 1e-3
@@ -79,7 +79,7 @@ def test_what_a_rank_raises_is_raised_and_the_others_end() -> None:
     own, batch = original(Normed(), 3)
     batch["labels"][ROWS] = 99  # of the second rank
     with own, pytest.raises(IndexError, match="Target 99"):
-        joined(own, batch, 3, DESCENT, 3)
+        accumulated_together(own, batch, 3, DESCENT, 3)
 
 
 class Uneven(Normed):
@@ -97,4 +97,4 @@ def test_a_rank_that_has_fewer_norms_ends_the_others() -> None:
     own, batch = original(Uneven(), 2)
     batch["labels"] = torch.tensor([0, 1, 2, 1, 2, 0])
     with own, pytest.raises(RuntimeError, match="has not come to this SyncBatchNorm"):
-        joined(own, batch, 2, DESCENT, 2)
+        accumulated_together(own, batch, 2, DESCENT, 2)

@@ -1,11 +1,11 @@
 """Random operators under pipelines: the same draws however the step is scheduled.
 
-    seeded   training: each forward draws from its own (seed, step, stage, micro-batch)
-    Chance   proofs: each draw has its own (seed, micro-batch, operator, number)
+    seeded        training: each forward draws from its own (seed, step, stage, micro-batch)
+    SeededDraws   verification: each draw has its own (seed, micro-batch, operator, number)
 
 Neither touches the generator that the user's own code draws from. Tensor ranks draw the same, but
-for what they hold pieces of: `own_draws` gives each rank numbers of its own, in a proof its piece
-of those that the whole would draw.
+for what they hold pieces of: `own_draws` gives each rank numbers of its own, in a verification its
+piece of those that the whole would draw.
 """
 
 from __future__ import annotations
@@ -41,16 +41,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Within it, random operators draw from `seed`; afterwards the generator is as before."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _seed(seed, device)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seed the generators that operators on `device` draw from, and no others."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
 
 
 @contextmanager
@@ -59,9 +54,9 @@ def own_draws(dim: int, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
 
     `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
     """
-    axis, proof = current_axis(), _active.get()
-    if proof is not None:
-        with proof.drawing_pieces(axis, dim, sizes):
+    axis, draws = current_axis(), _active.get()
+    if draws is not None:
+        with draws.drawing_pieces(axis, dim, sizes):
             yield
         return
     # Ranks draw as much from what they share, so that afterwards they agree again.
@@ -70,42 +65,43 @@ def own_draws(dim: int, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
         yield
 
 
-_active: ContextVar[Chance | None] = ContextVar("chance", default=None)
+_active: ContextVar[SeededDraws | None] = ContextVar("seeded draws", default=None)
 
 
-def current() -> Chance | None:
-    """The proof within which this is called."""
+def current() -> SeededDraws | None:
+    """The verification's draws within which this is called."""
     return _active.get()
 
 
-class Chance(TorchDispatchMode):
+class SeededDraws(TorchDispatchMode):
     """Seeds the CPU's generator before every random operator of one micro-batch.
 
     Afterwards the generator is as before. Draws are numbered per operator, in the model's order:
-    `draws[name]` counts them. A stage that holds only some of the model's is told the `numbers` of
-    its own. An operator that leaves the generator alone (attention without dropout) made no draw.
+    `counts[name]` counts them. A stage that holds only some of the model's operators has the
+    `numbers` of its draws. An operator that leaves the generator alone (attention without dropout)
+    made no draw.
     """
 
     def __init__(
         self, seed: int, microbatch: int, numbers: Mapping[str, Sequence[int]] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._key = (seed, microbatch)
         self._numbers = numbers
         self._before: list[torch.Tensor] = []
-        self._tokens: list[Token[Chance | None]] = []
+        self._tokens: list[Token[SeededDraws | None]] = []
         self._pieces: tuple[Axis, int, tuple[int, ...] | None] | None = None
 
-    def resumed(self) -> Chance:
-        """A twin that draws what this one would draw from here on."""
-        twin = Chance(*self._key, self._numbers)
-        twin.draws.update(self.draws)
+    def resumed(self) -> SeededDraws:
+        """A copy that makes the same draws from here on."""
+        twin = SeededDraws(*self._key, self._numbers)
+        twin.counts.update(self.counts)
         return twin
 
     @contextmanager
     def drawing_pieces(self, axis: Axis, dim: int, sizes: tuple[int, ...] | None) -> Iterator[None]:
-        """Within it, what is drawn is this rank's piece of the draw for the whole."""
+        """Within it, a draw is this rank's piece of the draw for the whole tensor."""
         self._pieces = axis, dim, sizes
         try:
             yield
@@ -133,30 +129,30 @@ class Chance(TorchDispatchMode):
         seed = mixed(*self._key, crc32(name.encode()), self._number(name))
         torch.default_generator.manual_seed(seed)
         before = torch.get_rng_state()
-        result = self._drawn(func, args, kwargs or {})
-        self.draws[name] += not torch.equal(before, torch.get_rng_state())
+        result = self._draw(func, args, kwargs or {})
+        self.counts[name] += not torch.equal(before, torch.get_rng_state())
         return result
 
-    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator draws: for a piece, that piece of what the whole would draw."""
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a random operator; for a piece, that piece of the whole tensor's draw."""
         if self._pieces is None:
             return func(*args, **kwargs)
         axis, dim, sizes = self._pieces
-        own = args[0]
-        shard = Shard(dim, sizes or (own.shape[dim] * axis.size,))
+        part = args[0]
+        shard = Shard(dim, sizes or (part.shape[dim] * axis.size,))
         if func._schema.is_mutable:  # its values do not matter: they are replaced
-            whole = func(_alike(own, shard.shape(own.shape)), *args[1:], **kwargs)
-            return own.copy_(shard.take(whole, axis.size, axis.rank))
-        made = func(axis.whole(own, shard), *args[1:], **kwargs)
+            whole = func(_alike(part, shard.shape(part.shape)), *args[1:], **kwargs)
+            return part.copy_(shard.take(whole, axis.size, axis.rank))
+        made = func(axis.all_gather(part, shard), *args[1:], **kwargs)
         return pytree.tree_map(lambda leaf: shard.take(leaf, axis.size, axis.rank), made)
 
     def _number(self, name: str) -> int:
         """The number, in the whole model, of the next draw by an operator."""
-        count = self.draws[name]
+        count = self.counts[name]
         if self._numbers is None:
             return count
-        own = self._numbers.get(name, ())
-        return own[count] if count < len(own) else -1
+        numbers = self._numbers.get(name, ())
+        return numbers[count] if count < len(numbers) else -1
 
 
 def _alike(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

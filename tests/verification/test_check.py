@@ -9,10 +9,11 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import parcompiler as pc
-from parcompiler.batches import random_batch
-from parcompiler.pool import Outcome
-from parcompiler.reference import Original, accumulated
-from parcompiler.verification import OPTIMIZER, OPTIONS, _errors
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.check import OPTIMIZER, OPTIONS
+from parcompiler.verification.comparison import compare
+from parcompiler.verification.pool import Outcome
+from parcompiler.verification.reference import Original, accumulated
 
 X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
 
@@ -45,7 +46,7 @@ def outcome(**more: Any) -> Outcome:
 
 
 def errors(wanted: Outcome, found: Outcome) -> Any:
-    return _errors(wanted, found, ("w", "v"))
+    return compare(wanted, found, ("w", "v"))
 
 
 def test_a_gradient_of_zeros_is_another_than_none() -> None:

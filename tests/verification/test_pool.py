@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler import pool as pools
-from parcompiler.pool import Job, Outcome, Pool
+from parcompiler.verification import pool as pools
+from parcompiler.verification.pool import Job, Outcome, Pool
 from tests.runtime.workers import batch, compiled, mixed, one_process
 
 MICROBATCHES = 2
@@ -59,9 +59,9 @@ def test_a_folder_may_have_spaces_in_its_path_and_processes_are_kept(
     pool: Pool, folder: Path, program: pc.Program
 ) -> None:
     works(pool, folder, program)
-    first = [member.pid for member in pool._members]
+    first = [member.pid for member in pool._processes]
     works(pool, folder, program)
-    assert [member.pid for member in pool._members] == first
+    assert [member.pid for member in pool._processes] == first
 
 
 def test_several_programs_run_in_turn(pool: Pool, folder: Path, program: pc.Program) -> None:
@@ -76,8 +76,8 @@ def test_a_process_that_died_between_proofs_is_replaced(
     pool: Pool, folder: Path, program: pc.Program
 ) -> None:
     works(pool, folder, program)
-    pool._members[1].kill()
-    pool._members[1].wait()
+    pool._processes[1].kill()
+    pool._processes[1].wait()
     works(pool, folder, program)
 
 
@@ -105,7 +105,7 @@ def test_a_process_that_fails_is_reported_within_seconds(
     with pytest.raises(pc.LaunchError, match=message):
         run(pool, spoiled(program, tmp_path, line), patience)
     assert time.monotonic() - begin < 30
-    assert not pool._members  # so that the next one starts afresh
+    assert not pool._processes  # so that the next one starts afresh
 
 
 def test_an_interruption_passes_through_and_the_next_proof_works(
@@ -115,10 +115,10 @@ def test_an_interruption_passes_through_and_the_next_proof_works(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("parcompiler.pool.wait", interrupted)
+        patched.setattr("parcompiler.verification.pool.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(pool, folder)
-    assert not pool._members
+    assert not pool._processes
     works(pool, folder, program)
 
 
@@ -148,7 +148,7 @@ def test_a_fork_has_a_pool_of_its_own_and_leaves_that_of_its_parent_alone(
 ) -> None:
     mine = pools.pool()
     assert pools.pool() is mine
-    members = list(mine._members)
+    members = list(mine._processes)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
         assert pools.pool() is not mine

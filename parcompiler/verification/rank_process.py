@@ -1,6 +1,6 @@
-"""One process of the pool that proves and measures: reads jobs as JSON lines, runs its rank.
+"""One process of the pool: reads jobs as JSON lines, and runs a rank or a measurement.
 
-python -m parcompiler.member        started by `pool.Pool`, ends when its input is closed
+python -m parcompiler.verification.rank_process    started by `pool.Pool`, ends with its input
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from parcompiler.bench.busy import measure
 from parcompiler.loaded import load
-from parcompiler.runtime.chance import Chance
-from parcompiler.runtime.weights import read, storable
+from parcompiler.runtime.files import read, storable
+from parcompiler.runtime.rng import SeededDraws
 from parcompiler.runtime.worker import Worker
 
 TIMEOUT = timedelta(minutes=5)
@@ -49,18 +49,18 @@ def main() -> None:
 
 
 def _run(job: dict[str, Any]) -> None:
-    """The steps of one rank; rank 0 writes what came out."""
+    """The steps of one rank; rank 0 writes losses, norms, gradients and state."""
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(job["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     with load(job["program"]).worker() as worker:
         if job["draws"] is not None:
-            worker.use_chance(_chance(job, worker))
+            worker.use_draws(_seeded_draws(job, worker))
         kind, options = getattr(torch.optim, job["optimizer"]), job["options"]
         worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
         if job["scale"] is not None:
             worker.loss_scale = job["scale"]
-        first, *others = (_in_form(worker, _own(worker, path)) for path in job["batches"])
+        first, *others = (_batch(worker, path) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
         losses, norms = [loss], [worker.gradient_norm]
         for batch in others:
@@ -69,23 +69,16 @@ def _run(job: dict[str, Any]) -> None:
         state = worker.gather_state_dict(everything=True)
         if rank == 0:
             assert state is not None
-            numbers = _measured(worker, losses, norms)
+            known = [norm for norm in norms if norm is not None]
+            numbers = {
+                "losses": torch.stack(losses),
+                "norms": torch.stack(known) if known else torch.zeros(0),
+                "scale": torch.tensor(worker.loss_scale, dtype=torch.float64),
+            }
             written = {"losses": numbers, "gradients": gradients or {}, "state": state}
             for name, tensors in written.items():
-                own, metadata = storable(tensors)
-                save_file(own, Path(job["out"]) / f"{name}.safetensors", metadata)
-
-
-def _measured(
-    worker: Worker, losses: list[torch.Tensor], norms: list[torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """The numbers of the steps."""
-    known = [norm for norm in norms if norm is not None]
-    return {
-        "losses": torch.stack(losses),
-        "norms": torch.stack(known) if known else torch.zeros(0),
-        "scale": torch.tensor(worker.loss_scale, dtype=torch.float64),
-    }
+                copies, metadata = storable(tensors)
+                save_file(copies, Path(job["out"]) / f"{name}.safetensors", metadata)
 
 
 def _first_step(
@@ -100,31 +93,25 @@ def _first_step(
     return loss, gradients
 
 
-def _chance(job: dict[str, Any], worker: Worker) -> Any:
+def _seeded_draws(job: dict[str, Any], worker: Worker) -> Any:
     """The draws of each stage and micro-batch."""
 
     def around(stage: int, i: int) -> AbstractContextManager[Any]:
-        return Chance(job["seed"], worker.program.microbatch(i), job["draws"][str(stage)])
+        return SeededDraws(job["seed"], worker.program.microbatch(i), job["draws"][str(stage)])
 
     return around
 
 
-def _own(worker: Worker, path: str) -> dict[str, torch.Tensor]:
-    """The batch of this rank's data coordinate, from the file that has those of all."""
-    batch, program = dict(read(Path(path))), worker.program
-    for item in program.inputs.values():
-        if item.shape:
-            rows = item.shape[0] * program.microbatches
-            batch[item.key] = batch[item.key].narrow(0, program.coordinate.data * rows, rows)
-    return batch
-
-
-def _in_form(worker: Worker, batch: dict[str, torch.Tensor]) -> object:
-    """The batch as a dict, or as a tuple when the model takes positional inputs."""
-    if not worker.program.positional:
-        return batch
-    last = max(int(key.partition(".")[0]) for key in batch)
-    return tuple(batch.get(str(position)) for position in range(last + 1))
+def _batch(worker: Worker, path: str) -> object:
+    """The batch of this rank's data coordinate, from the file that has those of all, in the form
+    of the compiled inputs."""
+    program = worker.program
+    batch = dict(read(Path(path)))
+    for spec in program.inputs.values():
+        if spec.shape:
+            rows = spec.shape[0] * program.microbatches
+            batch[spec.key] = batch[spec.key].narrow(0, program.coordinate.data * rows, rows)
+    return program.in_form(batch)
 
 
 if __name__ == "__main__":

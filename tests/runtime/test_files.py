@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parcompiler as pc
-from parcompiler.runtime.weights import read, storable
+from parcompiler.runtime.files import read, storable
 
 DTYPES = [
     torch.float64,

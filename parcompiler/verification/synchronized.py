@@ -1,8 +1,8 @@
-"""The original model on several data ranks whose SyncBatchNorms count the batches of all.
+"""The synchronized batch norm reference: the model on the batches of several data ranks at once.
 
 The model runs on the micro-batch of each rank, in a thread of its own, one at a time:
 
-    rank 0   ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm of the joined rows ──► loss
+    rank 0   ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm of all rows ──► loss
     rank 1            ──► norm ╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌► norm ──► loss
 
 At a norm a rank leaves its rows and lets the next one run; when it is its turn again all have come
@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 
 from parcompiler.capture.synchronized import alone, computing_as
-from parcompiler.pool import Outcome
-from parcompiler.reference import Optimizer, Original
+from parcompiler.verification.pool import Outcome
+from parcompiler.verification.reference import Optimizer, Original
 
 Buffers = Sequence[dict[str, torch.Tensor | None]]  # of each module
 
 
-def joined(
+def accumulated_together(
     original: Original,
     batch: Mapping[str, torch.Tensor],
     count: int,
@@ -41,16 +40,16 @@ def joined(
     each = count // ranks
     modules = [*original.whole.modules()]
     buffers = [_copies(modules) if r else [m._buffers for m in modules] for r in range(ranks)]
-    found: list[torch.Tensor] = []
+    means: list[torch.Tensor] = []
     with original.accumulating():
         for i in range(each):
             with original.computing():  # for all threads: they end in another order than they began
                 numbers = [r * each + i for r in range(ranks)]
                 losses = _Lockstep(original, batch, numbers, buffers).run()
                 torch.autograd.backward(torch.stack(losses).sum() * (original.scale / count))
-            found += [loss.detach() for loss in losses]
-    _hold(modules, buffers[0])
-    gradients, mean = original.gradients(), torch.stack(found).mean().reshape(1)
+            means += [loss.detach() for loss in losses]
+    _set_buffers(modules, buffers[0])
+    gradients, mean = original.gradients(), torch.stack(means).mean().reshape(1)
     return Outcome(mean, gradients, original.stepped(optimizer), original.scale)
 
 
@@ -64,22 +63,16 @@ def _copies(modules: Sequence[nn.Module]) -> Buffers:
     return [{name: copy(buffer) for name, buffer in m._buffers.items()} for m in modules]
 
 
-def _hold(modules: Sequence[nn.Module], buffers: Buffers) -> None:
-    """Let modules hold these buffers."""
-    for module, own in zip(modules, buffers, strict=True):
-        module._buffers = own
-
-
-def _loss(original: Original, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
-    """The loss of micro-batch `i`, in the precision of the model."""
-    with original.computing():  # what torch keeps for each thread
-        return original.loss(batch, i)
+def _set_buffers(modules: Sequence[nn.Module], buffers: Buffers) -> None:
+    """Give modules these buffers."""
+    for module, values in zip(modules, buffers, strict=True):
+        module._buffers = values
 
 
 class _Lockstep:
     """The losses of some micro-batches, one for each rank, which has `buffers` of its own.
 
-    They are computed one at a time, each to the next norm; a turn goes around.
+    They are computed one at a time, each to the next norm, in turn.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class _Lockstep:
         buffers: Sequence[Buffers],
     ) -> None:
         self._modules = [*original.whole.modules()]
-        self._functions = [partial(_loss, original, batch, i) for i in microbatches]
+        self._original, self._batch, self._microbatches = original, batch, microbatches
         self._buffers = buffers
         self._turns = [threading.Semaphore(0) for _ in microbatches]
         self._rows: list[dict[int, torch.Tensor]] = []  # of the norms, in order, by rank
@@ -101,7 +94,7 @@ class _Lockstep:
 
     def run(self) -> list[torch.Tensor]:
         """The losses; what the first one that fails has raised."""
-        ranks = range(len(self._functions))
+        ranks = range(len(self._microbatches))
         threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in ranks]
         with torch.random.fork_rng(devices=[]), computing_as(self._norm):
             for thread in threads:
@@ -114,12 +107,13 @@ class _Lockstep:
         return [self._results[rank] for rank in ranks]
 
     def _follow(self, rank: int) -> None:
-        """The life of one thread."""
+        """Body of the thread of a rank."""
         self._place.rank, self._place.norms = rank, 0
         self._wait()
         try:
             if self._error is None:
-                self._results[rank] = self._functions[rank]()
+                with self._original.computing():  # what torch keeps for each thread
+                    self._results[rank] = self._original.loss(self._batch, self._microbatches[rank])
         except BaseException as error:  # raised again by `run`
             self._error = self._error or error
         finally:
@@ -136,10 +130,10 @@ class _Lockstep:
     def _wait(self) -> None:
         """Wait for the turn of this rank, and let the model hold its buffers."""
         self._turns[self._place.rank].acquire()
-        _hold(self._modules, self._buffers[self._place.rank])
+        _set_buffers(self._modules, self._buffers[self._place.rank])
 
     def _norm(self, norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-        """A rank's rows of the batch norm of the rows of all."""
+        """Batch norm of the rows of all ranks; returns those of this rank."""
         if not norm.training:
             return alone(norm, x)
         rank, number = self._place.rank, self._place.norms

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parcompiler.runtime import replicas
+from parcompiler.runtime import agreement
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool,
@@ -12,7 +12,7 @@ DTYPES = (
 
 
 def digest(*tensors: torch.Tensor) -> int:
-    return replicas._digests([tensors], torch.device("cpu"))[0]
+    return agreement._digests([tensors], torch.device("cpu"))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,11 +40,11 @@ def test_a_digest_is_of_the_values_in_their_order_whatever_the_memory() -> None:
 
 
 def test_tensors_of_many_blocks_count_each_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "BLOCK", 4)
+    monkeypatch.setattr(agreement, "BLOCK", 4)
     tensor = torch.zeros(37)
     found = {digest(tensor)}
     for index in range(37):
         tensor.zero_()[index] = 1
         found.add(digest(tensor))
     assert len(found) == 38
-    assert replicas._digests([], torch.device("cpu")) == []
+    assert agreement._digests([], torch.device("cpu")) == []

@@ -4,33 +4,65 @@
 gradients of the mean of their losses, then a step of the optimizer. What runs is the user's own
 module with all that hangs on it (hooks, attributes, code that a copy might miss), which is left as
 it was; a model on the meta device has no values, and a copy of it is given some.
+
+`reenacted` is PipeDream in one process: the stages are updated as late as on the ranks. The list of
+a stage says how many updates stand before the forward of each micro-batch. On p = 2:
+
+    stage 0   F0 F1 B0 U0 F2 B1 U1 F3 ...      before F2: U0
+    stage 1   F0 B0 U0 F1 B1 U1 F2 ...         before F2: U0 U1
+
+So before micro-batch 2 the whole model is run, stage 0 has been updated by the gradients of
+micro-batch 0 and stage 1 by those of 0 and 1; those of micro-batch 1 wait for stage 0. Nothing else
+is needed for what weight stashing computes (1806.03377, section 3.3): no ranks, no versions.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from parcompiler.batches import piece
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.narrow import mixed, narrowed
 from parcompiler.capture.untouched import untouched
+from parcompiler.errors import InputError
 from parcompiler.graph import Graph
-from parcompiler.pool import Outcome
-from parcompiler.runtime.chance import Chance
-
-if TYPE_CHECKING:
-    from parcompiler.program import Program
+from parcompiler.instruction import Instruction, Kind
+from parcompiler.lower import Lowered
+from parcompiler.problem import Problem
+from parcompiler.report import Report
+from parcompiler.runtime.rng import SeededDraws
+from parcompiler.verification.batches import piece
+from parcompiler.verification.pool import Outcome
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Compiled(Protocol):
+    """The part of a `Program` that verification uses; the program itself imports verification."""
+
+    @property
+    def model(self) -> nn.Module | None: ...
+    @property
+    def loss(self) -> Callable[[Any], torch.Tensor] | None: ...
+    @property
+    def captured(self) -> Graph: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def lowered(self) -> Lowered: ...
+    def on(self, graph: Graph) -> Compiled: ...
+    def report(self) -> Report: ...
+    def write(self, path: Path, report: Report) -> Path: ...
 
 
 class Original:
@@ -42,7 +74,7 @@ class Original:
     """
 
     def __init__(
-        self, program: Program, seed: int, dtype: torch.dtype | None, scale: float = 1.0
+        self, program: Compiled, seed: int, dtype: torch.dtype | None, scale: float = 1.0
     ) -> None:
         assert program.model is not None
         self.graph = program.problem.graph
@@ -51,7 +83,7 @@ class Original:
         self.whole = WithLoss(program.model, program.loss, in_float32=self.narrow is not None)
         self._seed, self._dtype = seed, dtype
         floating = (p.dtype for p in program.model.parameters() if p.is_floating_point())
-        self._own = program.captured.narrow or next(floating, torch.float32)
+        self._compiled_dtype = program.captured.narrow or next(floating, torch.float32)
         self._stack = ExitStack()
 
     def __enter__(self) -> Original:
@@ -84,12 +116,12 @@ class Original:
         """Within it, the model computes in its precision, forwards and backwards."""
         if self.narrow is not None:
             return mixed(self.narrow)
-        return nullcontext() if self._dtype is None else lifting(self._dtype, self._own)
+        return nullcontext() if self._dtype is None else lifting(self._dtype, self._compiled_dtype)
 
     def loss(self, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
         """The loss of micro-batch `i`."""
         args, kwargs = with_tensors(self.graph.sample, piece(self.graph, batch, i))
-        with Chance(self._seed, i) if self.graph.random else nullcontext():
+        with SeededDraws(self._seed, i) if self.graph.random else nullcontext():
             loss: torch.Tensor = self.whole(*args, **kwargs)
         return loss
 
@@ -109,14 +141,14 @@ class Original:
         Then gradients are divided by the scale, but for those that masters take in float32.
         """
         hooked = [(p, p._backward_hooks) for p in self.parameters.values() if p._backward_hooks]
-        kept = [dict(hooks) for _, hooks in hooked]
+        saved = [dict(hooks) for _, hooks in hooked]
         for _, hooks in hooked:
             hooks.clear()
         try:
             yield
         finally:
-            for (_, hooks), own in zip(hooked, kept, strict=True):
-                hooks.update(own)
+            for (_, hooks), before in zip(hooked, saved, strict=True):
+                hooks.update(before)
         for parameter in self.parameters.values():
             if self.narrow is None and parameter.grad is not None:
                 parameter.grad /= self.scale
@@ -189,8 +221,84 @@ def accumulated(
     return Outcome(mean.reshape(1), gradients, original.stepped(optimizer), original.scale)
 
 
+def reenacted(
+    original: Original,
+    lowered: Lowered,
+    batches: Iterable[Mapping[str, torch.Tensor]],
+    optimizer: Optimizer,
+) -> Outcome:
+    """Steps of an asynchronous program, one on each batch: their mean losses, and the state after.
+
+    Each micro-batch is a minibatch of its own, with the gradient of its own loss.
+    """
+    stages = [
+        _AsynchronousStage(original, lowered, j, optimizer) for j in range(len(lowered.stages))
+    ]
+    means = []
+    for batch in batches:
+        losses = []
+        for stage in stages:
+            stage.start()
+        for i in range(lowered.microbatches):
+            for stage in stages:
+                stage.update_before(i)
+            with original.computing():
+                loss = original.loss(batch, i)
+                torch.autograd.backward(loss)
+            losses.append(loss.detach())
+            for stage in stages:
+                stage.keep_gradients(i)
+        for stage in stages:
+            stage.update_before(lowered.microbatches)
+        means.append(torch.stack(losses).mean())
+    return Outcome(torch.stack(means), {}, original.state())
+
+
+class _AsynchronousStage:
+    """The part of the model that is on one stage, and the updates that its list makes."""
+
+    def __init__(self, original: Original, lowered: Lowered, j: int, optimizer: Optimizer) -> None:
+        named = [original.parameters.get(name) for name in lowered.stages[j].tensors]
+        self._parameters = [p for p in named if p is not None and p.requires_grad]
+        self._optimizer = optimizer(self._parameters) if self._parameters else None
+        lines, kinds = lowered.instructions[lowered.stages[j].rank], (Kind.FORWARD, Kind.UPDATE)
+        self._lines = [line for line in lines if line.stage == j and line.kind in kinds]
+        self._pending: deque[Instruction] = deque()
+        self._gradients: dict[int | None, list[torch.Tensor | None]] = {}  # by micro-batch
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._pending = deque(self._lines)
+
+    def update_before(self, i: int) -> None:
+        """Make the updates that stand before the forward of micro-batch `i`, or all the rest."""
+        while self._pending:
+            line = self._pending.popleft()
+            if line.kind is Kind.UPDATE:
+                self._update(line.microbatch)
+            elif line.microbatch == i:
+                return
+            else:
+                message = f"'{line}' stands where micro-batch {i} is due: it has no re-enactment"
+                raise InputError(message)
+
+    def keep_gradients(self, i: int) -> None:
+        """Take the gradients of micro-batch `i` from the parameters, until its update."""
+        self._gradients[i] = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _update(self, i: int | None) -> None:
+        """One step of the optimizer."""
+        for parameter, gradient in zip(self._parameters, self._gradients.pop(i), strict=True):
+            parameter.grad = gradient
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
-    """The same under the names of the model."""
+    """Tensors under their names in the user's model, without the prefix of `WithLoss`."""
     return ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
 
 
@@ -222,19 +330,14 @@ def materialised(graph: Graph, seed: int) -> Graph:
 def _materialised(whole: WithLoss, graph: Graph) -> WithLoss:
     """A copy of a model on the meta device with the values of `graph`."""
     twin = copy.deepcopy(whole).to_empty(device="cpu")
-    _retie(whole, twin)
+    first: dict[int, str] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:  # shared in the model; `to_empty` has separated them
+            owner, _, leaf = name.rpartition(".")
+            setattr(twin.get_submodule(owner), leaf, twin.get_parameter(known))
     with torch.no_grad():
         for name, tensor in _named((*twin.named_parameters(), *twin.named_buffers())):
             if name in graph.tensors:
                 tensor.copy_(graph.tensors[name])
     return twin
-
-
-def _retie(model: nn.Module, twin: nn.Module) -> None:
-    """Share in `twin` the parameters that `model` shares (`to_empty` separates them)."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            owner, _, leaf = name.rpartition(".")
-            setattr(twin.get_submodule(owner), leaf, twin.get_parameter(known))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parcompiler.runtime.chance import Chance, mixed, seeded
+from parcompiler.runtime.rng import SeededDraws, mixed, seeded
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_seeded_draws_do_not_depend_on_what_was_drawn_before() -> None:
         assert not torch.equal(torch.rand(3), first)
 
 
-@pytest.mark.parametrize("around", [lambda: seeded(7, CPU), lambda: Chance(7, 0)])
+@pytest.mark.parametrize("around", [lambda: seeded(7, CPU), lambda: SeededDraws(7, 0)])
 def test_the_users_generator_is_left_alone(around: Callable[[], Any]) -> None:
     before = torch.get_rng_state()
     with around():
@@ -45,25 +45,25 @@ def test_the_users_generator_is_left_alone(around: Callable[[], Any]) -> None:
 
 def test_each_draw_of_a_proof_has_its_number_among_those_of_its_operator() -> None:
     x = torch.ones(50)
-    with Chance(3, 1) as drawn:
+    with SeededDraws(3, 1) as drawn:
         whole = [F.dropout(x, 0.5), torch.rand(4), F.dropout(x, 0.5)]
-    dropout, rand = drawn.draws
-    assert drawn.draws == {dropout: 2, rand: 1}
-    with Chance(3, 1, {dropout: [1]}):
+    dropout, rand = drawn.counts
+    assert drawn.counts == {dropout: 2, rand: 1}
+    with SeededDraws(3, 1, {dropout: [1]}):
         last = F.dropout(x, 0.5)
-    with Chance(3, 1, {dropout: [0], rand: [0]}):
+    with SeededDraws(3, 1, {dropout: [0], rand: [0]}):
         inner = torch.rand(4)
         first = F.dropout(x, 0.5)
     assert torch.equal(last, whole[2])
     assert torch.equal(inner, whole[1])
     assert torch.equal(first, whole[0])
     assert not torch.equal(whole[0], whole[2])
-    with Chance(3, 2):
+    with SeededDraws(3, 2):
         assert not torch.equal(F.dropout(x, 0.5), whole[0])
 
 
 def test_an_operator_that_draws_nothing_is_not_counted() -> None:
     x = torch.ones(1, 2, 4, 8)
-    with Chance(3, 1) as drawn:
+    with SeededDraws(3, 1) as drawn:
         F.scaled_dot_product_attention(x, x, x)
-    assert not +drawn.draws
+    assert not +drawn.counts

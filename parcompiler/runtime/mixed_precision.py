@@ -1,0 +1,116 @@
+"""Training in 16 bits: float32 masters of parameters, and a scale of the loss for float16.
+
+    weights ─► master (float32) ─► parameter (16 bits) ─► forward, backward ─► gradient (16 bits)
+                  ▲      │                                                          │
+                  │      └────────── state_dict                                     ▼
+               optimizer ◄──────────────────────────── gradient in float32, unscaled and clipped
+
+The optimizer changes masters, and checkpoints hold them. Gradients are kept, added up over
+micro-batches and summed over ranks in 16 bits (2 bytes beside the 2 of the parameter, the 4 of the
+master and the states of the optimizer); in the optimizer's step each is cast to float32 and its 16
+bits are freed. Parameters that are float32 in a 16-bit program (batch norms) are their own masters;
+frozen ones have none.
+
+So that small gradients are not zero in float16, the loss is multiplied by the scale before its
+backward, and gradients are divided by it in float32. When a gradient is not finite the step is
+skipped and the scale halved; after so many good steps in a row it is doubled (Micikevicius et al.
+2018, "Mixed Precision Training", arXiv:1710.03740, section 3.2; the numbers are those of
+`torch.amp.GradScaler`).
+
+>>> scale = LossScale(8.0, interval=2)
+>>> for good in (False, True, True, True):
+...     scale.update(good)
+>>> scale.value, scale.skipped
+(8.0, 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parcompiler.errors import InputError
+
+GROWTH = 2.0
+BACKOFF = 0.5
+INTERVAL = 2000  # good steps in a row
+INITIAL = 2.0**16
+
+
+@dataclass
+class LossScale:
+    """The scale now, how many steps were good since it changed, and how many were skipped."""
+
+    value: float = INITIAL
+    interval: int = INTERVAL
+    good: int = 0
+    skipped: int = 0
+
+    def set(self, value: float) -> None:
+        """Go on from another scale. Raises InputError unless it is finite and positive."""
+        if not (math.isfinite(value) and value > 0):
+            message = f"the scale of the loss must be finite and positive ({value!r} given)"
+            raise InputError(message)
+        self.value, self.good = float(value), 0
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step, whose gradients were `finite` or not."""
+        if not finite:
+            self.value, self.good = self.value * BACKOFF, 0
+            self.skipped += 1
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.value, self.good = self.value * GROWTH, 0
+
+
+class Masters:
+    """The masters of the trained ones among `parameters` (by name) that are in `narrow`."""
+
+    def __init__(self, narrow: torch.dtype | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._masters = {
+            name: nn.Parameter(parameter.detach().float())
+            for name, parameter in parameters.items()
+            if parameter.requires_grad and parameter.dtype == narrow
+        }
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The master of a tensor of this rank, or itself where it has none."""
+        return self._masters.get(name, tensor)
+
+    def copies(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A tensor of this rank, and its master where it has one."""
+        yield tensor
+        if name in self._masters:
+            yield self._masters[name]
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """The parameters that the optimizer changes: masters where there are some."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                yield self._masters.get(name, parameter)
+
+    @torch.no_grad()
+    def take_gradients(self, factor: torch.Tensor) -> None:
+        """Give masters the gradients of their parameters times `factor`, and free those."""
+        for name, parameter in self._parameters.items():
+            gradient, master = parameter.grad, self._masters.get(name)
+            if gradient is None:
+                continue
+            if master is None:
+                gradient.mul_(factor)
+            else:
+                master.grad = gradient.float().mul_(factor)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy the masters into their parameters."""
+        for name, master in self._masters.items():
+            self._parameters[name].copy_(master)
+            master.grad = None

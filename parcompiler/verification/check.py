@@ -1,0 +1,203 @@
+"""`program.verify()`: the program as it is, and lifted to float64, against the original model.
+
+An asynchronous program is compared with its re-enactment by the model (`reference.reenacted`), and
+has no gradients left to compare: its updates have used them. With several data ranks the batch is
+that of all of them, and buffers are compared with those of the first; a model with SyncBatchNorms
+runs on the batches of all at once (`synchronized.py`).
+
+In float64 a mistake cannot hide behind rounding. In 16 bits the model in one process has the same
+recipe (`capture/narrow.py`, masters in float32, one scale of the loss) and differences are judged
+by that rounding; that the division is right is what float64 shows. What runs is the exported
+folder, so the emitted code itself is proved. Random operators draw from a seed of their own
+(micro-batch, position in the model), the same on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from parcompiler.capture.clean import simplify
+from parcompiler.capture.lift import lift
+from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph
+from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
+from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
+from parcompiler.verification.comparison import Errors, Verification, compare
+from parcompiler.verification.pool import PATIENCE, Job, Outcome, pool
+from parcompiler.verification.reference import (
+    Compiled,
+    Original,
+    accumulated,
+    materialised,
+    one_thread,
+    reenacted,
+)
+from parcompiler.verification.synchronized import accumulated_together
+
+# Linear in the gradients, so that rounding is not amplified; momentum counts from the first step
+# on, and decay tells a gradient that is zero from none.
+OPTIMIZER = "SGD"
+OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
+MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
+MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
+
+
+class _NoReference(Exception):
+    """The original model itself cannot run in a precision."""
+
+
+def check(program: Compiled, seed: int) -> Verification:
+    """Compare a program with its original model."""
+    if program.model is None:
+        message = "this program was compiled from a graph: verify() needs the original model"
+        raise InputError(message)
+    graph = program.problem.graph
+    note = _note_on_buffers(program)
+    native, reference = _compare(program, graph, seed, program.problem.options.dtype)
+    if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
+        return Verification(native, native, note)
+    try:
+        double = simplify(lift(program.captured, torch.float64))
+        for node in double.fx_graph.nodes:
+            name = str(getattr(node.target, "_opname", ""))
+            if name in ("_grouped_mm", "grouped_mm"):
+                message = f"{name} has no kernel for it"
+                raise _NoReference(message)
+        lifted, exact = _compare(program, double, seed, torch.float64)
+    except _NoReference as error:
+        missing = f"no float64 comparison: {error}"
+        return Verification(native, None, "; ".join(filter(None, (missing, note))))
+    if not native.ok and lifted.ok and native.compiled_inputs == lifted.compiled_inputs:
+        # A batch norm of two values, say, turns the last bits of its operands into the fifth digit
+        # of their gradients, and a program that adds in another order is as far from the model as
+        # the model is from the truth. What float64 has shown to be equal is not called different.
+        narrow = _narrowest(graph)
+        rounding = compare(exact, reference, exact.gradients.keys(), narrow).largest
+        if rounding < (MOST_ROUNDING if narrow is None else MOST_NARROW_ROUNDING):
+            native = dataclasses.replace(native, rounding=rounding)
+    return Verification(native, lifted, note)
+
+
+def _note_on_buffers(program: Compiled) -> str:
+    """What each data rank updates by its own micro-batches alone."""
+    graph, ranks = program.problem.graph, program.lowered.data
+    names = [repr(parameter.name) for parameter in graph.parameters if parameter.mutated]
+    if ranks == 1 or not names or is_synchronized(graph.fx_graph):
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"forwards update {', '.join(names[:3])}{more}: each of the {ranks} data "
+        "ranks does by its own micro-batches, and those of the first are compared"
+    )
+
+
+def _compare(
+    program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None
+) -> tuple[Errors, Outcome]:
+    """Run the ranks on `graph` and the model in `dtype`; their errors, and the model's outcome."""
+    variant = program.on(materialised(graph, seed))
+    begin = time.perf_counter()
+    with one_thread():
+        try:
+            batch, reference, compiled_inputs = _on_some_batch(variant, seed, dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            if dtype is None:
+                raise
+            raise _NoReference(str(error).splitlines()[0]) from error
+        draws = draws_of_stages(graph, variant.lowered, batch) if graph.random else None
+    with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
+        path = variant.write(Path(folder) / "program", program.report())
+        job = Job(
+            str(path), (batch,), seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
+            patience=PATIENCE + 30 * (time.perf_counter() - begin),
+            scale=reference.scale if graph.narrow == torch.float16 else None,
+        )  # fmt: skip
+        outcome = pool().run(job, variant.lowered.grid.size)
+    asynchronous, narrow = variant.lowered.asynchronous, _narrowest(graph)
+    trainable = [p.name for p in graph.parameters if p.trainable and not p.buffer]
+    trained = trainable if asynchronous else reference.gradients.keys()
+    errors = compare(reference, outcome, trained, narrow)
+    if not (errors.ok or errors.cause or asynchronous):
+        with one_thread():
+            again = _at_scale(variant, batch, seed, dtype, OTHER_SCALE * reference.scale)
+        errors = compare(reference, outcome, trained, narrow, again)
+    errors = dataclasses.replace(errors, compiled_inputs=compiled_inputs, asynchronous=asynchronous)
+    return errors, reference
+
+
+def _on_some_batch(
+    variant: Compiled, seed: int, dtype: torch.dtype | None
+) -> tuple[dict[str, torch.Tensor], Outcome, bool]:
+    """A batch that the model takes, the model's outcome, and whether it is of the compiled inputs.
+
+    A random batch first; where the model refuses that or its loss is not finite (it wants ordered
+    boxes, places for images in a text, probabilities), the inputs that it was compiled with.
+    """
+    graph, count = variant.problem.graph, variant.lowered.microbatches * variant.lowered.data
+    batch = random_batch(graph, count, seed)
+    compiled = compiled_batch(graph, count)
+    try:
+        reference = _reference(variant, batch, seed, dtype)
+        if compiled is None or reference.loss.isfinite():
+            return batch, reference, False
+    except Exception:  # whatever a user's model raises
+        if compiled is None:
+            raise
+    return compiled, _reference(variant, compiled, seed, dtype), True
+
+
+def _reference(
+    variant: Compiled, batch: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype | None
+) -> Outcome:
+    """The outcome of the original model on a batch in one process.
+
+    In float16 the scale of the loss is the largest at which its gradients are finite, as it would
+    be after some steps.
+    """
+    if variant.problem.graph.narrow != torch.float16:
+        return _at_scale(variant, batch, seed, dtype, 1.0)
+    scale = INITIAL
+    while True:
+        outcome = _at_scale(variant, batch, seed, dtype, scale)
+        if scale <= 1.0 or all(g.isfinite().all() for g in outcome.gradients.values()):
+            return outcome
+        scale *= BACKOFF
+
+
+def _at_scale(
+    variant: Compiled,
+    batch: Mapping[str, torch.Tensor],
+    seed: int,
+    dtype: torch.dtype | None,
+    scale: float,
+) -> Outcome:
+    """The outcome of the original model when its loss is scaled for the backward."""
+    optimizer = partial(getattr(torch.optim, OPTIMIZER), **OPTIONS)
+    ranks = variant.lowered.data
+    count = variant.lowered.microbatches * ranks
+    with Original(variant, seed, dtype, scale) as original:
+        if variant.lowered.asynchronous:
+            return reenacted(original, variant.lowered, [batch], optimizer)
+        if ranks > 1 and is_synchronized(original.graph.fx_graph):
+            return accumulated_together(original, batch, count, optimizer, ranks)
+        with computing_as(alone):  # whatever torch.distributed does in this process
+            return accumulated(original, batch, count, optimizer, ranks)
+
+
+def _narrowest(graph: Graph) -> torch.dtype | None:
+    """The 16-bit dtype of some value that carries gradients; None if all are wider."""
+    values = [graph.narrow]
+    for node in graph.fx_graph.nodes:
+        value = node.meta.get("val")
+        if node.name in graph.differentiable and isinstance(value, torch.Tensor):
+            values.append(value.dtype)
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in values), None)

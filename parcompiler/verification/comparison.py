@@ -1,0 +1,256 @@
+"""How far the outcome of the ranks is from that of the original model, and what may be rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from parcompiler.verification.pool import Outcome
+
+LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+ROUNDINGS = 4  # of the model's largest element: a smaller difference does not count
+OWN_ROUNDINGS = 4  # times its own rounding that a program may be from an ill-conditioned model
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Largest relative errors of one comparison; `bitwise` when there is not a bit of difference.
+
+    With `compiled_inputs` the batch was made of these, as the model refused a random one.
+    `cause` says what cannot be compared at all: it is on one side alone, or not finite; its error
+    is infinite.
+    An `asynchronous` program has no error of gradients: its updates have used them.
+    `rounding` is the error of the model in one process against itself in float64. It is measured,
+    and counts, where the limit is passed although float64 shows no difference.
+
+    The error of a tensor is its largest absolute difference over its own largest element; where
+    that element is so small that four roundings of the largest element among all tensors would
+    reach the limit, over the element at which they just do (gradients that are zero but for
+    rounding, such as those of the biases of keys). In 16 bits, where one element more or less that
+    passes a ReLU is a matter of rounding, root mean squares stand in the place of largest elements,
+    and the least that they are divided by is four roundings of the largest one. Where the limit is
+    passed all the same, the model goes back once more from a loss of another scale, and a few times
+    the difference which that makes to a tensor do not count either.
+    """
+
+    dtype: str
+    loss: float
+    gradient: float
+    parameter: float
+    worst: str
+    bitwise: bool
+    limit: float
+    compiled_inputs: bool = False
+    asynchronous: bool = False
+    rounding: float = 0.0
+    cause: str = ""
+
+    @property
+    def largest(self) -> float:
+        """The largest of the errors."""
+        return max(self.loss, self.gradient, self.parameter)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within the limit, or within a few of the model's own roundings."""
+        return self.largest <= max(self.limit, OWN_ROUNDINGS * self.rounding)
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.cause:
+            return f"{self.dtype}: {self.cause}"
+        how = "bitwise equal" if self.bitwise else f"limit {self.limit:.0e}, worst {self.worst!r}"
+        if self.rounding:
+            how += f"; the model in one process is {self.rounding:.1e} from itself in float64"
+        if self.compiled_inputs:
+            how += ", on the compiled inputs: the model takes no random ones"
+        gradients = f"gradients {self.gradient:.1e}"
+        if self.asynchronous:
+            gradients = "gradients used by the updates"
+            how += "; re-enacted in one process"
+        return (
+            f"{self.dtype}: loss {self.loss:.1e}, {gradients}, parameters after a step "
+            f"{self.parameter:.1e} ({how})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of `program.verify()`: `native` as the program is, `lifted` in float64.
+
+    `lifted` is None, and `note` says why, when an operator of the model has no float64 kernel.
+    `note` also says what is not compared.
+    """
+
+    native: Errors
+    lifted: Errors | None
+    note: str = ""
+
+    @property
+    def decisive(self) -> Errors:
+        """The sharper of the two comparisons."""
+        return self.native if self.lifted is None else self.lifted
+
+    @property
+    def loss_error(self) -> float:
+        """Relative error of the loss, in float64 where that runs."""
+        return self.decisive.loss
+
+    @property
+    def gradient_error(self) -> float:
+        """Largest relative error of a gradient, in float64 where that runs.
+
+        It is 0 for an asynchronous program, which has no gradients left to compare.
+        """
+        return self.decisive.gradient
+
+    @property
+    def parameter_error(self) -> float:
+        """Largest relative error of a parameter or buffer after one optimizer step."""
+        return self.decisive.parameter
+
+    @property
+    def worst(self) -> str:
+        """The parameter with the largest error."""
+        return self.decisive.worst
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program computes what the model computes."""
+        return self.native.ok and (self.lifted is None or self.lifted.ok)
+
+    def __str__(self) -> str:
+        """The verdict and a line per comparison."""
+        verdict = "ok" if self.ok else "NOT EQUAL to the original model"
+        rows = [f"  {row}" for row in (self.native, self.lifted, self.note) if row]
+        return "\n".join([f"verified: {verdict}", *rows])
+
+
+def compare(
+    reference: Outcome,
+    program: Outcome,
+    trained: Collection[str],
+    narrow: torch.dtype | None = None,
+    again: Outcome | None = None,
+) -> Errors:
+    """How far the ranks are from the model; `trained` are the names of trained parameters.
+
+    What is computed in the 16-bit dtype `narrow` is judged by that, although loss and masters are
+    wider. `again` is the model rounded otherwise.
+    """
+    dtype = narrow or reference.loss.dtype
+    again = again or reference
+    named = {name: program.state[name] for name in reference.state if name in program.state}
+    gradients = dict(
+        _differences(reference.gradients, again.gradients, program.gradients, trained, narrow)
+    )
+    state = dict(_differences(reference.state, again.state, named, trained, narrow))
+    loss = _relative(reference.loss, program.loss, 0.0)
+    errors = {**state, **gradients}
+    causes = [
+        _cause({"": loss}, {"": reference.loss}, {"": program.loss}, "the loss"),
+        _cause(gradients, reference.gradients, program.gradients, "a gradient of {!r}"),
+        _cause(state, reference.state, named, "{!r} after a step"),
+    ]
+    return Errors(
+        dtype=str(dtype).removeprefix("torch."),
+        loss=loss,
+        gradient=max(gradients.values(), default=0.0),
+        parameter=max(state.values(), default=0.0),
+        worst=max(errors, key=lambda name: errors[name], default=""),
+        bitwise=not any((loss, *errors.values())),
+        limit=_limit(dtype),
+        cause="; ".join(filter(None, causes)),
+    )
+
+
+def _cause(
+    errors: Mapping[str, float],
+    reference: Mapping[str, torch.Tensor],
+    program: Mapping[str, torch.Tensor],
+    subject: str,
+) -> str:
+    """Why errors are infinite, in words; empty where none is. `subject` is a format for a name."""
+    names = sorted(name for name, error in errors.items() if math.isinf(error))
+    if not names:
+        return ""
+    first = subject.format(names[0])
+    sides = {"model": reference.get(names[0]), "program": program.get(names[0])}
+    present = {side: tensor for side, tensor in sides.items() if tensor is not None}
+    broken = [f"in the {side}" for side, t in present.items() if not t.isfinite().all()]
+    if len(present) == 1:
+        text = f"only the {next(iter(present))} has {first}"
+    elif broken:
+        text = f"{first} is not finite {' and '.join(broken)}"
+    else:
+        shapes = " and ".join(f"{tuple(t.shape)}" for t in present.values())
+        text = f"{first} is of another shape or size (model and program: {shapes})"
+    return text + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """The largest relative error that rounding may explain."""
+    return LIMIT.get(dtype.to_real(), 2e-2)
+
+
+def _differences(
+    reference: Mapping[str, torch.Tensor],
+    again: Mapping[str, torch.Tensor],
+    program: Mapping[str, torch.Tensor],
+    trained: Collection[str],
+    narrow: torch.dtype | None,
+) -> Iterator[tuple[str, float]]:
+    """The relative error of each tensor; infinite where one side has none, not even zeros.
+
+    Rounding is measured by the `trained` ones (buffers hold masks of -1e9 and the like), and for
+    each tensor by its difference from `again`, the model rounded otherwise: where few are trained,
+    their gradients may be smaller than the rounding of those that they are made of.
+    """
+    size = _largest if narrow is None else _root_mean_square
+    sizes = [(size(reference[n]), reference[n].dtype) for n in trained if n in reference]
+    largest, dtype = max(sizes, key=lambda entry: entry[0], default=(0.0, torch.float64))
+    if narrow is None:
+        floor = ROUNDINGS * torch.finfo(dtype).eps * largest / _limit(dtype)
+    else:
+        floor = ROUNDINGS * torch.finfo(narrow).eps * largest
+    for name in sorted(reference.keys() | program.keys()):
+        if name in reference and name in program:
+            rounding = size(_wide(reference[name]) - _wide(again[name]))
+            least = max(floor, OWN_ROUNDINGS * rounding / _limit(narrow or dtype))
+            yield name, _relative(reference[name], program[name], least, size)
+        else:
+            yield name, math.inf
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest element, in magnitude."""
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _root_mean_square(tensor: torch.Tensor) -> float:
+    """The root mean square of the elements."""
+    return float(_wide(tensor).abs().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor (also of truth values) in the widest dtype of its kind."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _relative(
+    reference: torch.Tensor,
+    program: torch.Tensor,
+    floor: float,
+    size: Callable[[torch.Tensor], float] = _largest,
+) -> float:
+    """The size of the difference over that of the reference, or over `floor` if that is larger."""
+    if reference.shape != program.shape:
+        return math.inf
+    if not reference.numel() or torch.equal(reference, program.to(reference.dtype)):
+        return 0.0
+    difference = size(_wide(reference) - _wide(program))
+    scale = max(size(reference), floor)
+    return difference / scale if scale and math.isfinite(difference) else math.inf
