@@ -19,6 +19,7 @@ from torch import nn
 from parcompiler import runtime
 from parcompiler.errors import InputError
 from parcompiler.grid import Grid
+from parcompiler.instruction import parse
 from parcompiler.pieces import own_rows
 from parcompiler.runtime.program import Input, RankProgram, Value
 
@@ -171,9 +172,9 @@ def program(grid: Grid, rank: int, method: str, tied: bool) -> RankProgram:
     names = ["embedding.weight", "head.bias"] + ([] if tied else ["head.weight"])
     own = [f"layers.{at.pipeline}.{leaf}" for leaf in ("weight", "bias")]
     channels = [(j, j + step) for j in range(last + 1) for step in (-1, 1) if 0 <= j + step <= last]
-    return RankProgram.parsed(
-        instructions="\n".join(lines(grid, rank, method, training=True)),
-        evaluation="\n".join(lines(grid, rank, method, training=False)),
+    return RankProgram(
+        instructions=parse("\n".join(lines(grid, rank, method, training=True))),
+        evaluation=parse("\n".join(lines(grid, rank, method, training=False))),
         rank=rank,
         size=grid.size,
         device="cpu",
