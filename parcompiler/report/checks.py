@@ -3,68 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import COMPUTE, Instruction, Kind
+from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.report.data import ReportData
+from parcompiler.report.events import StepEvent
 
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
 
-
-def check(report: Report) -> None:
+def check(report: ReportData) -> None:
     """Raise InputError that names the first field that refers to what is not there."""
     for fault in _faults(report):
         raise InputError(fault)
 
 
-def _faults(report: Report) -> Iterator[str]:
+def _faults(report: ReportData) -> Iterator[str]:
     """What no report has: numbers of stages and ranks that are not there."""
-    stages, ranks = len(report.stages), len(report.ranks)
+    stages, ranks, mesh = len(report.stages), len(report.ranks), report.mesh
     if not stages or not ranks:
         yield "report.stages and report.ranks must not be empty"
-    if report.mesh.pipeline != ranks:
-        found = report.mesh.pipeline
-        yield f"report.mesh.pipeline must be {ranks}, as report.ranks are ({found} found)"
-    if report.mesh.memory < 1:
-        yield f"report.mesh.memory must be positive ({report.mesh.memory} found)"
-    if len(report.mesh.devices) not in (0, ranks):
-        yield f"report.mesh.devices must have {ranks} entries ({len(report.mesh.devices)} found)"
-    for k, device in enumerate(report.mesh.devices):
-        if device.memory < 1:
-            yield f"report.mesh.devices[{k}].memory must be positive ({device.memory} found)"
+    if mesh.pipeline != ranks:
+        yield f"report.mesh.pipeline must be {ranks}, as report.ranks are ({mesh.pipeline} found)"
+    memories = [("report.mesh", mesh.memory)]
+    memories += [(f"report.mesh.devices[{k}]", d.memory) for k, d in enumerate(mesh.devices)]
+    for place, memory in memories:
+        if memory < 1:
+            yield f"{place}.memory must be positive ({memory} found)"
     for j, stage in enumerate(report.stages):
         yield from _outside(f"report.stages[{j}].rank", [stage.rank], ranks)
     for k, value in enumerate(report.values):
         yield from _outside(f"report.values[{k}].source", [value.source], stages)
         yield from _outside(f"report.values[{k}].targets", value.targets or [-1], stages)
     for k, event in enumerate(report.trail.events):
-        yield from _outside(f"report.trail.events[{k}]: rank", [event.rank], ranks)
-        if event.kind in {*COMPUTE, Kind.SEND}:
-            yield from _incomplete(f"report.trail.events[{k}]", event.instruction, ranks)
+        yield from _event_faults(f"report.trail.events[{k}]", event, ranks)
+    step = report.measurement
+    for k, event in enumerate(step.events if step else ()):
+        place = f"report.measurement.events[{k}]"
+        yield from _event_faults(place, event, ranks)
+        if event.waited is None:
+            yield f"{place} lacks the seconds waited: 'rank begin end waited instruction'"
     if len(report.trail.memory) != ranks:
         yield f"report.trail.memory must have {ranks} entries ({len(report.trail.memory)} found)"
-    if len(report.staleness) not in (0, stages):
-        yield f"report.staleness must have {stages} entries ({len(report.staleness)} found)"
-    if len(report.averaged) not in (0, ranks):
-        yield f"report.averaged must have {ranks} entries ({len(report.averaged)} found)"
-    if report.measurement is not None:
-        for k, ran in enumerate(report.measurement.events):
-            place = f"report.measurement.events[{k}]"
-            yield from _outside(f"{place}: rank", [ran.rank], ranks)
-            if ran.kind in {*COMPUTE, Kind.SEND}:
-                yield from _incomplete(place, ran.instruction, ranks)
-        for name in ("forward", "backward"):
-            count = len(getattr(report.measurement, name))
-            if count not in (0, stages):
-                yield f"report.measurement.{name} must have {stages} entries ({count} found)"
+    lengths = [
+        ("mesh.devices", len(mesh.devices), ranks),
+        ("staleness", len(report.staleness), stages),
+        ("averaged", len(report.averaged), ranks),
+        ("measurement.forward", len(step.forward) if step else 0, stages),
+        ("measurement.backward", len(step.backward) if step else 0, stages),
+    ]
+    for field, count, wanted in lengths:
+        if count not in (0, wanted):
+            yield f"report.{field} must have {wanted} entries ({count} found)"
 
 
-def _incomplete(place: str, line: Instruction, ranks: int) -> Iterator[str]:
-    """What a message or compute instruction lacks."""
+def _event_faults(place: str, event: StepEvent, ranks: int) -> Iterator[str]:
+    """What an event of a step refers to that is not there, or lacks."""
+    yield from _outside(f"{place}: rank", [event.rank], ranks)
+    line = event.instruction
     if line.kind is Kind.SEND:
         yield from _outside(f"{place}: peer", [-1 if line.peer is None else line.peer], ranks)
-    elif line.stage is None or line.microbatch is None:
+    elif line.kind in COMPUTE and (line.stage is None or line.microbatch is None):
         yield f"{place} lacks a stage or a micro-batch ({str(line)!r} found)"
 
 

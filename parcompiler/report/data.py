@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from parcompiler.plan import MeshChoice, Method, Weighed
+from parcompiler.report.events import MeasuredStep, Trail
+
+VERSION = 1
+
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TrainedModel:
     """What is trained. `parameters` counts elements, tied ones once and buffers not at all.
 
     `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
@@ -32,7 +37,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class RankDevice:
     """What the ranks at a pipeline coordinate compute on; `peak` is in FLOP/s."""
 
     name: str
@@ -41,7 +46,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class DeviceMesh:
     """Where it is trained. `memory` is one device's, `peak` its FLOP/s in the model's dtype.
 
     Where pipeline coordinates have different devices, these are `devices`; `memory` is the least
@@ -54,7 +59,7 @@ class Mesh:
     device: str
     memory: int
     peak: float
-    devices: tuple[Device, ...] = ()
+    devices: tuple[RankDevice, ...] = ()
 
     @property
     def counted(self) -> str:
@@ -99,42 +104,7 @@ class Solver:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
-    """A schedule that was considered: the seconds of its step, or why it cannot be."""
-
-    schedule: str
-    virtual_stages: int
-    seconds: float | None
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class MeshChoice:
-    """A mesh of a cluster that was considered: its step and what it consists of, or why not.
-
-    `seconds` are those of `compute`, of `exchange` (between tensor ranks, and of gradients after
-    the last backward) and of `idle`, each in the mean of the ranks. With a `reason`, `seconds` and
-    `memory` are what no plan can be below.
-    """
-
-    pipeline: int
-    tensor: int
-    data: int
-    microbatches: int
-    rows: int | None
-    seconds: float | None
-    memory: int | None
-    schedule: str | None
-    vocabulary: str | None
-    recomputed: int
-    compute: float | None
-    exchange: float | None
-    idle: float | None
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
+class VocabularyTable:
     """A table of the vocabulary that all ranks hold rows of: [size, width], `own` rows on a rank.
 
     `uses` are "embedding", "head" or both.
@@ -148,18 +118,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """A way with the vocabulary that was considered: its step, the fullest rank, or why not."""
-
-    method: str
-    schedule: str | None
-    seconds: float | None
-    memory: int | None
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
+class VocabularyPass:
     """What every rank does for the vocabulary, or a collective between them: seconds for one
     micro-batch."""
 
@@ -168,17 +127,17 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabularySplit:
     """How the layers of the vocabulary are computed. `kept` says of layers why they stay whole.
 
     `state` are bytes on each rank: rows, their gradients and optimizer states.
     """
 
     method: str
-    tables: tuple[Table, ...] = ()
+    tables: tuple[VocabularyTable, ...] = ()
     kept: tuple[str, ...] = ()
     weighed: tuple[Method, ...] = ()
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[VocabularyPass, ...] = ()
     state: int = 0
 
 
@@ -196,7 +155,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class Collective:
     """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch or `once`.
 
     `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. Gradients of
@@ -214,7 +173,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PredictedStep:
     """The predicted step. `flops` are those of all ranks, without anything computed twice.
 
     `ideal` is the time of even stages that are never idle and messages that are free, `idle` the
@@ -234,7 +193,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageFigures:
     """A stage and what one micro-batch costs there.
 
     `state` is what its parameters occupy with gradients, optimizer and older versions,
@@ -279,7 +238,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SentValue:
     """A tensor that goes from stage `source` straight to the stages `targets`, per micro-batch."""
 
     name: str
@@ -305,7 +264,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedTensor:
     """A parameter with several names or several users. Several ranks add up its gradients."""
 
     name: str
@@ -358,3 +317,41 @@ class Form:
     blocks: int
     what: str
     value: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists."""
+
+    model: TrainedModel
+    mesh: DeviceMesh
+    choices: Choices
+    solver: Solver | None
+    search: Solver | None
+    weighed: tuple[Weighed, ...]
+    step: PredictedStep
+    stages: tuple[StageFigures, ...]
+    ranks: tuple[Rank, ...]
+    values: tuple[SentValue, ...]
+    recomputed: tuple[Recomputed, ...]
+    shared: tuple[SharedTensor, ...]
+    unread: tuple[str, ...]
+    estimated: tuple[Estimated, ...]
+    trail: Trail
+    measurement: MeasuredStep | None = None
+    staleness: tuple[Stale, ...] = ()
+    averaged: tuple[Averaged, ...] = ()
+    sharded: tuple[Sharded, ...] = ()
+    exchanged: tuple[Collective, ...] = ()
+    vocabulary: VocabularySplit | None = None
+    meshes: tuple[MeshChoice, ...] = ()
+    symbols: tuple[Symbol, ...] = ()
+    forms: tuple[Form, ...] = ()
+    version: int = VERSION
+
+    @property
+    def fullest(self) -> tuple[int, float]:
+        """The rank with the least free memory, and the fraction of its memory in use."""
+        used = [rank.peak_memory / self.mesh.limit(r) for r, rank in enumerate(self.ranks)]
+        rank = max(range(len(used)), key=used.__getitem__)
+        return rank, used[rank]

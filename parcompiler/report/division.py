@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from parcompiler.report.data import ReportData
 from parcompiler.report.names import ranges
-from parcompiler.report.table import Cell, Column, Table, table, words
+from parcompiler.report.table import Cell, Column, Table, number, scaled, table, words
 from parcompiler.report.units import (
     BYTES,
     COUNT,
@@ -19,136 +19,121 @@ from parcompiler.report.units import (
     ratio,
 )
 
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
-
 FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
 
 
-def stages(report: Report) -> Table:
+def stages(report: ReportData) -> Table:
     """What each stage holds."""
-    held = report.stages
-    names = [device.name for device in report.mesh.devices]
-    rows = zip(
-        map(str, range(len(held))),
-        (str(stage.rank) for stage in held),
-        *([(names[stage.rank] for stage in held)] if names else []),
-        (ranges(stage.blocks) for stage in held),
-        column([stage.parameters for stage in held], COUNT),
-        column([stage.parameter_bytes for stage in held], BYTES),
-        strict=True,
+    stages, names = report.stages, [device.name for device in report.mesh.devices]
+    devices = [words("device", (names[stage.rank] for stage in stages))] if names else []
+    return table(
+        "Stages",
+        number("stage", range(len(stages))),
+        number("rank", (stage.rank for stage in stages)),
+        *devices,
+        words("blocks", (ranges(stage.blocks) for stage in stages)),
+        scaled("parameters", (stage.parameters for stage in stages), COUNT),
+        scaled("size", (stage.parameter_bytes for stage in stages), BYTES),
     )
-    headings = [Column("stage"), Column("rank"), *[words("device")] * bool(names), words("blocks")]
-    return table("Stages", [*headings, Column("parameters"), Column("size")], rows)
 
 
-def work(report: Report) -> Table:
+def work(report: ReportData) -> Table:
     """What each stage computes and sends for one micro-batch."""
-    own = report.stages
-    seconds = [stage.forward + stage.backward for stage in own]
+    stages = report.stages
+    seconds = [stage.forward + stage.backward for stage in stages]
     mean = sum(seconds) / len(seconds)
-    rows = zip(
-        map(str, range(len(own))),
-        column([stage.forward_flops for stage in own], FLOPS),
-        column([stage.forward_flops + stage.backward_flops for stage in own], FLOPS),
-        column([stage.forward for stage in own], SECONDS),
-        column([stage.backward for stage in own], SECONDS),
-        (ratio(time / mean) if mean else NOTHING for time in seconds),
-        column([stage.sent for stage in own], BYTES),
-        column([stage.sent_back for stage in own], BYTES),
-        _by_rank(report, [percent(rank.idle) for rank in report.ranks]),
-        strict=True,
+    flops = [stage.forward_flops + stage.backward_flops for stage in stages]
+    return table(
+        "Work of a micro-batch",
+        number("stage", range(len(stages))),
+        scaled("forward\nFLOPs", (stage.forward_flops for stage in stages), FLOPS),
+        scaled("FLOPs with\nbackward", flops, FLOPS),
+        scaled("forward\ntime", (stage.forward for stage in stages), SECONDS),
+        scaled("backward\ntime", (stage.backward for stage in stages), SECONDS),
+        number("of\nmean", (ratio(time / mean) if mean else NOTHING for time in seconds)),
+        scaled("sent", (stage.sent for stage in stages), BYTES),
+        scaled("sent\nback", (stage.sent_back for stage in stages), BYTES),
+        _by_rank("rank\nidle", report, [percent(rank.idle) for rank in report.ranks]),
     )
-    headings = (
-        "stage", "forward\nFLOPs", "FLOPs with\nbackward", "forward\ntime", "backward\ntime",
-        "of\nmean", "sent", "sent\nback", "rank\nidle",
-    )  # fmt: skip
-    return table("Work of a micro-batch", map(Column, headings), rows)
 
 
-def memory(report: Report) -> Table:
+def memory(report: ReportData) -> Table:
     """What each stage keeps, and the most that its rank holds at once."""
-    own, mesh = report.stages, report.mesh
-    fractions = [rank.peak_memory / mesh.limit(r) for r, rank in enumerate(report.ranks)]
+    stages, mesh = report.stages, report.mesh
+    peaks = [rank.peak_memory for rank in report.ranks]
+    fractions = [peak / mesh.limit(rank) for rank, peak in enumerate(peaks)]
     limit = "its device" if mesh.devices else quantity(mesh.memory, BYTES)
-    rows = zip(
-        map(str, range(len(own))),
-        column([stage.state for stage in own], BYTES),
-        column([stage.activations for stage in own], BYTES),
-        (f"× {stage.in_flight}" for stage in own),
-        column([stage.activations * stage.in_flight for stage in own], BYTES),
-        _by_rank(report, column([rank.peak_memory for rank in report.ranks], BYTES)),
-        _by_rank(report, [Cell(percent(f), _alarm(f)) for f in fractions]),
-        strict=True,
+    shares = [Cell(percent(fraction), alarm(fraction)) for fraction in fractions]
+    return table(
+        "Memory",
+        number("stage", range(len(stages))),
+        scaled("weights,\noptimizer", (stage.state for stage in stages), BYTES),
+        scaled("saved per\nmicro-batch", (stage.activations for stage in stages), BYTES),
+        number("in\nflight", (f"× {stage.in_flight}" for stage in stages)),
+        scaled("saved\nat once", (s.activations * s.in_flight for s in stages), BYTES),
+        _by_rank("peak of\nrank", report, column(peaks, BYTES)),
+        _by_rank(f"of\n{limit}", report, shares),
     )
-    headings = (
-        "stage", "weights,\noptimizer", "saved per\nmicro-batch", "in\nflight", "saved\nat once",
-        "peak of\nrank", f"of\n{limit}",
-    )  # fmt: skip
-    return table("Memory", map(Column, headings), rows)
 
 
-def versions(report: Report) -> Table:
+def versions(report: ReportData) -> Table:
     """How old the weights of stages get; empty where every step ends with its update."""
-    rows = zip(
-        map(str, range(len(report.staleness))),
-        (str(stage.updates) for stage in report.staleness),
-        (str(stage.versions) for stage in report.staleness),
-        column([stage.nbytes for stage in report.staleness], BYTES),
-        strict=True,
+    stages = report.staleness
+    return table(
+        "Staleness of weights",
+        number("stage", range(len(stages))),
+        number("updates\nold", (stage.updates for stage in stages)),
+        number("versions\nheld", (stage.versions for stage in stages)),
+        scaled("besides\nthe current", (stage.nbytes for stage in stages), BYTES),
     )
-    headings = ("stage", "updates\nold", "versions\nheld", "besides\nthe current")
-    return table("Staleness of weights", map(Column, headings), rows)
 
 
-def averaged(report: Report) -> Table:
+def averaged(report: ReportData) -> Table:
     """What the data replicas of each rank do together; ranks are those of the pipeline."""
-    own = report.averaged
-    rows = zip(
-        map(str, range(len(own))),
-        (str(item.sums) for item in own),
-        column([item.nbytes for item in own], BYTES),
-        column([item.seconds for item in own], SECONDS),
-        column([item.exposed for item in own], SECONDS),
-        strict=True,
+    ranks = report.averaged
+    return table(
+        f"Gradients averaged, x data {report.mesh.data}",
+        number("rank", range(len(ranks))),
+        number("sums", (rank.sums for rank in ranks)),
+        scaled("size", (rank.nbytes for rank in ranks), BYTES),
+        scaled("time", (rank.seconds for rank in ranks), SECONDS),
+        scaled("after the\ncompute", (rank.exposed for rank in ranks), SECONDS),
     )
-    headings = ("rank", "sums", "size", "time", "after the\ncompute")
-    return table(f"Gradients averaged, x data {report.mesh.data}", map(Column, headings), rows)
 
 
-def measured(report: Report) -> Table:
+def measured(report: ReportData) -> Table:
     """Measured stages beside the predicted ones; empty where nothing was measured."""
-    rows: tuple[tuple[str, ...], ...] = ()
-    if report.measurement is not None and report.measurement.forward:
-        forward = _beside([s.forward for s in report.stages], report.measurement.forward)
-        backward = _beside([s.backward for s in report.stages], report.measurement.backward)
-        triples = enumerate(zip(forward, backward, strict=True))
-        rows = tuple((str(j), *first, *second) for j, (first, second) in triples)
-    headings = (
-        "stage", "forward\npredicted", "\nmeasured", "\nratio", "backward\npredicted", "\nmeasured",
-        "\nratio",
-    )  # fmt: skip
-    return table("Predicted and measured", map(Column, headings), rows)
+    title, step = "Predicted and measured", report.measurement
+    if step is None or not step.forward:
+        return table(title)
+    return table(
+        title,
+        number("stage", range(len(report.stages))),
+        *_beside("forward", [stage.forward for stage in report.stages], step.forward),
+        *_beside("backward", [stage.backward for stage in report.stages], step.backward),
+    )
 
 
 def _beside(
-    predicted: Sequence[float], found: Sequence[float | None]
-) -> Iterator[tuple[str, str, str]]:
+    name: str, predicted: Sequence[float], measured: Sequence[float | None]
+) -> Iterator[Column]:
     """Predicted, measured and their ratio."""
-    texts = column([*predicted, *(value or 0.0 for value in found)], SECONDS)
-    for k, (first, second) in enumerate(zip(predicted, found, strict=True)):
-        compared = ratio(second / first) if first and second else NOTHING
-        yield texts[k], texts[len(predicted) + k], compared
+    texts = column([*predicted, *(value or 0.0 for value in measured)], SECONDS)
+    pairs = zip(predicted, measured, strict=True)
+    yield number(f"{name}\npredicted", texts[: len(predicted)])
+    yield number("\nmeasured", texts[len(predicted) :])
+    yield number("\nratio", (ratio(m / p) if p and m else NOTHING for p, m in pairs))
 
 
-def _by_rank(report: Report, figures: Sequence[str | Cell]) -> Iterator[str | Cell]:
+def _by_rank(heading: str, report: ReportData, figures: Sequence[str | Cell]) -> Column:
     """A figure of each rank, beside the first of its stages."""
-    seen: set[int] = set()
-    for stage in report.stages:
-        yield "" if stage.rank in seen else figures[stage.rank]
-        seen.add(stage.rank)
+    first: dict[int, int] = {}
+    for j, stage in enumerate(report.stages):
+        first.setdefault(stage.rank, j)
+    stages = enumerate(report.stages)
+    return number(heading, (figures[s.rank] if first[s.rank] == j else "" for j, s in stages))
 
 
-def _alarm(fraction: float) -> str:
+def alarm(fraction: float) -> str:
     """The style of a fraction of the memory."""
     return "error" if fraction > FULL else "warning" if fraction > NEARLY else ""

@@ -1,44 +1,64 @@
-"""When what happened in a step: the events of the simulated one and of the measured one.
+"""When each instruction of a step ran: in the simulated step, and in a measured one.
 
 Seconds since the step began, and bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from typing import Protocol
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 
+_FORWARD = {Kind.FORWARD}
+_BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """An instruction of `rank` in the simulated step; `text` is the instruction.
+class StepEvent:
+    """An instruction of `rank`, with its text.
 
-    >>> Event.parse("0 0.5 1.5 FORWARD stage 0 mb 3").instruction.microbatch
+    `waited` are the seconds of it spent waiting for messages in a measured step, None in the
+    simulated one.
+
+    >>> StepEvent.parse("0 0.5 1.5 FORWARD stage 0 mb 3").instruction.microbatch
     3
+    >>> StepEvent.parse("0 0.5 1.5 0.25 FORWARD stage 0 mb 3").waited
+    0.25
     """
 
     rank: int
     begin: float
     end: float
     text: str
+    waited: float | None = None
 
     def __str__(self) -> str:
         """The line that `parse` reads."""
-        return f"{self.rank} {self.begin!r} {self.end!r} {self.text}"
+        waited = "" if self.waited is None else f"{self.waited!r} "
+        return f"{self.rank} {self.begin!r} {self.end!r} {waited}{self.text}"
 
     @classmethod
-    def parse(cls, line: str) -> Event:
-        """Read one line. Raises InputError when it is none."""
+    def parse(cls, line: str) -> StepEvent:
+        """Read one line. Raises InputError when it is not an event."""
         try:
             rank, begin, end, text = line.split(maxsplit=3)
-            event = cls(int(rank), _second(begin), _second(end), text)
+            waited = None
+            if not text[:1].isalpha():
+                seconds, text = text.split(maxsplit=1)
+                waited = _seconds(seconds)
+            event = cls(int(rank), _seconds(begin), _seconds(end), text, waited)
+            Instruction.parse(text)
             if event.end < event.begin:
                 raise ValueError
-            _ = event.instruction
         except ValueError as error:
-            message = f"an event reads 'rank begin end instruction' ({line[:60]!r} found)"
+            message = (
+                "an event reads 'rank begin end instruction', with the seconds waited before the "
+                f"instruction in a measured step ({line[:60]!r} found)"
+            )
             raise InputError(message) from error
         return event
 
@@ -54,51 +74,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """An instruction of `rank` in a measured step, `waited` of its seconds for messages.
-
-    >>> Ran.parse("0 0.5 1.5 0.25 FORWARD stage 0 mb 3").waited
-    0.25
-    """
-
-    rank: int
-    begin: float
-    end: float
-    waited: float
-    text: str
-
-    def __str__(self) -> str:
-        """The line that `parse` reads."""
-        return f"{self.rank} {self.begin!r} {self.end!r} {self.waited!r} {self.text}"
-
-    @classmethod
-    def parse(cls, line: str) -> Ran:
-        """Read one line. Raises InputError when it is none."""
-        try:
-            rank, begin, end, waited, text = line.split(maxsplit=4)
-            times = (_second(begin), _second(end), _second(waited))
-        except ValueError as error:
-            message = (
-                f"a measured one reads 'rank begin end waited instruction' ({line[:60]!r} found)"
-            )
-            raise InputError(message) from error
-        event = Event.parse(f"{rank} {begin} {end} {text}")
-        return cls(event.rank, *times, event.text)
-
-    @property
-    def kind(self) -> Kind:
-        """What the instruction does."""
-        return Kind(self.text.split(maxsplit=1)[0])
-
-    @property
-    def instruction(self) -> Instruction:
-        """The instruction."""
-        return Instruction.parse(self.text)
-
-
-@dataclass(frozen=True, slots=True)
 class Level:
-    """From `second` on a rank holds `nbytes`."""
+    """From `second` on a rank occupies `nbytes`."""
 
     second: float
     nbytes: int
@@ -109,10 +86,10 @@ class Level:
 
     @classmethod
     def parse(cls, line: str) -> Level:
-        """Read one line. Raises InputError when it is none."""
+        """Read one line. Raises InputError when it is not a level."""
         try:
             second, nbytes = line.split()
-            return cls(_second(second), int(nbytes))
+            return cls(_seconds(second), int(nbytes))
         except ValueError as error:
             message = f"a level of memory reads 'second bytes' ({line[:60]!r} found)"
             raise InputError(message) from error
@@ -122,12 +99,12 @@ class Level:
 class Trail:
     """The simulated step: events by their begin, and for each rank the levels of its memory."""
 
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     memory: tuple[tuple[Level, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """A real step: its seconds, and by stage the mean of its forwards and backwards, if known.
 
     `events` are its instructions by their begin, where they were recorded.
@@ -136,12 +113,89 @@ class Measured:
     seconds: float
     forward: tuple[float | None, ...] = ()
     backward: tuple[float | None, ...] = ()
-    events: tuple[Ran, ...] = ()
+    events: tuple[StepEvent, ...] = ()
 
 
-def _second(text: str) -> float:
-    """A moment of the step. Raises ValueError when it is none."""
-    second = float(text)
-    if not 0 <= second < float("inf"):
+class Recorded(Protocol):
+    """A measured instruction; seconds since the step began, `waited` of them for messages.
+
+    `worker.trace()` gives these.
+    """
+
+    @property
+    def instruction(self) -> Instruction: ...
+
+    @property
+    def begin(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+    @property
+    def waited(self) -> float: ...
+
+
+def measured_step(
+    seconds: float,
+    trace: Sequence[Iterable[Recorded]] | None,
+    stages: int,
+    ranks: int,
+    replicas: int,
+) -> MeasuredStep:
+    """The time of a step and, from its trace by rank, its events and the means of each stage.
+
+    The pipeline has `ranks` ranks, each in `replicas` (data · tensor) that run the same
+    instructions. A trace has all of them, of which those with data and tensor coordinate 0 are
+    kept, or these alone. Raises InputError when the time is not a positive number, or the trace is
+    of another program.
+    """
+    if not (isfinite(seconds) and seconds > 0):
+        message = f"a measured step takes a positive number of seconds ({seconds} given)"
+        raise InputError(message)
+    if trace is None:
+        return MeasuredStep(float(seconds))
+    if len(trace) not in (ranks, ranks * replicas):
+        every = f" or {ranks * replicas}" * (replicas > 1)
+        message = (
+            f"a trace has the instructions of each rank ({ranks}{every} ranks, {len(trace)} given)"
+        )
+        raise InputError(message)
+    by_rank = [tuple(records) for records in trace[:: len(trace) // ranks]]
+    events = [
+        StepEvent(rank, float(r.begin), float(r.end), str(r.instruction), float(r.waited))
+        for rank, records in enumerate(by_rank)
+        for r in records
+    ]
+    records = [record for records in by_rank for record in records]
+    forward, backward = (tuple(_means(records, kinds, stages)) for kinds in (_FORWARD, _BACKWARD))
+    events.sort(key=lambda event: (event.begin, event.rank))
+    return MeasuredStep(float(seconds), forward, backward, tuple(events))
+
+
+def _means(
+    records: Iterable[Recorded], kinds: Collection[Kind], stages: int
+) -> Iterator[float | None]:
+    """For each stage the mean time of its micro-batches; None where there is none.
+
+    A backward in two parts takes the time of both.
+    """
+    times = [0.0] * stages
+    counts: list[set[int | None]] = [set() for _ in range(stages)]
+    for record in records:
+        line = record.instruction
+        if line.stage is not None and line.kind in kinds:
+            if line.stage >= stages:
+                message = f"the trace has a stage {line.stage} (the report has {stages} stages)"
+                raise InputError(message)
+            times[line.stage] += record.end - record.begin - record.waited
+            counts[line.stage].add(line.microbatch)
+    for seconds, microbatches in zip(times, counts, strict=True):
+        yield seconds / len(microbatches) if microbatches else None
+
+
+def _seconds(text: str) -> float:
+    """A time in the step. Raises ValueError when it is none."""
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
         raise ValueError
-    return second
+    return seconds

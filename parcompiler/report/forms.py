@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from parcompiler.report import data
+from parcompiler.report.data import ReportData
 from parcompiler.report.names import numbers
-from parcompiler.report.table import Column, Table, facts, short, table, words
+from parcompiler.report.table import Table, facts, number, short, table, words
 from parcompiler.symbolic import Costs, Forms
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
 
 # What is counted, by the fields of `Forms`.
 WHAT = {
@@ -68,7 +65,7 @@ def _forms(name: str, blocks: int, forms: Forms, what: Mapping[str, str]) -> Ite
             yield data.Form(name, blocks, said, str(value))
 
 
-def symbols(report: Report) -> Table:
+def symbols(report: ReportData) -> Table:
     """What the letters of the closed forms stand for."""
     rows = (
         (item.letter, f"{item.word}{', from 2 on' * (item.letter == 'b')}, here {item.now:,}")
@@ -79,16 +76,13 @@ def symbols(report: Report) -> Table:
     return facts("Sizes in the closed forms", rows)
 
 
-def forms(report: Report) -> Table:
+def forms(report: ReportData) -> Table:
     """What a block, or a stage, costs for one micro-batch on a rank."""
-    rows = (
-        (
-            item.name,
-            f"× {item.blocks}" if item.blocks else "",
-            item.what,
-            item.value.replace("**", "^"),
-        )
-        for item in report.forms
+    forms = report.forms
+    return table(
+        "Closed forms",
+        words("of", (form.name for form in forms)),
+        number("blocks", (f"× {form.blocks}" if form.blocks else "" for form in forms)),
+        short("what", (form.what for form in forms)),
+        words("for one micro-batch", (form.value.replace("**", "^") for form in forms)),
     )
-    headings = [words("of"), Column("blocks"), short("what"), words("for one micro-batch")]
-    return table("Closed forms", headings, rows)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
-from parcompiler.report.events import Event
+from parcompiler.report.data import ReportData
+from parcompiler.report.events import StepEvent
 from parcompiler.report.table import Cell, Drawing
 from parcompiler.report.units import SECONDS, quantity
 from parcompiler.schedules.action import LETTERS
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -35,7 +32,7 @@ LEAST = 2
 IDLE = Cell(".", "dim")
 
 
-def gantt(report: Report, width: int) -> Drawing:
+def gantt(report: ReportData, width: int) -> Drawing:
     """The step in `width` columns; empty when it does not fit.
 
     It fits when a forward or backward has `LEAST` columns on average.
@@ -51,19 +48,19 @@ def gantt(report: Report, width: int) -> Drawing:
         return Drawing(title, ())
     several, lines = len(report.stages) > ranks, []
     for rank in range(ranks):
-        own = [event for event in events if event.rank == rank]
-        cells = _row(own, columns, columns / seconds, several)
+        on_rank = [event for event in events if event.rank == rank]
+        cells = _row(on_rank, columns, columns / seconds, several)
         lines.append((Cell(f"rank {rank}".ljust(label), "dim"), *cells))
     return Drawing(title, tuple(lines))
 
 
-def _legend(events: Iterable[Event]) -> str:
+def _legend(events: Iterable[StepEvent]) -> str:
     """What the letters mean, of those that appear."""
     kinds = {event.kind for event in events}
     return ", ".join(f"{LETTERS[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
 
 
-def _row(events: Sequence[Event], columns: int, scale: float, several: bool) -> Iterator[Cell]:
+def _row(events: Sequence[StepEvent], columns: int, scale: float, several: bool) -> Iterator[Cell]:
     """The line of one rank, in runs of one style; `scale` is columns per second.
 
     Where ranks have `several` stages, labels start with the stage if there is room.

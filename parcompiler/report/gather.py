@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import isfinite
+from statistics import fmean
 
 import torch
+from torch import fx
 
-from parcompiler import prices
+from parcompiler import pieces, prices
 from parcompiler.cost import BlockCost, Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
@@ -17,17 +20,34 @@ from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.timeline import Event, StageCost, Timeline
+from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
+from parcompiler.timeline import StageCost, Timeline, VocabularyCost
+
+FAN_OUT = RuntimeCall("fan_out", shares=True)
+
+# What the passes of the vocabulary and the collectives between them do, by `VocabularyCost`.
+PASSES = {
+    "embed": "EMBED: look up own rows",
+    "embed_reduce": "their sum to the stage that uses them",
+    "embed_broadcast": "gradient of the rows to all ranks",
+    "embed_backward": "EMBED_BACKWARD: add it to own rows",
+    "broadcast": "x to all ranks",
+    "s": "S: own logits and their softmax",
+    "normalize": "NORMALIZE: powers by the largest logit of all",
+    "exchange": "numbers of each row between all ranks",
+    "t": "T: gradients of own rows",
+    "reduce": "gradient of x to its stage",
+}
 
 
-def model(graph: Graph) -> data.Model:
+def model(graph: Graph) -> data.TrainedModel:
     """What is trained, on all tensor ranks together."""
-    own = [item.whole for item in graph.parameters if not item.buffer]
-    return data.Model(
+    parameters = [item.whole for item in graph.parameters if not item.buffer]
+    return data.TrainedModel(
         name=graph.name,
-        parameters=sum(item.numel for item in own),
-        parameter_bytes=sum(item.nbytes for item in own),
-        frozen=sum(item.numel for item in own if not item.trainable),
+        parameters=sum(item.numel for item in parameters),
+        parameter_bytes=sum(item.nbytes for item in parameters),
+        frozen=sum(item.numel for item in parameters if not item.trainable),
         dtype=_name(graph.dtype),
         random=graph.random,
         evaluating=graph.modes.outermost,
@@ -36,18 +56,18 @@ def model(graph: Graph) -> data.Model:
     )
 
 
-def mesh(problem: Problem) -> data.Mesh:
+def mesh(problem: Problem) -> data.DeviceMesh:
     """Where it is trained."""
-    sizes, dtype = problem.mesh, problem.graph.dtype
-    own = [data.Device(one.name, one.memory, one.peak(dtype)) for one in problem.devices]
-    return data.Mesh(
-        pipeline=sizes.pipeline,
-        data=sizes.data,
-        tensor=sizes.tensor,
-        device=", ".join(dict.fromkeys(one.name for one in own)),
-        memory=min(one.memory for one in own),
-        peak=sum(one.peak for one in own) / len(own) if len(set(own)) > 1 else own[0].peak,
-        devices=() if sizes.is_uniform else tuple(own),
+    shape, dtype = problem.mesh, problem.graph.dtype
+    devices = [data.RankDevice(one.name, one.memory, one.peak(dtype)) for one in problem.devices]
+    return data.DeviceMesh(
+        pipeline=shape.pipeline,
+        data=shape.data,
+        tensor=shape.tensor,
+        device=", ".join(dict.fromkeys(one.name for one in devices)),
+        memory=min(one.memory for one in devices),
+        peak=fmean(one.peak for one in devices) if len(set(devices)) > 1 else devices[0].peak,
+        devices=() if shape.is_uniform else tuple(devices),
     )
 
 
@@ -69,20 +89,15 @@ def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
     )
 
 
-def solver(found: Solution | None) -> data.Solver | None:
+def solver(solution: Solution | None) -> data.Solver | None:
     """How far an answer is proved; what the user gave has no bound."""
-    if found is None:
+    if solution is None:
         return None
-    objective, bound, gap = map(_finite, (found.objective, found.bound, found.gap))
-    proved = found.status != "given"
-    return data.Solver(found.status, objective, bound if proved else None, gap if proved else None)
-
-
-def weighed(plan: Plan) -> tuple[data.Weighed, ...]:
-    """The schedules that the plan's was chosen from."""
-    return tuple(
-        data.Weighed(item.schedule, item.virtual_stages, item.seconds, item.reason)
-        for item in plan.weighed or ()
+    proved = solution.status != "given"
+    figures = (solution.objective, solution.bound, solution.gap)
+    objective, bound, gap = (float(f) if isfinite(f) else None for f in figures)
+    return data.Solver(
+        solution.status, objective, bound if proved else None, gap if proved else None
     )
 
 
@@ -93,38 +108,39 @@ def step(
     costs: Sequence[StageCost],
     timeline: Timeline,
     everywhere: float,
-    own: Priced,
-) -> data.Step:
+    rank_priced: Priced,
+) -> data.PredictedStep:
     """The predicted step; `priced` are the blocks of the whole model.
 
     `everywhere` are the seconds that every rank computes for a micro-batch besides its stages;
-    `own` are the blocks of one tensor rank under the plan.
+    `rank_priced` are the blocks of one tensor rank under the plan.
     """
     seconds, ranks = timeline.step_time, [everywhere] * lowered.size
     for stage, cost in zip(lowered.stages, costs, strict=True):
         ranks[stage.rank] += cost.forward + cost.backward
-    microbatches, copies = problem.options.microbatches, problem.mesh.data
-    flops = (
-        microbatches * copies * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
-    )
+    microbatches = problem.options.microbatches
+    batch = microbatches * problem.mesh.data  # micro-batches of a step on all data ranks
+    flops = batch * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
     power = problem.mesh.size * mesh(problem).peak
     even = sum(ranks) / problem.mesh.pipeline
-    if own.pace:
-        even = sum((*own.forward, *own.backward)) / own.pace + everywhere
+    if rank_priced.pace:
+        even = sum((*rank_priced.forward, *rank_priced.backward)) / rank_priced.pace + everywhere
     rows, tokens = _rows(problem.graph), _tokens(problem.graph)
-    return data.Step(
+    return data.PredictedStep(
         seconds=seconds,
         ideal=microbatches * even,
-        idle=sum(timeline.bubble) / len(timeline.bubble),
+        idle=fmean(timeline.bubble),
         imbalance=max(ranks) * len(ranks) / sum(ranks) if any(ranks) else 1.0,
         flops=flops,
         mfu=flops / (power * seconds) if seconds else 0.0,
-        rows=None if rows is None else rows * microbatches * copies,
-        tokens=None if tokens is None else tokens * microbatches * copies,
+        rows=None if rows is None else rows * batch,
+        tokens=None if tokens is None else tokens * batch,
     )
 
 
-def stages(lowered: Lowered, priced: Priced, costs: Sequence[StageCost]) -> tuple[data.Stage, ...]:
+def stages(
+    lowered: Lowered, priced: Priced, costs: Sequence[StageCost]
+) -> tuple[data.StageFigures, ...]:
     """The stages and what one micro-batch costs on each."""
     names = [block.name for block in priced.cut.blocks]
     traced = dict(zip(names, priced.costs, strict=True))
@@ -136,16 +152,16 @@ def stages(lowered: Lowered, priced: Priced, costs: Sequence[StageCost]) -> tupl
 
 def _stage(
     lowered: Lowered, stage: Stage, traced: Mapping[str, BlockCost], cost: StageCost
-) -> data.Stage:
+) -> data.StageFigures:
     """One stage."""
     blocks = tuple(call.block.name for call in stage.calls)
     tensors = [lowered.graph.by_name[name] for name in stage.tensors]
-    own = [item for item in tensors if not item.buffer]
-    return data.Stage(
+    parameters = [item for item in tensors if not item.buffer]
+    return data.StageFigures(
         rank=stage.rank,
         blocks=blocks,
-        parameters=sum(item.numel for item in own),
-        parameter_bytes=sum(item.nbytes for item in own),
+        parameters=sum(item.numel for item in parameters),
+        parameter_bytes=sum(item.nbytes for item in parameters),
         forward_flops=sum(_flops(traced[name].forward) for name in blocks),
         backward_flops=sum(_flops(traced[name].backward) for name in blocks)
         + sum(_flops(traced[call.block.name].forward) for call in stage.calls if call.recompute),
@@ -174,39 +190,36 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     """What each rank sums with its data replicas; nothing where it has none."""
     if lowered.data == 1:
         return ()
-    happened = timeline.events
-    computed = max((e.end for e in happened if e.instruction.kind in COMPUTE), default=0.0)
-    sums: list[list[Event]] = [[] for _ in range(lowered.size)]
-    for event in happened:
-        if event.instruction.kind is Kind.REDUCE_GRADIENTS:
-            sums[event.rank].append(event)
-    return tuple(_averaged(lowered, rank, own, computed) for rank, own in enumerate(sums))
-
-
-def _averaged(lowered: Lowered, rank: int, sums: Sequence[Event], computed: float) -> data.Averaged:
-    """What one rank sums, where all ranks have computed by the second `computed`."""
-    names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
-    return data.Averaged(
-        sums=len(sums),
-        nbytes=sum(lowered.graph.by_name[name].nbytes for name in names),
-        seconds=sum(event.end - event.begin for event in sums),
-        exposed=max(0.0, max((event.end for event in sums), default=0.0) - computed),
-    )
+    computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
+    figures = []
+    for rank in range(lowered.size):
+        names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
+        sums = [
+            event
+            for event in timeline.events
+            if event.rank == rank and event.instruction.kind is Kind.REDUCE_GRADIENTS
+        ]
+        figures.append(
+            data.Averaged(
+                sums=len(sums),
+                nbytes=sum(lowered.graph.by_name[name].nbytes for name in names),
+                seconds=sum(event.end - event.begin for event in sums),
+                exposed=max(0.0, max((event.end for event in sums), default=0.0) - computed),
+            )
+        )
+    return tuple(figures)
 
 
 def ranks(timeline: Timeline) -> tuple[data.Rank, ...]:
     """How idle and how full each rank is."""
-    return tuple(
-        data.Rank(idle, peak)
-        for idle, peak in zip(timeline.bubble, timeline.peak_memory, strict=True)
-    )
+    return tuple(map(data.Rank, timeline.bubble, timeline.peak_memory))
 
 
-def values(lowered: Lowered, plan: Plan) -> tuple[data.Value, ...]:
+def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
     """What goes between stages, by the stage it leaves; not what the vocabulary gives or takes."""
     cheaper = {name for node, name in lowered.variables.items() if node.name in (plan.sent or ())}
-    found = (
-        data.Value(
+    sent = [
+        data.SentValue(
             name=value.name,
             shape=value.shape,
             dtype=_name(value.dtype),
@@ -218,8 +231,8 @@ def values(lowered: Lowered, plan: Plan) -> tuple[data.Value, ...]:
         )
         for value in lowered.values.values()
         if value.producer != NOWHERE and value.consumers != (NOWHERE,)
-    )
-    return tuple(sorted(found, key=lambda value: value.source))
+    ]
+    return tuple(sorted(sent, key=lambda value: value.source))
 
 
 def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
@@ -238,7 +251,7 @@ def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
     )
 
 
-def shared(lowered: Lowered) -> tuple[data.Shared, ...]:
+def shared(lowered: Lowered) -> tuple[data.SharedTensor, ...]:
     """Parameters on stages with several names, or that several blocks use."""
     blocks: dict[str, list[str]] = defaultdict(list)
     holders: dict[str, list[Stage]] = defaultdict(list)
@@ -249,7 +262,7 @@ def shared(lowered: Lowered) -> tuple[data.Shared, ...]:
             for binding in call.block.tensors:
                 blocks[binding.name].append(call.block.name)
     return tuple(
-        data.Shared(
+        data.SharedTensor(
             name=item.name,
             aliases=item.aliases,
             nbytes=item.nbytes,
@@ -270,21 +283,97 @@ def unread(graph: Graph) -> tuple[str, ...]:
 
 def estimated(priced: Priced) -> tuple[data.Estimated, ...]:
     """Operators whose cost is a guess, with the blocks that have them."""
-    found: dict[str, list[str]] = defaultdict(list)
+    templates: dict[str, list[str]] = defaultdict(list)
     for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
         for operator in cost.estimated:
-            found[operator].append(block.template)
+            templates[operator].append(block.template)
     return tuple(
-        data.Estimated(operator, tuple(dict.fromkeys(templates)), len(templates))
-        for operator, templates in sorted(found.items())
+        data.Estimated(operator, tuple(dict.fromkeys(blocks)), len(blocks))
+        for operator, blocks in sorted(templates.items())
     )
+
+
+def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
+    """How each template's tensors are placed, and which of its nodes are not split."""
+    return tuple(
+        data.Sharded(shards.template, shards.blocks, shards.tensors, shards.whole)
+        for shards in (plan.sharding.templates if plan.sharding else ())
+    )
+
+
+def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.Collective, ...]:
+    """The collectives of each template, in order; `priced` are the blocks of one tensor rank."""
+    trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
+    counts = Counter(block.template for block in priced.cut.blocks)
+    first = {block.template: block for block in reversed(priced.cut.blocks)}
+    return tuple(
+        collective
+        for template, count in counts.items()
+        for node in first[template].nodes
+        for collective in _collectives(node, trained, template, count)
+    )
+
+
+def _collectives(
+    node: fx.Node, trained: Container[str], template: str, blocks: int
+) -> Iterator[data.Collective]:
+    """The collectives in a node. Micro-batches add to the gradients of the parameters `trained`,
+    so that these are exchanged once a step."""
+    exchange = node.meta.get("exchange")
+    if not isinstance(exchange, NodeCollectives):
+        return
+    value = node.all_input_nodes[0]
+    for backward, actions in ((False, exchange.forward), (True, exchange.backward)):
+        for action, nbytes in actions:
+            yield data.Collective(
+                template=template,
+                blocks=blocks,
+                action=action,
+                value=value.name,
+                shape=shape_of(value),
+                sent=round(exchange.sent_by(action, nbytes)),
+                backward=backward,
+                once=node.target == FAN_OUT and value.name in trained,
+            )
+
+
+def vocabulary(
+    plan: Plan, lowered: Lowered, cost: VocabularyCost | None
+) -> data.VocabularySplit | None:
+    """How the vocabulary is computed under a plan; None where nothing was decided about it."""
+    choice = plan.vocabulary
+    if choice is None:
+        return None
+    seconds = {name: getattr(cost, field) for field, name in PASSES.items()} if cost else {}
+    return data.VocabularySplit(
+        method=choice.method,
+        tables=tuple(_tables(lowered)),
+        kept=choice.kept,
+        weighed=choice.weighed or (),
+        passes=tuple(data.VocabularyPass(name, time) for name, time in seconds.items() if time),
+        state=cost.resident if cost else 0,
+    )
+
+
+def _tables(lowered: Lowered) -> Iterator[data.VocabularyTable]:
+    """The tables of which every rank has some rows."""
+    spread = lowered.vocabulary
+    if spread is None:
+        return
+    uses: dict[str, list[str]] = {item.lookup.weight: ["embedding"] for item in spread.lookups}
+    if spread.head:
+        uses.setdefault(spread.head.head.weight, []).append("head")
+    for name, words in uses.items():
+        size, width = lowered.graph.by_name[name].shape
+        rows = pieces.rows(size, lowered.size * lowered.tensor)
+        yield data.VocabularyTable(name, tuple(words), size, width, rows)
 
 
 def trail(timeline: Timeline) -> events.Trail:
     """The simulated step."""
-    happened = (events.Event(e.rank, e.begin, e.end, str(e.instruction)) for e in timeline.events)
+    steps = (events.StepEvent(e.rank, e.begin, e.end, str(e.instruction)) for e in timeline.events)
     memory = (tuple(events.Level(*pair) for pair in levels) for levels in timeline.memory)
-    return events.Trail(tuple(happened), tuple(memory))
+    return events.Trail(tuple(steps), tuple(memory))
 
 
 def _flops(operations: Iterable[Operation]) -> float:
@@ -294,12 +383,8 @@ def _flops(operations: Iterable[Operation]) -> float:
 def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
     """The most micro-batches whose forward has begun and whose backward has not ended."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-    alive = most = 0
-    for line in instructions:
-        if line.stage == stage:
-            alive += change.get(line.kind, 0)
-            most = max(most, alive)
-    return most
+    steps = (change.get(line.kind, 0) for line in instructions if line.stage == stage)
+    return max(accumulate(steps), default=0)
 
 
 def _sent(lowered: Lowered, stage: Stage) -> int:
@@ -314,6 +399,7 @@ def _sent(lowered: Lowered, stage: Stage) -> int:
 
 def _sent_back(lowered: Lowered, stage: Stage) -> int:
     """Bytes of gradients that a stage gives back; the first user on a rank does it for all."""
+    stages = lowered.stages
     received = (lowered.values[name] for name in stage.receives)
     return sum(
         value.nbytes
@@ -321,13 +407,9 @@ def _sent_back(lowered: Lowered, stage: Stage) -> int:
         if value.differentiable
         and stage.index not in value.detached
         and value.producer != NOWHERE
-        and lowered.stages[value.producer].rank != stage.rank
-        and stage.index == min(_users_on(lowered, stage.rank, value.consumers))
+        and stages[value.producer].rank != stage.rank
+        and stage.index == min(j for j in value.consumers if stages[j].rank == stage.rank)
     )
-
-
-def _users_on(lowered: Lowered, rank: int, consumers: Iterable[int]) -> Iterator[int]:
-    return (j for j in consumers if lowered.stages[j].rank == rank)
 
 
 def _rows(graph: Graph) -> int | None:
@@ -347,10 +429,6 @@ def _tokens(graph: Graph) -> int | None:
     if len(embedded) != 1 or len(embedded[0].shape) != 2:
         return None
     return embedded[0].shape[0] * embedded[0].shape[1]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if isfinite(value) else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from itertools import zip_longest
 
-from parcompiler.report.data import Mesh, Model, Solver
+from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.names import ranges
-from parcompiler.report.table import Column, Table, facts, named, table, words
-from parcompiler.report.units import (
-    BYTES,
-    COUNT,
-    NOTHING,
-    SECONDS,
-    column,
-    percent,
-    quantity,
-    rate,
-    ratio,
-)
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
+from parcompiler.report.table import Cell, Table, facts, number, table, words
+from parcompiler.report.units import BYTES, COUNT, SECONDS, column, percent, quantity, rate, ratio
 
 
-def overview(report: Report) -> Table:
+def overview(report: ReportData) -> Table:
     """What is given and what is decided."""
     return facts(title(report), _facts(report))
 
 
-def title(report: Report) -> str:
+def title(report: ReportData) -> str:
     """The report in one line."""
     return f"{report.model.name} on {report.mesh.counted}"
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     model, mesh, choices = report.model, report.mesh, report.choices
     frozen = f", {quantity(model.frozen, COUNT)} of them not trained" if model.frozen else ""
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
@@ -65,7 +52,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield name, ", ".join(_proof(solver))
 
 
-def _mode(model: Model) -> str:
+def _mode(model: TrainedModel) -> str:
     """What of the model is in evaluation mode, and what that does."""
     kept = f"dropouts that do not act: {model.dropouts}, norms that keep their statistics: "
     kept += str(model.norms)
@@ -74,7 +61,7 @@ def _mode(model: Model) -> str:
     return f"training; in evaluation mode: {ranges(model.evaluating)} ({kept})"
 
 
-def _without(sizes: Sequence[int], mesh: Mesh) -> str:
+def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
     """The rank that is fullest if nothing was recomputed, and what it lacks."""
     rank = max(range(len(sizes)), key=lambda rank: sizes[rank] - mesh.limit(rank))
     over = sizes[rank] - mesh.limit(rank)
@@ -82,7 +69,7 @@ def _without(sizes: Sequence[int], mesh: Mesh) -> str:
     return f"rank {rank} takes {quantity(sizes[rank], BYTES)}, {lacking}"
 
 
-def _oldest(report: Report) -> str:
+def _oldest(report: ReportData) -> str:
     """The stage whose weights get oldest."""
     stages = report.staleness
     j = max(range(len(stages)), key=lambda j: stages[j].updates)
@@ -102,32 +89,14 @@ def _proof(solver: Solver) -> Iterator[str]:
         yield f"gap {percent(solver.gap)}"
 
 
-def weighed(report: Report) -> Table:
-    """The schedules that were considered, and why the others lost."""
-    fastest = min((item.seconds for item in report.weighed if item.seconds), default=0.0)
-    times = column([item.seconds or 0.0 for item in report.weighed], SECONDS)
-    rows = (
-        (
-            item.schedule,
-            str(item.virtual_stages),
-            time if item.seconds is not None else NOTHING,
-            ratio(item.seconds / fastest) if item.seconds and fastest else NOTHING,
-            item.reason or "",
-        )
-        for item, time in zip(report.weighed, times, strict=True)
-    )
-    headings = [words("schedule"), Column("stages\non a rank"), Column("step"), Column("of\nleast")]
-    return table("Schedules considered", [*headings, words("why not")], rows)
-
-
-def step(report: Report) -> Table:
+def step(report: ReportData) -> Table:
     """The predicted step, and the measured one beside it."""
-    rows = (named(*row) for row in _step(report))
-    headings = ["predicted"] if report.measurement is None else ["predicted", "measured", "ratio"]
-    return table("Step", [words(""), *map(Column, headings)], rows)
+    names, *figures = zip_longest(*_step(report), fillvalue="")
+    columns = map(number, ("predicted", "measured", "ratio"), figures)
+    return table("Step", words("", (Cell(name, "dim") for name in names)), *columns)
 
 
-def _step(report: Report) -> Iterator[tuple[str, ...]]:
+def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
     """A row for each figure; measured ones where there are any."""
     predicted = report.step
     times = [predicted.seconds]

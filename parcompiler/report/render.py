@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -15,12 +15,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 from rich.theme import Theme
 
+from parcompiler.report.data import ReportData
 from parcompiler.report.names import clean
 from parcompiler.report.sections import sections
-from parcompiler.report.table import Cell, Drawing, Table
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
+from parcompiler.report.table import Cell, Column, Drawing, Table
 
 INDENT = 2
 GAP = 2  # between columns
@@ -45,14 +43,14 @@ _LINE = "    \n    \n {0} \n    \n    \n    \n    \n    \n"
 HEAD = {False: box.Box(_LINE.format("──")), True: box.Box(_LINE.format("--"), ascii=True)}
 
 
-def plain(report: Report, width: int) -> str:
+def plain(report: ReportData, width: int) -> str:
     """ASCII text without colours and without spaces at the ends of lines."""
     console = _console(max(width, NARROWEST))
     drawn = _drawn(console, report, ascii_only=True)
     return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
 
 
-def for_stdout(report: Report) -> str:
+def for_stdout(report: ReportData) -> str:
     """Coloured text as wide as the terminal; plain text when standard output is no terminal."""
     if not sys.stdout.isatty():
         return plain(report, 100).removesuffix("\n")
@@ -63,7 +61,7 @@ def for_stdout(report: Report) -> str:
     return _drawn(console, report, ascii_only=ascii_only).removesuffix("\n")
 
 
-def recorded(report: Report, width: int) -> Console:
+def recorded(report: ReportData, width: int) -> Console:
     """A console that has drawn the report and can export it."""
     console = _console(width, record=True)
     _drawn(console, report, ascii_only=False)
@@ -86,7 +84,7 @@ def _console(width: int, **options: Any) -> Console:
     )
 
 
-def _drawn(console: Console, report: Report, *, ascii_only: bool) -> str:
+def _drawn(console: Console, report: ReportData, *, ascii_only: bool) -> str:
     """What the console has written once the report is on it."""
     for number, section in enumerate(sections(report, console.width - INDENT)):
         if number:
@@ -104,27 +102,24 @@ def _drawn(console: Console, report: Report, *, ascii_only: bool) -> str:
 def _parts(table: Table, width: int) -> Iterator[Table]:
     """The table, or its columns in several below each other, each with the first one, where one
     would be too wide: no number is cut."""
-    least = [_least(table, k) for k in range(len(table.columns))]
-    begin = 1
-    while begin < len(least):
-        end = begin + 1
-        while end < len(least) and least[0] + sum(n + GAP for n in least[begin : end + 1]) <= width:
-            end += 1
-        columns = [0, *range(begin, end)]
-        rows = tuple(tuple(row[k] for k in columns if k < len(row)) for row in table.rows)
-        yield Table(table.title, tuple(table.columns[k] for k in columns), rows)
-        begin = end
-    if len(least) == 1:
-        yield table
+    first, *others = table.columns
+    part, used = [first], _least(first)
+    for column in others:
+        least = _least(column) + GAP
+        if len(part) > 1 and used + least > width:
+            yield Table(table.title, tuple(part))
+            part, used = [first], _least(first)
+        part.append(column)
+        used += least
+    yield Table(table.title, tuple(part))
 
 
-def _least(table: Table, number: int) -> int:
+def _least(column: Column) -> int:
     """The columns of a terminal that a column needs; words can be wrapped."""
-    column = table.columns[number]
     heading = max(map(cell_len, column.heading.split("\n")))
     if column.wrap:
         return max(heading, WORD)
-    texts = (clean(row[number].text).translate(ASCII) for row in table.rows if number < len(row))
+    texts = (clean(cell.text).translate(ASCII) for cell in column.cells)
     return max(heading, *map(cell_len, texts))
 
 

@@ -3,8 +3,8 @@
 Problem, Plan, Lowered, Timeline
         │  of                     gather.py: the figures
         ▼
-     Report ◄──► JSON             serial.py
-        │  sections               what is said, in which words: plain tables
+     Report ◄──► JSON             data.py, serial.py
+        │  TABLES                 sections.py: what is said, in which words
         ▼
 text (render.py), page (web/), trace for Perfetto (trace.py)
 """
@@ -23,60 +23,20 @@ from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import (
-    checks,
-    data,
-    events,
-    forms,
-    gather,
-    meshes,
-    placements,
-    render,
-    serial,
-    timing,
-    vocabulary,
-    web,
-)
+from parcompiler.report import checks, events, forms, gather, render, serial, web
+from parcompiler.report.data import VERSION, ReportData
 from parcompiler.report.trace import trace_text
 from parcompiler.symbolic import Costs
 from parcompiler.timeline import Timeline
 
-VERSION = 1
-
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(ReportData):
     """What was decided and what it will cost; see `data` for the parts.
 
     `str(report)` is for the terminal that it is printed on: coloured tables of its width. In a
     pipe it is `to_text()`.
     """
-
-    model: data.Model
-    mesh: data.Mesh
-    choices: data.Choices
-    solver: data.Solver | None
-    search: data.Solver | None
-    weighed: tuple[data.Weighed, ...]
-    step: data.Step
-    stages: tuple[data.Stage, ...]
-    ranks: tuple[data.Rank, ...]
-    values: tuple[data.Value, ...]
-    recomputed: tuple[data.Recomputed, ...]
-    shared: tuple[data.Shared, ...]
-    unread: tuple[str, ...]
-    estimated: tuple[data.Estimated, ...]
-    trail: events.Trail
-    measurement: events.Measured | None = None
-    staleness: tuple[data.Stale, ...] = ()
-    averaged: tuple[data.Averaged, ...] = ()
-    sharded: tuple[data.Sharded, ...] = ()
-    exchanged: tuple[data.Exchanged, ...] = ()
-    vocabulary: data.Vocabulary | None = None
-    meshes: tuple[data.MeshChoice, ...] = ()
-    symbols: tuple[data.Symbol, ...] = ()
-    forms: tuple[data.Form, ...] = ()
-    version: int = VERSION
 
     @classmethod
     def of(
@@ -93,18 +53,20 @@ class Report:
         `symbolic` are the costs whose closed forms are shown.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
-        own, whole = local(problem, plan), problem.priced(plan.granularity)
-        priced = own.priced(plan.granularity)
-        costs, spread = stage_costs(own, plan, lowered), vocabulary_cost(own, plan)
-        everywhere = spread.compute if spread else 0.0
+        rank_problem, whole = local(problem, plan), problem.priced(plan.granularity)
+        priced = rank_problem.priced(plan.granularity)
+        costs = stage_costs(rank_problem, plan, lowered)
+        vocabulary = vocabulary_cost(rank_problem, plan)
+        shared = vocabulary.compute if vocabulary else 0.0
+        under = rank_problem.under(plan)
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
-            choices=gather.choices(own, plan, priced),
+            choices=gather.choices(rank_problem, plan, priced),
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
-            weighed=gather.weighed(plan),
-            step=gather.step(problem, whole, lowered, costs, timeline, everywhere, own.under(plan)),
+            weighed=plan.weighed or (),
+            step=gather.step(problem, whole, lowered, costs, timeline, shared, under),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(timeline),
             values=gather.values(lowered, plan),
@@ -115,12 +77,12 @@ class Report:
             trail=gather.trail(timeline),
             staleness=gather.staleness(lowered),
             averaged=gather.averaged(lowered, timeline),
-            sharded=placements.sharded(plan),
-            exchanged=placements.exchanged(priced, lowered),
-            vocabulary=vocabulary.vocabulary(plan, lowered, spread),
+            sharded=gather.sharded(plan),
+            exchanged=gather.exchanged(priced, lowered),
+            vocabulary=gather.vocabulary(plan, lowered, vocabulary),
             symbols=() if symbolic is None else forms.symbols_of(symbolic),
             forms=() if symbolic is None else forms.forms_of(symbolic),
-            meshes=meshes.considered(plan),
+            meshes=plan.meshes or (),
         )
         return serial.rounded(report)
 
@@ -164,7 +126,7 @@ class Report:
         return web.fragment(self)
 
     def measured(
-        self, seconds: float, trace: Sequence[Iterable[timing.Recorded]] | None = None
+        self, seconds: float, trace: Sequence[Iterable[events.Recorded]] | None = None
     ) -> Report:
         """This report with a measured step time (s) beside the predicted one.
 
@@ -175,7 +137,10 @@ class Report:
         ranks together). Raises InputError when the time is no positive number, or the
         trace has another number of ranks or stages.
         """
-        measurement = timing.measured(seconds, trace, len(self.stages), self.mesh)
+        replicas = self.mesh.data * self.mesh.tensor
+        measurement = events.measured_step(
+            seconds, trace, len(self.stages), self.mesh.pipeline, replicas
+        )
         return dataclasses.replace(self, measurement=serial.rounded(measurement))
 
 

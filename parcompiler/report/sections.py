@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from parcompiler.report import division, forms, meshes, overview, placements, traffic, vocabulary
+from parcompiler.report import alternatives, division, forms, overview, traffic
+from parcompiler.report.data import ReportData
 from parcompiler.report.gantt import gantt
-from parcompiler.report.table import Section
+from parcompiler.report.table import Drawing, Table
 
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
+ALTERNATIVES = "Alternatives"
 
-TABLES = (
-    overview.overview,
-    overview.step,
-    meshes.meshes,
-    overview.weighed,
-    vocabulary.weighed,
-    vocabulary.tables,
-    vocabulary.passes,
-    division.measured,
-    division.stages,
-    division.work,
-    division.memory,
-    division.versions,
-    division.averaged,
-    placements.held,
-    placements.told,
-    placements.unsplit,
-    traffic.between,
-    traffic.cuts,
-    traffic.direct,
-    traffic.recomputed,
-    traffic.cheaper,
-    traffic.shared,
-    traffic.unread,
-    traffic.estimated,
-    forms.symbols,
-    forms.forms,
-)
+# Tables by the heading over them on a page.
+TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
+    "Plan": (overview.overview, overview.step),
+    ALTERNATIVES: (alternatives.meshes, alternatives.schedules, alternatives.methods),
+    "Vocabulary": (traffic.vocabulary, traffic.vocabulary_passes),
+    "Stages": (
+        division.measured,
+        division.stages,
+        division.work,
+        division.memory,
+        division.versions,
+        division.averaged,
+    ),
+    "Placements": (traffic.placements, traffic.collectives, traffic.unsplit),
+    "Values": (
+        traffic.between,
+        traffic.cuts,
+        traffic.direct,
+        traffic.recomputed,
+        traffic.cheaper,
+        traffic.shared,
+        traffic.unread,
+        traffic.estimated,
+    ),
+    "Closed forms": (forms.symbols, forms.forms),
+}
 
 
-def sections(report: Report, width: int) -> Iterator[Section]:
+def tables(report: ReportData) -> Iterator[tuple[str, list[Table]]]:
+    """The tables that say something, under their headings."""
+    for heading, makes in TABLES.items():
+        made = [table for make in makes if (table := make(report)).rows]
+        if made:
+            yield heading, made
+
+
+def sections(report: ReportData, width: int) -> Iterator[Table | Drawing]:
     """The sections for a page of `width` columns."""
-    for make in TABLES:
-        table = make(report)
-        if table.rows:
-            yield table
+    for _, made in tables(report):
+        yield from made
     drawing = gantt(report, width)
     if drawing.lines:
         yield drawing

@@ -1,14 +1,20 @@
 """What a report says, before it is drawn: titled tables and drawings of plain text.
 
-The words may hold `…`, `×`, `→` and `µ`; whatever draws them finds others where these cannot be
-shown. Styles are names of what a text means, not colours.
+The text may contain `…`, `×`, `→` and `µ`, which `render` replaces where they cannot be shown.
+Styles are names of what a text means, not colours.
+
+>>> table("Stages", number("stage", range(2)), words("blocks", ["embed", "head"])).rows[1]
+(Cell(text='1', style=''), Cell(text='head', style=''))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
+
+from parcompiler.report.units import Scale, column
 
 
 class Cell(NamedTuple):
@@ -20,23 +26,28 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The heading of a column. `words` are aligned left, numbers right; `wrap` may be wrapped.
+    """Cells under a heading, which may have line breaks.
 
-    A line break in a heading is one.
+    `words` are aligned left, numbers right; `wrap` allows line breaks in the cells.
     """
 
     heading: str
+    cells: tuple[Cell, ...]
     words: bool = False
     wrap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under headings; without headings, facts beside their names."""
+    """Columns under a title; without headings, facts beside their names."""
 
     title: str
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def rows(self) -> tuple[tuple[Cell, ...], ...]:
+        """The cells by row; shorter columns are filled up with empty cells."""
+        return tuple(zip_longest(*(column.cells for column in self.columns), fillvalue=Cell("")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +58,38 @@ class Drawing:
     lines: tuple[tuple[Cell, ...], ...]
 
 
-Section = Table | Drawing
+def table(title: str, *columns: Column) -> Table:
+    """A table of columns."""
+    return Table(title, columns)
 
 
-def table(title: str, columns: Iterable[Column], rows: Iterable[Iterable[str | Cell]]) -> Table:
-    """A table of texts, some of which may have a style."""
-    cells = (tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows)
-    return Table(title, tuple(columns), tuple(cells))
+def number(heading: str, cells: Iterable[object]) -> Column:
+    """A column of numbers."""
+    return Column(heading, _cells(cells))
 
 
-def words(heading: str) -> Column:
-    """A column of words that may be long."""
-    return Column(heading, words=True, wrap=True)
+def scaled(heading: str, values: Iterable[float | None], scale: Scale) -> Column:
+    """A column of numbers in units of a scale; None is shown as nothing."""
+    return number(heading, column([value or 0.0 for value in values], scale))
 
 
-def short(heading: str) -> Column:
+def short(heading: str, cells: Iterable[object]) -> Column:
     """A column of short words."""
-    return Column(heading, words=True)
+    return Column(heading, _cells(cells), words=True)
+
+
+def words(heading: str, cells: Iterable[object]) -> Column:
+    """A column of words that may be long."""
+    return Column(heading, _cells(cells), words=True, wrap=True)
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """Names and what is to be said of them."""
-    return table(title, [short(""), words("")], [named(name, fact) for name, fact in rows])
+    rows = [*rows]
+    names, texts = (Cell(name, "dim") for name, _ in rows), (text for _, text in rows)
+    return table(title, short("", names), words("", texts))
 
 
-def named(name: str, *figures: str) -> tuple[Cell, ...]:
-    """A row with its name in front."""
-    return Cell(name, "dim"), *map(Cell, figures)
+def _cells(cells: Iterable[object]) -> tuple[Cell, ...]:
+    """Texts, some of which may have a style."""
+    return tuple(cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in cells)

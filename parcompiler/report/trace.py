@@ -13,8 +13,8 @@ The format is that of "Trace Event Format" (Google, 2016): times in microseconds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from parcompiler.instruction import (
     COMPUTE,
@@ -25,140 +25,123 @@ from parcompiler.instruction import (
     Instruction,
     Kind,
 )
-from parcompiler.report.events import Event, Level, Ran
+from parcompiler.report.data import ReportData
+from parcompiler.report.events import StepEvent
 from parcompiler.report.names import clean
 from parcompiler.schedules.action import LETTERS
 
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
-
 Record = dict[str, Any]
 
-COMPUTE_TRACK = 0
+COMPUTE_TRACK = "compute"
 GROUP = TRANSFERS | {Kind.EXCHANGE}  # between all ranks, for the vocabulary
 
 
-def trace_text(report: Report) -> str:
+def trace_text(report: ReportData) -> str:
     """The trace as JSON, one event a line."""
-    ranks = len(report.ranks)
-    records = [record for rank in range(ranks) for record in _tracks(rank, ranks, f"rank {rank}")]
-    for number, event in enumerate(report.trail.events):
-        if event.kind is Kind.REDUCE_GRADIENTS and report.averaged:
-            records.append(_slice(event, event.rank, _sums(ranks), _title(event.instruction)))
-        else:
-            records += _slices(event, number, ranks)
-    for rank, levels in enumerate(report.trail.memory):
-        records += (_counter(rank, level) for level in levels)
-    if report.measurement is not None and report.measurement.events:
-        records += _measured(report.measurement.events, ranks)
-    lines = ",\n".join(json.dumps(record, sort_keys=True) for record in _used(records))
+    ranks = range(len(report.ranks))
+    tracks = [
+        COMPUTE_TRACK,
+        *(f"to rank {rank}" for rank in ranks),
+        *(f"from rank {rank}" for rank in ranks),
+        "gradients",
+        "vocabulary",
+    ]
+    step = report.measurement
+    processes = {rank: f"rank {rank}" for rank in ranks}
+    if step is not None and step.events:
+        processes |= {len(ranks) + rank: f"rank {rank}, measured" for rank in ranks}
+    records = [
+        *(record for number, event in enumerate(report.trail.events)
+          for record in _simulated(event, number, bool(report.averaged))),
+        *(
+            _where(rank, COMPUTE_TRACK, level.second)
+            | {"ph": "C", "name": "memory", "args": {"bytes": level.nbytes}}
+            for rank, levels in enumerate(report.trail.memory)
+            for level in levels
+        ),
+        *(_measured(event, len(ranks)) for event in (step.events if step else ())),
+    ]  # fmt: skip
+    records = [*_names(processes, tracks, records), *records]
+    numbered = (record | {"tid": tracks.index(record["tid"])} for record in records)
+    lines = ",\n".join(json.dumps(record, sort_keys=True) for record in numbered)
     return f'{{"displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _track(peer: int, ranks: int, *, incoming: bool) -> int:
-    """The number of a rank's track for the messages to or from a peer."""
-    return 1 + peer + (ranks if incoming else 0)
+def _names(processes: dict[int, str], tracks: list[str], records: list[Record]) -> Iterator[Record]:
+    """The names of processes and of the tracks on which something happens, and their order."""
+    used = {(record["pid"], record["tid"]) for record in records}
+    for process, name in processes.items():
+        meta = {"ph": "M", "ts": 0, "pid": process, "tid": COMPUTE_TRACK}
+        yield meta | {"name": "process_name", "args": {"name": name}}
+        yield meta | {"name": "process_sort_index", "args": {"sort_index": process}}
+        for track in tracks:
+            if (process, track) in used or track == COMPUTE_TRACK:
+                yield meta | {"tid": track, "name": "thread_name", "args": {"name": track}}
 
 
-def _sums(ranks: int) -> int:
-    """The number of a rank's track for sums of gradients, which run beside its compute."""
-    return 1 + 2 * ranks
+def _simulated(event: StepEvent, number: int, averaged: bool) -> Iterator[Record]:
+    """An instruction of the simulated step; a message at both ends, with an arrow between.
+
+    Sums of gradients run beside the compute where data replicas average them.
+    """
+    line = event.instruction
+    if line.kind is not Kind.SEND:
+        beside = line.kind in GROUP or (line.kind is Kind.REDUCE_GRADIENTS and averaged)
+        yield _slice(event, event.rank, _track(line) if beside else COMPUTE_TRACK)
+        return
+    assert line.peer is not None
+    ends = (
+        (event.rank, f"to rank {line.peer}", {"ph": "s"}),
+        (line.peer, f"from rank {event.rank}", {"ph": "f", "bp": "e"}),
+    )
+    for rank, track, phase in ends:
+        yield _slice(event, rank, track)
+        where = _where(rank, track, event.begin)
+        yield {"cat": "message", "id": number, "name": "message", **where, **phase}
 
 
-def _spread(ranks: int) -> int:
-    """The number of a rank's track for collectives of the vocabulary."""
-    return 2 + 2 * ranks
-
-
-def _tracks(rank: int, ranks: int, name: str) -> Iterator[Record]:
-    """The names of a rank's process and tracks, and the order of the processes."""
-    yield _name("process_name", rank, COMPUTE_TRACK, name)
-    order = {"ph": "M", "ts": 0, "pid": rank, "tid": COMPUTE_TRACK, "name": "process_sort_index"}
-    yield {**order, "args": {"sort_index": rank}}
-    yield _name("thread_name", rank, COMPUTE_TRACK, "compute")
-    yield _name("thread_name", rank, _sums(ranks), "gradients")
-    yield _name("thread_name", rank, _spread(ranks), "vocabulary")
-    for peer in range(ranks):
-        yield _name("thread_name", rank, _track(peer, ranks, incoming=False), f"to rank {peer}")
-        yield _name("thread_name", rank, _track(peer, ranks, incoming=True), f"from rank {peer}")
-
-
-def _name(kind: str, rank: int, track: int, name: str) -> Record:
-    return {"ph": "M", "ts": 0, "pid": rank, "tid": track, "name": kind, "args": {"name": name}}
-
-
-def _used(records: list[Record]) -> Iterator[Record]:
-    """The records without the names of tracks on which nothing happens."""
-    used = {(item["pid"], item["tid"]) for item in records if item["ph"] != "M"}
-    for item in records:
-        if item["ph"] != "M" or (item["pid"], item["tid"]) in used or item["tid"] == COMPUTE_TRACK:
-            yield item
-
-
-def _measured(events: Sequence[Ran], ranks: int) -> Iterator[Record]:
+def _measured(event: StepEvent, ranks: int) -> Record:
     """What was recorded, in processes after those of the simulated step.
 
     A message is on the side that runs the instruction, and takes what starting it took there.
     """
-    for rank in range(ranks):
-        yield from _tracks(ranks + rank, ranks, f"rank {rank}, measured")
-    for event in events:
-        line, track = event.instruction, COMPUTE_TRACK
-        if line.kind in MESSAGES and line.peer is not None:
-            track = _track(line.peer, ranks, incoming=line.kind is Kind.RECV)
-        elif line.kind in GROUP:
-            track = _spread(ranks)
-        elif line.kind is Kind.REDUCE_GRADIENTS:
-            track = _sums(ranks)
-        slice_ = _slice(event, ranks + event.rank, track, _title(line))
-        slice_["args"]["waited"] = _micro(event.waited)
-        yield slice_
+    record = _slice(event, ranks + event.rank, _track(event.instruction))
+    record["args"]["waited"] = _micro(event.waited or 0.0)
+    return record
 
 
-def _slices(event: Event, number: int, ranks: int) -> Iterator[Record]:
-    """An instruction; a message at both ends, with an arrow between."""
+def _track(line: Instruction) -> str:
+    """The track of an instruction."""
+    if line.kind in MESSAGES and line.peer is not None:
+        return f"{'from' if line.kind is Kind.RECV else 'to'} rank {line.peer}"
+    if line.kind in GROUP:
+        return "vocabulary"
+    return "gradients" if line.kind is Kind.REDUCE_GRADIENTS else COMPUTE_TRACK
+
+
+def _slice(event: StepEvent, rank: int, track: str) -> Record:
+    """An instruction on a track, from its begin to its end."""
     line = event.instruction
-    if line.kind is not Kind.SEND:
-        track = _spread(ranks) if line.kind in GROUP else COMPUTE_TRACK
-        yield _slice(event, event.rank, track, _title(line))
-        return
-    assert line.peer is not None
-    ends = (
-        (event.rank, _track(line.peer, ranks, incoming=False)),
-        (line.peer, _track(event.rank, ranks, incoming=True)),
-    )
-    for (rank, track), phase in zip(ends, ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True):
-        yield _slice(event, rank, track, _title(line))
-        where = {"pid": rank, "tid": track, "ts": _micro(event.begin)}
-        yield {"cat": "message", "id": number, "name": "message", **where, **phase}
-
-
-def _slice(event: Event | Ran, rank: int, track: int, name: str) -> Record:
-    begin = _micro(event.begin)
-    return {
+    return _where(rank, track, event.begin) | {
         "ph": "X",
-        "ts": begin,
-        "dur": round(_micro(event.end) - begin, 3),
-        "pid": rank,
-        "tid": track,
-        "name": name,
-        "cat": event.instruction.kind.value.lower(),
+        "dur": round(_micro(event.end) - _micro(event.begin), 3),
+        "name": _title(line),
+        "cat": line.kind.value.lower(),
         "args": {"instruction": clean(event.text)},
     }
 
 
 def _title(line: Instruction) -> str:
     """What is written on a slice."""
+    gradient = ".grad" if line.gradient else ""
     match line.kind:
         case kind if kind in COMPUTE:
             return f"{LETTERS[kind]}{line.microbatch} of stage {line.stage}"
         case kind if kind in HEAD:
             return f"{LETTERS[kind]}{line.microbatch}"
         case kind if kind in EMBEDDING | GROUP:
-            gradient = ".grad" if line.gradient else ""
             return clean(f"{kind} {line.value}{gradient} {line.microbatch}")
         case Kind.SEND | Kind.RECV:
-            gradient = ".grad" if line.gradient else ""
             return clean(f"{line.value}{gradient} {line.microbatch}")
         case Kind.REDUCE_GRADIENTS:
             return clean(f"{line.kind} {line.value}")
@@ -166,10 +149,8 @@ def _title(line: Instruction) -> str:
             return line.kind.value
 
 
-def _counter(rank: int, level: Level) -> Record:
-    """The memory that a rank holds from now on."""
-    where = {"pid": rank, "tid": COMPUTE_TRACK, "ts": _micro(level.second)}
-    return {"ph": "C", "name": "memory", **where, "args": {"bytes": level.nbytes}}
+def _where(rank: int, track: str, second: float) -> Record:
+    return {"pid": rank, "tid": track, "ts": _micro(second)}
 
 
 def _micro(seconds: float) -> float:

@@ -1,118 +1,178 @@
-"""The sections about what stages have to do with each other, and what deserves a second look."""
+"""The sections about values: between stages, among tensor ranks, of the vocabulary.
+
+The last ones are about what deserves a second look.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from parcompiler.report import data
+from parcompiler.report.data import Recomputed, ReportData, SentValue
 from parcompiler.report.names import numbers, ranges
-from parcompiler.report.table import Column, Table, short, table, words
-from parcompiler.report.units import BYTES, column
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
+from parcompiler.report.table import Column, Table, number, scaled, short, table, words
+from parcompiler.report.units import BYTES, NOTHING, SECONDS, column, quantity
 
 
-def between(report: Report) -> Table:
+def between(report: ReportData) -> Table:
     """What goes from stage to stage."""
-    rows = (
-        (str(value.source), numbers(value.targets), *tensor, "yes" if value.gradient else "no")
-        for value, tensor in zip(report.values, _tensors(report.values), strict=True)
-    )
+    values = report.values
     return table(
         "Values between stages, for a micro-batch",
-        [Column("from"), short("to"), *_TENSOR, short("grad\nback")],
-        rows,
+        number("from", (value.source for value in values)),
+        short("to", (numbers(value.targets) for value in values)),
+        *_tensors(values),
+        short("grad\nback", ("yes" if value.gradient else "no" for value in values)),
     )
 
 
-def cuts(report: Report) -> Table:
-    """What crosses each cut, where that is not what begins there."""
-    crossing = [
-        [v for v in report.values if v.source <= j < max(v.targets)]
-        for j in range(len(report.stages) - 1)
-    ]
-    sizes = column([sum(value.nbytes for value in values) for values in crossing], BYTES)
-    rows = (
-        (f"{j} | {j + 1}", size, ", ".join(value.name for value in values))
-        for j, (size, values) in enumerate(zip(sizes, crossing, strict=True))
-    )
+def cuts(report: ReportData) -> Table:
+    """What crosses each cut; empty where only what begins there does."""
     far = any(max(value.targets) > value.source + 1 for value in report.values)
-    headings = [short("cut"), Column("size"), words("values")]
-    return table("Values across each cut", headings, rows if far else ())
+    crossing = [
+        [value for value in report.values if value.source <= j < max(value.targets)]
+        for j in range(len(report.stages) - 1)
+        if far
+    ]
+    return table(
+        "Values across each cut",
+        short("cut", (f"{j} | {j + 1}" for j in range(len(crossing)))),
+        scaled("size", (sum(value.nbytes for value in values) for values in crossing), BYTES),
+        words("values", (", ".join(value.name for value in values) for values in crossing)),
+    )
 
 
-def direct(report: Report) -> Table:
+def direct(report: ReportData) -> Table:
     """What does not stop at the stages between."""
-    rows = (
-        (value.name, str(value.source), numbers(far))
-        for value in report.values
-        if (far := [j for j in value.targets if j > value.source + 1])
+    far = [v for v in report.values if any(j > v.source + 1 for j in v.targets)]
+    return table(
+        "Sent directly, past the stages between",
+        words("value", (v.name for v in far)),
+        number("from", (v.source for v in far)),
+        words("straight to", (numbers(j for j in v.targets if j > v.source + 1) for v in far)),
     )
-    headings = [words("value"), Column("from"), words("straight to")]
-    return table("Sent directly, past the stages between", headings, rows)
 
 
-def recomputed(report: Report) -> Table:
+def recomputed(report: ReportData) -> Table:
     """What stages compute for themselves."""
-    rows = (
-        (*tensor, numbers(value.stages))
-        for value, tensor in zip(report.recomputed, _tensors(report.recomputed), strict=True)
-    )
-    return table("Recomputed instead of received", [*_TENSOR, words("by stages")], rows)
+    values = report.recomputed
+    stages = words("by stages", (numbers(value.stages) for value in values))
+    return table("Recomputed instead of received", *_tensors(values), stages)
 
 
-def cheaper(report: Report) -> Table:
+def cheaper(report: ReportData) -> Table:
     """What stages could compute for themselves, but not as fast as it comes."""
-    rows = ((v.name, str(v.source), numbers(v.targets)) for v in report.values if v.cheaper)
-    headings = [words("value"), Column("from"), words("to")]
-    return table("Sent, because that is cheaper than to recompute", headings, rows)
+    values = [value for value in report.values if value.cheaper]
+    return table(
+        "Sent, because that is cheaper than to recompute",
+        words("value", (value.name for value in values)),
+        number("from", (value.source for value in values)),
+        words("to", (numbers(value.targets) for value in values)),
+    )
 
 
-def shared(report: Report) -> Table:
+def shared(report: ReportData) -> Table:
     """Tied tensors."""
-    sizes = column([item.nbytes for item in report.shared], BYTES)
-    rows = (
-        (_names(item), size, ranges(item.blocks), _added(item))
-        for item, size in zip(report.shared, sizes, strict=True)
+    tensors = report.shared
+    sums = (
+        f"{'across ranks' if len(item.ranks) > 1 else 'on rank'} {numbers(item.ranks)}"
+        for item in tensors
     )
-    headings = [words("tensor"), Column("size"), words("used by"), short("gradients added")]
-    return table("Shared weights", headings, rows)
+    return table(
+        "Shared weights",
+        words("tensor", (" = ".join([item.name, *item.aliases]) for item in tensors)),
+        scaled("size", (item.nbytes for item in tensors), BYTES),
+        words("used by", (ranges(item.blocks) for item in tensors)),
+        short("gradients added", sums),
+    )
 
 
-def _names(item: data.Shared) -> str:
-    """The name of a tied tensor and its other names."""
-    return " = ".join([item.name, *item.aliases])
-
-
-def _added(item: data.Shared) -> str:
-    """Where the gradients of a tied tensor are added."""
-    return f"{'across ranks' if len(item.ranks) > 1 else 'on rank'} {numbers(item.ranks)}"
-
-
-def unread(report: Report) -> Table:
+def unread(report: ReportData) -> Table:
     """Parameters without an effect."""
-    rows = [(ranges(report.unread),)] if report.unread else []
-    return table("Parameters that nothing reads", [words("")], rows)
+    names = [ranges(report.unread)] if report.unread else []
+    return table("Parameters that nothing reads", words("", names))
 
 
-def estimated(report: Report) -> Table:
+def estimated(report: ReportData) -> Table:
     """Operators whose cost is not known well."""
-    rows = (
-        (item.operator, str(item.blocks), ", ".join(item.templates)) for item in report.estimated
+    return table(
+        "Operators whose cost is an estimate",
+        words("operator", (item.operator for item in report.estimated)),
+        number("blocks", (item.blocks for item in report.estimated)),
+        words("of", (", ".join(item.templates) for item in report.estimated)),
     )
-    headings = [words("operator"), Column("blocks"), words("of")]
-    return table("Operators whose cost is an estimate", headings, rows)
 
 
-_TENSOR = (words("value"), short("shape"), short("dtype"), Column("size"))
+def placements(report: ReportData) -> Table:
+    """How the tensors of each template are placed on the ranks of the tensor axis."""
+    lines = [
+        (item.template if number == 0 else "", line)
+        for item in report.sharded
+        for number, line in enumerate(item.tensors)
+    ]
+    return table(
+        f"Held by each of {report.mesh.tensor} tensor ranks: S(d) a piece along d, I the whole",
+        words("template", (template for template, _ in lines)),
+        words("tensor", (line for _, line in lines)),
+    )
 
 
-def _tensors(
-    values: Sequence[data.Value | data.Recomputed],
-) -> Iterator[tuple[str, str, str, str]]:
+def collectives(report: ReportData) -> Table:
+    """What the tensor ranks exchange, each time and in a step."""
+    items, steps = report.exchanged, report.choices.microbatches
+    total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
+    return table(
+        "Exchanged by tensor ranks",
+        words("template", (item.template for item in items)),
+        number("blocks", (f"× {item.blocks}" for item in items)),
+        words("collective", (item.action for item in items)),
+        words("in", ("backward" if item.backward else "forward" for item in items)),
+        words("of", (item.value for item in items)),
+        number("sent", column([item.sent for item in items], BYTES)),
+        number("in a\nstep", (quantity(nbytes, BYTES) for nbytes in total)),
+    )
+
+
+def unsplit(report: ReportData) -> Table:
+    """What no rule splits: computed whole on every tensor rank."""
+    lines = [(item.template, line) for item in report.sharded for line in item.whole]
+    return table(
+        "Computed whole on every tensor rank",
+        words("template", (template for template, _ in lines)),
+        words("what", (line for _, line in lines)),
+    )
+
+
+def vocabulary(report: ReportData) -> Table:
+    """The tables that all ranks share, and the layers that stay whole, with the reason."""
+    tables = report.vocabulary.tables if report.vocabulary else ()
+    whole = [line.partition(": ") for line in report.vocabulary.kept] if report.vocabulary else []
+    nothing, blank = [NOTHING] * len(whole), [""] * len(tables)
+    return table(
+        "Vocabulary",
+        words("table", [*(item.name for item in tables), *(name for name, _, _ in whole)]),
+        words("used as", (" and ".join(item.uses) for item in tables)),
+        number("rows", [*(f"{item.size:,}" for item in tables), *nothing]),
+        number("width", [*(f"{item.width:,}" for item in tables), *nothing]),
+        number("rows of\na rank", [*(f"{item.own:,}" for item in tables), *nothing]),
+        words("whole because", [*blank, *(reason for _, _, reason in whole)]),
+    )
+
+
+def vocabulary_passes(report: ReportData) -> Table:
+    """What every rank does for one micro-batch."""
+    passes = report.vocabulary.passes if report.vocabulary else ()
+    return table(
+        "Passes of the vocabulary",
+        words("on every rank", (item.name for item in passes)),
+        scaled("of a\nmicro-batch", (item.seconds for item in passes), SECONDS),
+    )
+
+
+def _tensors(values: Sequence[SentValue | Recomputed]) -> tuple[Column, ...]:
     """Name, shape, dtype and size of each."""
-    sizes = column([value.nbytes for value in values], BYTES)
-    for value, size in zip(values, sizes, strict=True):
-        yield value.name, str([*value.shape]), value.dtype, size
+    return (
+        words("value", (value.name for value in values)),
+        short("shape", ([*value.shape] for value in values)),
+        short("dtype", (value.dtype for value in values)),
+        scaled("size", (value.nbytes for value in values), BYTES),
+    )

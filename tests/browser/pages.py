@@ -7,7 +7,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page
 
 from parcompiler.report import Report
-from parcompiler.report.events import Event, Level, Trail
+from parcompiler.report.events import Level, StepEvent, Trail
 from tests.report.programs import Made, small_gpt, small_t5
 from tests.report.test_report import slower
 
@@ -67,7 +67,7 @@ def large() -> Report:
     report = small_gpt().report
     stages = tuple(dataclasses.replace(report.stages[0], rank=rank) for rank in range(RANKS))
     events = tuple(
-        Event(rank, begin, begin + length, f"{kind} stage {rank} mb {i}")
+        StepEvent(rank, begin, begin + length, f"{kind} stage {rank} mb {i}")
         for i in range(MICROBATCHES)
         for rank in range(RANKS)
         for kind, begin, length in (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parcompiler.report import Report, web
-from parcompiler.report.events import Event
+from parcompiler.report.events import StepEvent
 from parcompiler.report.names import clean, numbers, ranges
 from parcompiler.report.web.pages import figures
 from tests.report.programs import HOSTILE, odd, small_gpt
@@ -107,7 +107,7 @@ def test_a_page_needs_nothing_else_and_is_always_the_same(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_in_charts_are_no_markup(name: str) -> None:
-    event = Event(0, 0.0, 1e-3, "SEND <a_href='x'>&lt;{y} mb 0 to 1")
+    event = StepEvent(0, 0.0, 1e-3, "SEND <a_href='x'>&lt;{y} mb 0 to 1")
     report = with_names(small_gpt().report, name)
     report = dataclasses.replace(report, trail=dataclasses.replace(report.trail, events=(event,)))
     (bar,) = (bar for bar in figures(report)["predicted"].data if bar["name"] == "messages")

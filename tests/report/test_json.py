@@ -41,7 +41,7 @@ CHANGES: list[Change] = [
     (
         ["measurement"],
         {"seconds": 1.0, "events": ["0 0.0 1.0 FORWARD stage 0 mb 0"]},
-        "report.measurement.events[0]: a measured one reads 'rank begin end waited instruction'",
+        "report.measurement.events[0] lacks the seconds waited",
     ),
     (
         ["measurement"],

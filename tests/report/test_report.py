@@ -13,7 +13,7 @@ from rich.text import Text
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.report import Report
-from parcompiler.report.events import Measured
+from parcompiler.report.events import MeasuredStep
 from tests.report.programs import Made, odd, odd_on_slow_device, small_gpt, small_t5
 
 PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd, "slow": odd_on_slow_device}
@@ -313,7 +313,7 @@ def test_the_time_in_which_a_stage_waits_is_not_its_own() -> None:
 
 def test_without_a_trace_the_step_alone_is_compared() -> None:
     report = small_gpt().report.measured(2e-3)
-    assert report.measurement == Measured(2e-3)
+    assert report.measurement == MeasuredStep(2e-3)
     assert "measured" in report.to_text()
     assert "Predicted and measured" not in report.to_text()
 

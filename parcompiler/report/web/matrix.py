@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from parcompiler.instruction import Kind
+from parcompiler.report.data import ReportData
 from parcompiler.report.units import BYTES, quantity
 from parcompiler.report.web.figure import Figure, axis_of_ranks
-
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
 
 NAMED = 12  # more ranks than these leave no room for figures
 
 
-def matrix(report: Report) -> Figure | None:
+def matrix(report: ReportData) -> Figure | None:
     """Cells as dark as much is sent; None where nothing is."""
-    sent, ranks = traffic(report), len(report.ranks)
+    sent, ranks = traffic(report), range(len(report.ranks))
     if not sent:
         return None
-    rows = [[sent.get((source, to)) for to in range(ranks)] for source in range(ranks)]
-    texts = [[quantity(cell, BYTES) if cell else "" for cell in row] for row in rows]
+    texts = [
+        [quantity(sent[source, to], BYTES) if sent[source, to] else "" for to in ranks]
+        for source in ranks
+    ]
     hover = [
         [f"rank {source} to rank {to}: {text or 'nothing'}" for to, text in enumerate(row)]
         for source, row in enumerate(texts)
     ]
-    down = axis_of_ranks(ranks, "")
+    down = axis_of_ranks(len(ranks), "")
     across = {**down, "range": down["range"][::-1], "side": "top"}
-    size = max(22, min(64, 520 // ranks))
+    size = max(22, min(64, 520 // len(ranks)))
     trace = {
         "type": "heatmap",
-        "z": [[cell or None for cell in row] for row in rows],
+        "z": [[sent[source, to] or None for to in ranks] for source in ranks],
         "text": texts,
-        "texttemplate": "%{text}" if ranks <= NAMED else "",
+        "texttemplate": "%{text}" if len(ranks) <= NAMED else "",
         "textfont": {"size": 11},
         "hovertext": hover,
         "hoverinfo": "text",
@@ -45,7 +44,7 @@ def matrix(report: Report) -> Figure | None:
         "showscale": False,
     }
     layout = {
-        "height": 70 + ranks * size,
+        "height": 70 + len(ranks) * size,
         "xaxis": {**across, "title": {"text": "receiving rank", "standoff": 6}},
         "yaxis": {**down, "title": {"text": "sending rank", "standoff": 6}},
         "margin": {"t": 52, "l": 52, "b": 14},
@@ -53,7 +52,7 @@ def matrix(report: Report) -> Figure | None:
     return Figure([trace], layout)
 
 
-def traffic(report: Report) -> dict[tuple[int, int], int]:
+def traffic(report: ReportData) -> Counter[tuple[int, int]]:
     """Bytes that a rank sends to another in a step, values and their gradients."""
     sizes = {value.name: value.nbytes for value in report.values}
     sent: Counter[tuple[int, int]] = Counter()
@@ -63,4 +62,4 @@ def traffic(report: Report) -> dict[tuple[int, int], int]:
             assert line.peer is not None
             assert line.value is not None
             sent[event.rank, line.peer] += sizes.get(line.value, 0)
-    return dict(sent)
+    return sent

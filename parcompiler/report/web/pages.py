@@ -12,97 +12,68 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from parcompiler.report import sections
-from parcompiler.report.names import clean
+from parcompiler.report.data import ReportData
+from parcompiler.report.names import clean, ranges
 from parcompiler.report.overview import title
 from parcompiler.report.table import Table
-from parcompiler.report.units import ratio
-from parcompiler.report.web import memory, pictures, summary, timeline
+from parcompiler.report.units import BYTES, COUNT, SECONDS, percent, quantity, ratio
+from parcompiler.report.web import colors, memory, summary, timeline
 from parcompiler.report.web.figure import Figure
 from parcompiler.report.web.matrix import matrix
 
-if TYPE_CHECKING:
-    from parcompiler.report.report import Report
-
-CONSIDERED = "considered"  # with this end titles of what was weighed against what was chosen
-GROUPS = {  # the heading over the tables of a module; others are headed by the module's name
-    "overview": "Plan",
-    "division": "Stages",
-    "placements": "Placements",
-    "traffic": "Values",
-    "vocabulary": "Vocabulary",
-    "forms": "Closed forms",
-}
-ALTERNATIVES = "Alternatives"
 HALF = 84  # letters in half the width of the page; a table that needs more has all of it
 LONG = 28  # letters of a column whose texts are wrapped
+CELLS = 8  # more ranks in a row of the mesh than these are named by their first and last
 
 
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """A page that needs no other file."""
-    drawn = figures(report)
     return _environment().get_template("page.html.jinja").render(
         **_said(report),
-        figures={name: asdict(figure) for name, figure in drawn.items()},
+        figures={name: asdict(figure) for name, figure in figures(report).items()},
         plotly=Markup(get_plotlyjs()),
         is_picture=timeline.is_picture(report),
         memory_said=memory.said(report),
-        groups=[*_groups(report)],
-        alternatives=ALTERNATIVES,
+        groups=[*sections.tables(report)],
+        alternatives=sections.ALTERNATIVES,
         best=ratio(1.0),
     )  # fmt: skip
 
 
-def fragment(report: Report) -> str:
+def fragment(report: ReportData) -> str:
     """The summary for the middle of another page: no scripts, no style but its own."""
-    (facts, *_) = (tables for name, tables in _groups(report) if name == GROUPS["overview"])
     template = _environment().get_template("notebook.html.jinja")
-    return template.render(**_said(report), facts=facts[0])
+    (make, *_) = sections.TABLES["Plan"]
+    return template.render(**_said(report), facts=make(report))
 
 
-def figures(report: Report) -> dict[str, Figure]:
+def figures(report: ReportData) -> dict[str, Figure]:
     """The charts by the name of their place in the page."""
-    found = {
+    charts = {
         "predicted": timeline.predicted(report),
         "measured": timeline.measured(report),
         "memory": memory.memory(report),
         "traffic": matrix(report),
     }
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return {name: figure for name, figure in charts.items() if figure is not None}
 
 
-def _said(report: Report) -> dict[str, Any]:
+def _said(report: ReportData) -> dict[str, Any]:
     """What both templates show."""
     return {
-        "title": clean(title(report)),
+        "report": report,
+        "title": title(report),
         "subtitle": summary.subtitle(report),
         "tiles": [*summary.tiles(report)],
-        "parts": [*pictures.parts(report)],
-        "spread": pictures.spread(report),
-        "rows": [*pictures.rows(report)],
-        "mesh": report.mesh,
     }
-
-
-def _groups(report: Report) -> Iterator[tuple[str, list[Table]]]:
-    """All tables that say something, under headings, those of the alternatives first."""
-    found: dict[str, list[Table]] = {GROUPS["overview"]: [], ALTERNATIVES: []}
-    for make in sections.TABLES:
-        table = make(report)
-        if table.rows:
-            module = make.__module__.rpartition(".")[2]
-            name = GROUPS.get(module, module.replace("_", " ").capitalize())
-            name = ALTERNATIVES if table.title.endswith(CONSIDERED) else name
-            found.setdefault(name, []).append(table)
-    yield from ((name, tables) for name, tables in found.items() if tables)
 
 
 def _environment() -> Environment:
@@ -111,7 +82,13 @@ def _environment() -> Environment:
         loader=PackageLoader("parcompiler.report.web"), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, autoescape=True,
     )  # fmt: skip
-    environment.filters |= {"clean": clean, "lines": _lines, "anchor": _anchor, "soft": _soft}
+    environment.filters |= {
+        "clean": clean, "lines": _lines, "anchor": _anchor, "soft": _soft, "ranges": ranges,
+        "ranks": _ranks, "color": colors.stage, "ink": colors.ink, "percent": percent,
+        "bytes": lambda value: quantity(value, BYTES),
+        "amount": lambda value: quantity(value, COUNT),
+        "seconds": lambda value: quantity(value, SECONDS),
+    }  # fmt: skip
     environment.tests["wide"] = _is_wide
     environment.policies["json.dumps_kwargs"] = {"sort_keys": True, "separators": (",", ":")}
     environment.policies["json.dumps_function"] = json.dumps
@@ -132,11 +109,21 @@ def _soft(name: str, behind: str = "._/+") -> Markup:
     return Markup(re.sub(rf"([{behind}])(?=\w)", r"\1<wbr>", html.escape(clean(name))))
 
 
+def _ranks(coordinate: int, replicas: int) -> list[str]:
+    """The ranks at a pipeline coordinate; of many the first and the last.
+
+    >>> _ranks(1, 4), _ranks(1, 64)
+    (['4', '5', '6', '7'], ['64 … 127'])
+    """
+    ranks = range(coordinate * replicas, (coordinate + 1) * replicas)
+    return [*map(str, ranks)] if len(ranks) <= CELLS else [f"{ranks[0]} … {ranks[-1]}"]
+
+
 def _is_wide(table: Table) -> bool:
     """Whether a table needs more than half the width of the page."""
     letters = 0
-    for number, column in enumerate(table.columns):
-        texts = [row[number].text for row in table.rows if number < len(row)]
+    for column in table.columns:
+        texts = (cell.text for cell in column.cells)
         longest = max(map(len, [*column.heading.split("\n"), *texts]))
         letters += 2 + (min(longest, LONG) if column.wrap else longest)
     return letters > HALF

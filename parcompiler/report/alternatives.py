@@ -1,0 +1,151 @@
+"""The sections about alternatives: meshes, schedules and methods of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from parcompiler.plan import STAYS, MeshChoice
+from parcompiler.report.data import ReportData
+from parcompiler.report.table import Column, Table, number, scaled, table, words
+from parcompiler.report.units import BYTES, NOTHING, SECONDS, percent, quantity, ratio
+
+SHOWN = 10  # meshes; the last row counts the others
+
+
+def schedules(report: ReportData) -> Table:
+    """The schedules that were considered, and why the others lost."""
+    weighed = report.weighed
+    seconds = [item.seconds for item in weighed]
+    return table(
+        "Schedules considered",
+        words("schedule", (item.schedule for item in weighed)),
+        number("stages\non a rank", (item.virtual_stages for item in weighed)),
+        scaled("step", seconds, SECONDS),
+        _over(seconds, min(filter(None, seconds), default=None)),
+        words("why not", (item.reason or "" for item in weighed)),
+    )
+
+
+def methods(report: ReportData) -> Table:
+    """The methods of the vocabulary that were considered, and why the others lost."""
+    weighed = report.vocabulary.weighed if report.vocabulary else ()
+    seconds = [item.seconds for item in weighed]
+    return table(
+        "Vocabulary methods considered",
+        words("vocabulary", (item.method for item in weighed)),
+        words("schedule", (item.schedule or NOTHING for item in weighed)),
+        scaled("step", seconds, SECONDS),
+        _over(seconds, min(filter(None, seconds), default=None)),
+        scaled("fullest\nrank", (item.memory for item in weighed), BYTES),
+        words("why not", (item.reason or "" for item in weighed)),
+    )
+
+
+def meshes(report: ReportData) -> Table:
+    """The best ten meshes, what their steps consist of, and how many others there are and why."""
+    best, others = report.meshes[:SHOWN], [*_others(report.meshes[SHOWN:])]
+    seconds = [item.seconds for item in best]
+    steps = scaled("step", seconds, SECONDS)
+    memory = scaled("fullest\nrank", (item.memory for item in best), BYTES)
+    return table(
+        "Meshes considered",
+        number(
+            "pipeline ×\ntensor × data",
+            [
+                *(f"{item.pipeline} × {item.tensor} × {item.data}" for item in best),
+                *(f"{count} more" for _, count in others),
+            ],
+        ),
+        number(
+            "micro-\nbatches\n× rows",
+            (
+                item.microbatches if item.rows is None else f"{item.microbatches} × {item.rows}"
+                for item in best
+            ),
+        ),
+        words("plan", (", ".join(_plan(item)) or NOTHING for item in best)),
+        _bounded(steps, best),
+        _over(seconds, seconds[0] if best else None),
+        _part("com-\npute", [item.compute for item in best], seconds),
+        _part("ex-\nchange", [item.exchange for item in best], seconds),
+        _part("idle", [item.idle for item in best], seconds),
+        _bounded(memory, best),
+        words(
+            "why not",
+            [
+                *(_why(item, best[0], report.mesh.memory) for item in best),
+                *(why for why, _ in others),
+            ],
+        ),
+    )
+
+
+def _over(seconds: Sequence[float | None], least: float | None) -> Column:
+    """Steps as multiples of the shortest."""
+    return number("of\nleast", (ratio(s / least) if s and least else NOTHING for s in seconds))
+
+
+def _bounded(figures: Column, meshes: Sequence[MeshChoice]) -> Column:
+    """The figures of meshes; a sign marks those that are lower bounds over all plans."""
+    pairs = zip(figures.cells, meshes, strict=True)
+    marked = (
+        cell if mesh.reason is None or cell.text == NOTHING else f">= {cell.text}"
+        for cell, mesh in pairs
+    )
+    return number(figures.heading, marked)
+
+
+def _part(heading: str, parts: Sequence[float | None], seconds: Sequence[float | None]) -> Column:
+    """A part of each step."""
+    pairs = zip(parts, seconds, strict=True)
+    return number(heading, (percent(p / s) if p is not None and s else NOTHING for p, s in pairs))
+
+
+def _plan(mesh: MeshChoice) -> Iterator[str]:
+    """What was decided for a mesh, in a few words."""
+    if mesh.schedule:
+        yield mesh.schedule
+    if mesh.vocabulary not in (None, "whole"):
+        yield str(mesh.vocabulary)
+    if mesh.recomputed:
+        yield f"{mesh.recomputed} recomputed"
+
+
+def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
+    """Why a mesh lost: by how much memory, or what of its step is longer than the best one's."""
+    if mesh is best:
+        return ""
+    if mesh.reason is not None:
+        over = (mesh.memory or 0) - memory
+        return f"{mesh.reason} (+{quantity(over, BYTES)})" if over > 0 else mesh.reason
+    more, part = max(
+        ((getattr(mesh, part) or 0.0) - (getattr(best, part) or 0.0), part)
+        for part in ("compute", "exchange", "idle")
+    )
+    return f"{quantity(more, SECONDS)} more {part}" if more > 0 else "equally fast, less simple"
+
+
+def _others(rest: Sequence[MeshChoice]) -> Iterator[tuple[str, int]]:
+    """By reason how many meshes the table leaves out; each counts for the first that holds."""
+    reasons = dict.fromkeys(mesh.reason for mesh in rest if mesh.reason)
+    groups: list[tuple[str, Callable[[MeshChoice], object]]] = [
+        ("slower", lambda mesh: mesh.reason is None),
+        ("no plan can be as fast", lambda mesh: mesh.reason and mesh.seconds),
+        ("too little memory", lambda mesh: mesh.memory or "memory" in str(mesh.reason)),
+        *(
+            (reason, lambda mesh, reason=reason: mesh.reason == reason)
+            for reason in reasons
+            if reason.startswith(STAYS)
+        ),
+        (
+            "not weighed: few layers on each of many ranks",
+            lambda mesh: str(mesh.reason).startswith("not weighed"),
+        ),
+        ("the batch or the blocks cannot be shared", lambda mesh: mesh.reason),
+    ]
+    rest = list(rest)
+    for why, belongs in groups:
+        count = len(rest)
+        rest = [mesh for mesh in rest if not belongs(mesh)]
+        if len(rest) < count:
+            yield why, count - len(rest)
