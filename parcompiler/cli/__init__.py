@@ -1,8 +1,7 @@
 """The command line: `parcompiler plan`, `compile`, `verify`, `diff`, `report`, `calibrate`...
 
 app.py ── commands.py ── request.py ── model.py ── huggingface.py     MODEL -> (model, inputs)
-   │      reading.py         └──────── options.py ── words.py         what is typed, checked
-   │      calibration.py
+   │      calibration.py ─── options.py ── words.py                   what is typed, checked
    └───── faults.py      exit codes and messages         output.py    files, standard output
 
 Modules of the planning half are imported inside the commands: torch takes seconds to load, and

@@ -6,12 +6,18 @@ import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import get_completion_class
 
 from parcompiler.cli.calibration import calibrate_command
-from parcompiler.cli.commands import compile_command, plan_command, verify_command
-from parcompiler.cli.completion import completion_command
+from parcompiler.cli.commands import (
+    compile_command,
+    diff_command,
+    plan_command,
+    report_command,
+    verify_command,
+)
 from parcompiler.cli.faults import Settings, code_of
-from parcompiler.cli.reading import diff_command, report_command
+from parcompiler.cli.output import show
 
 EXIT_CODES = """\
 \b
@@ -21,6 +27,23 @@ Exit codes:
        captured, or the program is not equal to the model
   2    wrong use: an option, a path, a file or a model that does not import
   130  interrupted"""
+
+
+@click.command("completion", short_help="Complete commands and options in your shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion_command(context: click.Context, shell: str) -> None:
+    """Print the script that completes commands, options, schedules, devices and paths.
+
+    \b
+    bash:  eval "$(parcompiler completion bash)"      in ~/.bashrc
+    zsh:   eval "$(parcompiler completion zsh)"       in ~/.zshrc
+    fish:  parcompiler completion fish | source       in config.fish
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    root = context.find_root().command
+    show(kind(root, {}, "parcompiler", "_PARCOMPILER_COMPLETE").source())
 
 
 @click.group(

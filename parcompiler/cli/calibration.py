@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     "beside it at once, in FILE.measurements.jsonl.",
 )  # fmt: skip
 @click.option(
-    "--like", type=words.Listed("NAME|FILE", words.devices()),
+    "--like", type=words.DEVICE,
     help="The device whose figures stand for what is not measured, such as links where one "
     "process runs. Default: the device of the catalogue that this is.",
 )  # fmt: skip
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
     "--name", metavar="NAME", help="The device's name. Default: that of the device it is, measured."
 )
 @click.option(
-    "--dtypes", type=words.Names(), metavar="DTYPE,...",
+    "--dtypes", type=words.NAMES,
     help="What to multiply, such as float32,bfloat16. Default: all that the device is made for.",
 )  # fmt: skip
 @click.option(
-    "--threads", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    "--threads", type=options.COUNT, default=1, show_default=True, metavar="N",
     help="Threads of a rank on a CPU.",
 )  # fmt: skip
 @click.option(
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     show_default=True, metavar="S", help="About how long each measurement takes.",
 )  # fmt: skip
 @click.option(
-    "--sizes", type=click.IntRange(min=1), metavar="N",
+    "--sizes", type=options.COUNT, metavar="N",
     help="Measure only the N smallest sizes of each kind. Default: all that are quick enough.",
 )  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Forget what was measured before; measure all anew.")
@@ -69,7 +68,7 @@ def calibrate_command(
     torchrun --nproc-per-node 8 -m parcompiler calibrate --output mine.json
     """
     if os.environ.get("RANK", "0") == "0":  # the one that writes
-        output.check_file(path)
+        output.check_files(path)
     from parcompiler.calibrate import calibrate
 
     with output.result_only():
@@ -79,24 +78,21 @@ def calibrate_command(
         )  # fmt: skip
     if device is None:  # another rank than the first: that one says it all
         return DONE
-    if form == "json":
-        output.show_json(json.loads(device.to_json()))
-    else:
-        output.show("\n".join(summary(device)))
-        output.show(f"\n{path}: take it with --device {path}, or pc.Mesh(device={str(path)!r})")
+    text = f"{summary(device)}\n\n{path}: take it with --device {path}, or pc.Mesh("
+    text += f"device={str(path)!r})"
+    output.result(form, lambda: text, lambda: json.loads(device.to_json()))
     return DONE
 
 
-def summary(device: Device) -> Iterator[str]:
+def summary(device: Device) -> str:
     """The figures of a device, each with where it is from."""
     from parcompiler.report.units import BYTES, FLOPS, SECONDS, quantity
 
-    sources = dict(device.sources)
     rows = [
-        *(
-            (f"peak, {name}", f"{quantity(peak, FLOPS)}FLOP/s", f"flops.{name}")
-            for name, peak in device.flops
-        ),
+        (f"peak, {name}", f"{quantity(peak, FLOPS)}FLOP/s", f"flops.{name}")
+        for name, peak in device.flops
+    ]
+    rows += [
         ("memory", quantity(device.memory, BYTES), "memory"),
         ("memory bandwidth", _rate(device.memory_bandwidth), "memory_bandwidth"),
         ("launch of a kernel", quantity(device.launch_overhead, SECONDS), "launch_overhead"),
@@ -104,9 +100,12 @@ def summary(device: Device) -> Iterator[str]:
     for place, link in (("link", device.link), ("network", device.network)):
         rows.append((f"{place}, bandwidth", _rate(link.bandwidth), f"{place}.bandwidth"))
         rows.append((f"{place}, latency", quantity(link.latency, SECONDS), f"{place}.latency"))
-    yield device.name
-    for name, value, figure in rows:
-        yield f"  {name:20}{value:>16}  {_origin(sources.get(figure, ''))}".rstrip()
+    sources = dict(device.sources)
+    lines = (
+        f"  {name:20}{value:>16}  {_origin(sources.get(figure, ''))}".rstrip()
+        for name, value, figure in rows
+    )
+    return "\n".join([device.name, *lines])
 
 
 def _origin(source: str) -> str:

@@ -1,4 +1,4 @@
-"""`plan`, `compile` and `verify`: the commands that take a model."""
+"""The commands: those that take a model, and those that read what others have written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from parcompiler.cli import options, output
 from parcompiler.cli.faults import DONE, FAULT, Settings
-from parcompiler.cli.request import Request
+from parcompiler.cli.request import compiled
 from parcompiler.cli.words import LAUNCHERS
 
 if TYPE_CHECKING:
@@ -58,23 +58,20 @@ def plan_command(
     parcompiler plan model.py:make --plan plan.json --html report.html
     parcompiler plan model.py:make --mesh pipeline=4 --format json | jq .report.step
     """
-    for path in (html, trace, file):
-        output.check_file(path)
-    program = Request(**request).compiled(settings)
+    output.check_files(html, trace, file)
+    program = compiled(settings, **request)
     from parcompiler.progress import Progress
 
     with output.result_only(), Progress(not settings.quiet) as steps, steps("report"):
         report = program.report(forms)
-    draw(report, html, trace, settings)
+    _draw(report, html, trace, settings)
     if file is not None:
         from parcompiler.changes import written
 
-        output.write(file, written(program.plan, report))
+        with output.writing(file):
+            file.write_text(written(program.plan, report), encoding="utf-8", newline="\n")
         output.note(f"plan: {file}", settings.quiet)
-    if form == "json":
-        output.show_json(_document(program, report))
-    else:
-        output.show(str(report))
+    output.result(form, lambda: str(report), lambda: _document(program, report))
     return DONE
 
 
@@ -114,7 +111,7 @@ def compile_command(
         --launcher slurm
     """
     output.check_folder(folder)
-    program = Request(**request).compiled(settings)
+    program = compiled(settings, **request)
     report = program.report()
     if weights is None:
         weights = not any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
@@ -125,12 +122,13 @@ def compile_command(
             folder, report, weights=weights, standalone=standalone, launcher=launcher
         )
     ranks = program.problem.mesh.size
-    if form == "json":
-        output.show_json({**_document(program, report), "folder": str(path), "ranks": ranks})
-    else:
-        output.show(f"{path}: {ranks} scripts, of which {path / 'README.md'} tells")
-        output.show(f"  {_started(launcher, path, ranks)}")
-        output.show(f"  parcompiler report {shlex.quote(str(path))}")
+    text = (
+        f"{path}: {ranks} scripts, of which {path / 'README.md'} tells\n"
+        f"  {_started(launcher, path, ranks)}\n"
+        f"  parcompiler report {shlex.quote(str(path))}"
+    )
+    places = {"folder": str(path), "ranks": ranks}
+    output.result(form, lambda: text, lambda: _document(program, report) | places)
     return DONE
 
 
@@ -153,27 +151,66 @@ def verify_command(settings: Settings, /, seed: int, form: str, **request: Any) 
     parcompiler verify model.py:make --mesh pipeline=2,tensor=2
     parcompiler verify model.py:make --plan plan.json
     """
-    program = Request(**request).compiled(settings)
+    program = compiled(settings, **request)
     from parcompiler.progress import Progress
 
     with output.result_only(), Progress(not settings.quiet) as steps, steps("run all ranks"):
         verification = program.verify(seed)
-    if form == "json":
-        lifted = verification.lifted
-        output.show_json(
-            {
-                "ok": verification.ok,
-                "native": _errors(verification.native),
-                "float64": None if lifted is None else _errors(lifted),
-                "note": verification.note,
-            }
-        )
-    else:
-        output.show(str(verification))
+    comparisons = {
+        "ok": verification.ok,
+        "native": _errors(verification.native),
+        "float64": verification.lifted and _errors(verification.lifted),
+        "note": verification.note,
+    }
+    output.result(form, lambda: str(verification), lambda: comparisons)
     return DONE if verification.ok else FAULT
 
 
-def draw(report: Report, html: Path | None, trace: Path | None, settings: Settings) -> None:
+@click.command("diff", short_help="Say how two plans differ.")
+@click.argument("before", type=options.PATH)
+@click.argument("after", type=options.PATH)
+@options.common
+def diff_command(before: Path, after: Path, form: str) -> int:
+    """Say in words how two plans differ, and what that does to time and memory.
+
+    BEFORE and AFTER are files of `plan --json` or `plan --format json`, or exported folders.
+
+    \b
+    parcompiler plan model.py:make --mesh pipeline=4 --json a.json
+    parcompiler plan model.py:make --mesh pipeline=4 --recompute full --json b.json
+    parcompiler diff a.json b.json
+    """
+    from parcompiler.changes import Comparison, read
+
+    comparison = Comparison.of(read(before), read(after))
+    output.result(form, lambda: str(comparison), comparison.data)
+    return DONE
+
+
+@click.command("report", short_help="Show the report of an exported folder.")
+@click.argument("folder", type=options.PATH)
+@options.pictures
+@options.common
+@click.pass_obj
+def report_command(
+    settings: Settings, /, folder: Path, html: Path | None, trace: Path | None, form: str
+) -> int:
+    """Show the report of an exported FOLDER again; the model is not needed.
+
+    \b
+    parcompiler report out/
+    parcompiler report out/ --html report.html --trace step.trace.json
+    """
+    from parcompiler.loaded import load
+
+    output.check_files(html, trace)
+    report = load(folder).report()
+    _draw(report, html, trace, settings)
+    output.result(form, lambda: str(report), lambda: json.loads(report.to_json()))
+    return DONE
+
+
+def _draw(report: Report, html: Path | None, trace: Path | None, settings: Settings) -> None:
     """The report as a page and as a trace, where asked for."""
     for path, draw in ((html, report.to_html), (trace, report.to_trace)):
         if path is not None:

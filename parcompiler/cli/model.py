@@ -14,7 +14,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,39 +24,40 @@ from parcompiler.documents import path_of
 from parcompiler.errors import InputError
 
 HF = "hf:"
-FORMS = "package.module:factory, path/to/file.py:factory or hf:path/to/config.json"
+FORMS = "write package.module:factory, path/to/file.py:factory or hf:path/to/config.json"
 
 Made = tuple[nn.Module, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The size of a micro-batch, for models whose inputs are made here."""
-
-    sequence: int | None = None
-    rows: int | None = None
-
-
-def check(name: str, sizes: Sizes) -> None:
+def check(name: str, sequence: int | None, rows: int | None) -> None:
     """Refuse a MODEL of no known form. Raises InputError; nothing is imported."""
     if name.startswith(HF):
         return
     place, colon, factory = name.rpartition(":")
     if not colon or not place or not factory:
-        raise InputError(_formless(name))
-    for option, value in (("--sequence", sizes.sequence), ("--rows", sizes.rows)):
+        example = FORMS
+        if name.endswith(".json"):
+            example = f"for a configuration of transformers write hf:{name}"
+        elif name.endswith(".py"):
+            example = f"say which function makes it, as in {name}:make"
+        message = f"{name!r} is no MODEL: {example}"
+        raise InputError(message)
+    for option, value in (("--sequence", sequence), ("--rows", rows)):
         if value is not None:
             message = f"{option} is for hf: models; here {factory}() says what the inputs are"
             raise InputError(message)
 
 
-def load(name: str, sizes: Sizes) -> Made:
-    """The model and its inputs: one micro-batch. Raises InputError that says what is wrong."""
-    check(name, sizes)
+def load(name: str, sequence: int | None, rows: int | None) -> Made:
+    """The model and its inputs: one micro-batch. Raises InputError that says what is wrong.
+
+    `sequence` and `rows` are the size of a micro-batch, for models whose inputs are made here.
+    """
+    check(name, sequence, rows)
     if name.startswith(HF):
         from parcompiler.cli.huggingface import build
 
-        return build(Path(name.removeprefix(HF)), sizes.sequence, sizes.rows)
+        return build(Path(name.removeprefix(HF)), sequence, rows)
     place, _, factory = name.rpartition(":")
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     return _made(_factory(module, place, factory), name)
@@ -72,15 +72,6 @@ def remarks_left_out(name: str) -> AbstractContextManager[None]:
     return silent()
 
 
-def _formless(name: str) -> str:
-    """What to write instead of a name that has no colon."""
-    if name.endswith(".json"):
-        return f"{name!r} is no MODEL: for a configuration of transformers write hf:{name}"
-    if name.endswith(".py"):
-        return f"{name!r} is no MODEL: say which function makes it, as in {name}:make"
-    return f"{name!r} is no MODEL: write {FORMS}"
-
-
 def _module(name: str) -> ModuleType:
     """An importable module, also of the folder that the user is in, as `python -m` has it."""
     if "" not in sys.path:
@@ -89,7 +80,8 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise InputError(_unimportable(name, error)) from error
+        message = f"{name} does not import ({_cause(error)})"
+        raise InputError(message) from error
 
 
 def _file(path: Path) -> ModuleType:
@@ -108,13 +100,9 @@ def _file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise InputError(_unimportable(str(path), error)) from error
+        message = f"{path} does not import ({_cause(error)})"
+        raise InputError(message) from error
     return module
-
-
-def _unimportable(name: str, error: BaseException) -> str:
-    """Why a module cannot be imported, with the line where it went wrong."""
-    return f"{name} does not import ({_cause(error)})"
 
 
 def _cause(error: BaseException) -> str:
@@ -122,31 +110,35 @@ def _cause(error: BaseException) -> str:
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
         return said  # it names its place itself
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
-    outside = [f for f in own if "importlib" not in f.filename]
-    return f"{said}, at {outside[-1].filename}:{outside[-1].lineno}" if outside else said
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+        and frame.filename != __file__
+        and "importlib" not in frame.filename
+    ]
+    return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else said
 
 
 def _factory(module: ModuleType, place: str, name: str) -> Callable[[], Any]:
     """The function that makes the model."""
-    found = getattr(module, name, None)
-    if found is None:
-        own = [
+    factory: Callable[[], Any] | None = getattr(module, name, None)
+    if factory is None:
+        functions = [
             key
             for key, value in vars(module).items()
             if callable(value)
             and not key.startswith("_")
             and getattr(value, "__module__", None) == module.__name__
         ]
-        close = difflib.get_close_matches(name, own, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has: {', '.join(own) or 'nothing'}"
+        close = difflib.get_close_matches(name, functions, n=1)
+        known = ", ".join(functions) or "nothing"
+        hint = f"did you mean {close[0]}?" if close else f"it has: {known}"
         message = f"{place} has no {name!r} ({hint})"
         raise InputError(message)
-    if not callable(found) or isinstance(found, nn.Module):
-        message = f"{name!r} of {place} is no function that makes a model, but is {_kind(found)}"
+    if not callable(factory) or isinstance(factory, nn.Module):
+        message = f"{name!r} of {place} is no function that makes a model, but is {_kind(factory)}"
         raise InputError(message)
-    factory: Callable[[], Any] = found
     return factory
 
 
@@ -157,20 +149,21 @@ def _made(factory: Callable[[], Any], name: str) -> Made:
     except (Exception, SystemExit) as error:
         message = f"{name} raised {_cause(error)}"
         raise InputError(message) from error
+    fault = ""
     if not isinstance(made, tuple) or len(made) != 2:
-        message = f"{name} must return (model, inputs): what it returned is {_kind(made)}"
-        raise InputError(message)
-    model, inputs = made
-    if not isinstance(model, nn.Module):
-        message = f"{name} must return (model, inputs): its model is {_kind(model)}"
-        raise InputError(message)
-    if not isinstance(inputs, tuple | Mapping):
-        message = (
-            f"{name} must return (model, inputs), where inputs are a dict of keyword arguments or "
-            f"a tuple of positional ones: they are {_kind(inputs)}"
+        fault = f": what it returned is {_kind(made)}"
+    elif not isinstance(made[0], nn.Module):
+        fault = f": its model is {_kind(made[0])}"
+    elif not isinstance(made[1], tuple | Mapping):
+        fault = (
+            ", where inputs are a dict of keyword arguments or a tuple of positional ones: they "
+            f"are {_kind(made[1])}"
         )
+    if fault:
+        message = f"{name} must return (model, inputs){fault}"
         raise InputError(message)
-    return model, inputs
+    module, inputs = made
+    return module, inputs
 
 
 def _kind(value: object) -> str:

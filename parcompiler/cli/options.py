@@ -13,6 +13,7 @@ from parcompiler.cli.faults import Settings
 from parcompiler.documents import path_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Command], Command]
 
 
 class _Path(click.Path):
@@ -24,6 +25,7 @@ class _Path(click.Path):
 
 
 PATH = _Path()
+COUNT = click.IntRange(min=1)
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -34,147 +36,134 @@ def _set(context: click.Context, parameter: click.Parameter, value: bool) -> Non
         setattr(settings, str(parameter.name), True)
 
 
-def _together(options: list[Callable[[Command], Command]], command: Command) -> Command:
+def _together(*options: Decorator[Any]) -> Decorator[Any]:
     """Options in the order in which --help lists them."""
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def decorated(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
 
 
-def common(command: Command) -> Command:
-    """Options of every command."""
-    form = click.Choice(["text", "json"])
-    return _together(
-        [
-            click.option(
-                "--format", "form", type=form, default="text", show_default=True,
-                help="What goes to standard output: text for people, JSON for scripts.",
-            ),
-            click.option(
-                "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, is_eager=True,
-                help="No progress and no remarks on standard error.",
-            ),
-            click.option(
-                "--debug", is_flag=True, expose_value=False, callback=_set, is_eager=True,
-                help="Show the traceback of an error.",
-            ),
-        ],
-        command,
-    )  # fmt: skip
+# Of every command.
+common = _together(
+    click.option(
+        "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True,
+        help="What goes to standard output: text for people, JSON for scripts.",
+    ),
+    click.option(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, is_eager=True,
+        help="No progress and no remarks on standard error.",
+    ),
+    click.option(
+        "--debug", is_flag=True, expose_value=False, callback=_set, is_eager=True,
+        help="Show the traceback of an error.",
+    ),
+)  # fmt: skip
 
+# Files that show a report.
+pictures = _together(
+    click.option("--html", type=PATH, help="Write the report as a page: one file."),
+    click.option(
+        "--trace", type=PATH, help="Write the simulated step as a trace for ui.perfetto.dev."
+    ),
+)
 
-def pictures(command: Command) -> Command:
-    """Files that show a report."""
-    return _together(
-        [
-            click.option("--html", type=PATH, help="Write the report as a page: one file."),
-            click.option(
-                "--trace", type=PATH,
-                help="Write the simulated step as a trace for ui.perfetto.dev.",
-            ),
-        ],
-        command,
-    )  # fmt: skip
-
-
-def planning(command: Command) -> Command:
-    """The model and everything that decides about its plan."""
-    device = words.Listed("NAME|FILE", words.devices())
-    return _together(
-        [
-            click.argument("model", metavar="MODEL", type=words.Listed("MODEL", ())),
-            click.option(
-                "--mesh", type=words.Mesh(), metavar="auto|AXIS=N,...",
-                help="Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
-                "out is 1. auto weighs all meshes of --nodes of --devices-per-node. Needed, unless "
-                "--plan says it.",
-            ),
-            click.option(
-                "--nodes", type=click.IntRange(min=1), metavar="N",
-                help="Nodes of the cluster, for --mesh auto. Default: 1.",
-            ),
-            click.option(
-                "--devices-per-node", type=click.IntRange(min=1), metavar="N",
-                help="Devices of a node, for --mesh auto. Default: as many as the device's file "
-                "says, 8 for most.",
-            ),
-            click.option(
-                "--device", type=device,
-                help=f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
-                "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
-                "h100,h100,l40s. Default: cpu.",
-            ),
-            click.option(
-                "--microbatches", type=click.IntRange(min=1), metavar="N",
-                help="Micro-batches of a step, on each data rank. More of them keep a pipeline "
-                "busier. Default: 4 for each pipeline rank. With --mesh auto: of all devices "
-                "together, shared by the data ranks. Default then: 4 for each device.",
-            ),
-            click.option(
-                "--microbatch", type=words.Rows(), metavar="given|auto|N,N,...",
-                help="With --mesh auto: also weigh micro-batches of these many rows, in so many of "
-                "them that a step has the same rows; auto are 1, 2, 4, 8 and so on. Default: "
-                "given, the rows of the model's inputs.",
-            ),
-            click.option(
-                "--schedule", type=words.Listed("NAME|FILE", words.SCHEDULES),
-                help=f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
-                "auto is the fastest that fits, search finds an order for this model.",
-            ),
-            click.option(
-                "--virtual-stages", type=click.IntRange(min=1), metavar="N",
-                help="Stages on each rank, for --schedule interleaved.",
-            ),
-            click.option(
-                "--vocabulary", type=words.Listed("METHOD", words.VOCABULARY),
-                help=f"Where embedding and head are computed: {', '.join(words.VOCABULARY)}. "
-                "whole leaves them on one stage, the others spread them over the pipeline.",
-            ),
-            click.option(
-                "--stages", type=words.Stages(), metavar="auto|even|N,N,...",
-                help="auto divides by predicted time and memory, even gives each stage equally "
-                "many layers; or the number of blocks of each.",
-            ),
-            click.option(
-                "--recompute", type=words.Recompute(), metavar="WORD|PATTERN=yes,...",
-                help="Which blocks run again in their backward instead of keeping activations: "
-                "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'.",
-            ),
-            click.option(
-                "--shard", type=words.Pin(), multiple=True,
-                help="Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
-                "along dimension 0, R whole. May be repeated; the rest is decided.",
-            ),
-            click.option(
-                "--precision", type=words.Listed("NAME", words.PRECISIONS),
-                help="fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
-                "own.",
-            ),
-            click.option(
-                "--costs", type=words.Listed("WORD", words.COSTS),
-                help="Where the times of blocks come from: model (the device's figures), or "
-                "measured (each distinct block, the passes of a spread vocabulary and what tensor "
-                "ranks exchange are run on this machine). Default: model.",
-            ),
-            click.option(
-                "--optimizer", type=words.Listed("NAME", words.OPTIMIZERS),
-                help=f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
-                "Default: adamw.",
-            ),
-            click.option(
-                "--plan", "given", type=PATH, metavar="FILE",
-                help="Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
-                "an exported folder. Options besides it must agree with it.",
-            ),
-            click.option(
-                "--sequence", type=click.IntRange(min=1), metavar="N",
-                help="Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
-                "the model, at most 2048.",
-            ),
-            click.option(
-                "--rows", type=click.IntRange(min=1), metavar="N",
-                help="Rows of a micro-batch, for hf: models. Default: 1.",
-            ),
-        ],
-        command,
-    )  # fmt: skip
+# The model and everything that decides about its plan.
+planning = _together(
+    click.argument("model", metavar="MODEL", type=words.listed("MODEL", ())),
+    click.option(
+        "--mesh", type=words.MESH,
+        help="Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
+        "out is 1. auto weighs all meshes of --nodes of --devices-per-node. Needed, unless "
+        "--plan says it.",
+    ),
+    click.option(
+        "--nodes", type=COUNT, metavar="N",
+        help="Nodes of the cluster, for --mesh auto. Default: 1.",
+    ),
+    click.option(
+        "--devices-per-node", type=COUNT, metavar="N",
+        help="Devices of a node, for --mesh auto. Default: as many as the device's file "
+        "says, 8 for most.",
+    ),
+    click.option(
+        "--device", type=words.DEVICE,
+        help=f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
+        "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
+        "h100,h100,l40s. Default: cpu.",
+    ),
+    click.option(
+        "--microbatches", type=COUNT, metavar="N",
+        help="Micro-batches of a step, on each data rank. More of them keep a pipeline "
+        "busier. Default: 4 for each pipeline rank. With --mesh auto: of all devices "
+        "together, shared by the data ranks. Default then: 4 for each device.",
+    ),
+    click.option(
+        "--microbatch", type=words.ROWS,
+        help="With --mesh auto: also weigh micro-batches of these many rows, in so many of "
+        "them that a step has the same rows; auto are 1, 2, 4, 8 and so on. Default: "
+        "given, the rows of the model's inputs.",
+    ),
+    click.option(
+        "--schedule", type=words.listed("NAME|FILE", words.SCHEDULES),
+        help=f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
+        "auto is the fastest that fits, search finds an order for this model.",
+    ),
+    click.option(
+        "--virtual-stages", type=COUNT, metavar="N",
+        help="Stages on each rank, for --schedule interleaved.",
+    ),
+    click.option(
+        "--vocabulary", type=words.listed("METHOD", words.VOCABULARY),
+        help=f"Where embedding and head are computed: {', '.join(words.VOCABULARY)}. "
+        "whole leaves them on one stage, the others spread them over the pipeline.",
+    ),
+    click.option(
+        "--stages", type=words.STAGES,
+        help="auto divides by predicted time and memory, even gives each stage equally "
+        "many layers; or the number of blocks of each.",
+    ),
+    click.option(
+        "--recompute", type=words.RECOMPUTE,
+        help="Which blocks run again in their backward instead of keeping activations: "
+        "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'.",
+    ),
+    click.option(
+        "--shard", "pins", type=words.PIN, multiple=True,
+        help="Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
+        "along dimension 0, R whole. May be repeated; the rest is decided.",
+    ),
+    click.option(
+        "--precision", type=words.listed("NAME", words.PRECISIONS),
+        help="fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
+        "own.",
+    ),
+    click.option(
+        "--costs", type=words.listed("WORD", words.COSTS),
+        help="Where the times of blocks come from: model (the device's figures), or "
+        "measured (each distinct block, the passes of a spread vocabulary and what tensor "
+        "ranks exchange are run on this machine). Default: model.",
+    ),
+    click.option(
+        "--optimizer", type=words.listed("NAME", words.OPTIMIZERS),
+        help=f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
+        "Default: adamw.",
+    ),
+    click.option(
+        "--plan", "plan_path", type=PATH, metavar="FILE",
+        help="Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
+        "an exported folder. Options besides it must agree with it.",
+    ),
+    click.option(
+        "--sequence", type=COUNT, metavar="N",
+        help="Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
+        "the model, at most 2048.",
+    ),
+    click.option(
+        "--rows", type=COUNT, metavar="N",
+        help="Rows of a micro-batch, for hf: models. Default: 1.",
+    ),
+)  # fmt: skip

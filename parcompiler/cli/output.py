@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,41 +19,37 @@ from parcompiler.cli.faults import ReaderGoneError
 from parcompiler.errors import InputError
 
 
-def check_file(path: Path | None) -> None:
-    """Refuse a file that cannot be written. Raises InputError."""
-    if path is None:
-        return
-    if path.is_dir():
-        message = f"cannot write {path}: it is a folder"
-        raise InputError(message)
-    folder = path.parent
-    if not folder.is_dir():
-        message = f"cannot write {path}: there is no folder {folder}"
-        raise InputError(message)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        message = f"cannot write {path}: no permission"
-        raise InputError(message)
+def check_files(*paths: Path | None) -> None:
+    """Refuse files that cannot be written. Raises InputError."""
+    for path in paths:
+        fault = ""
+        if path is None:
+            continue
+        if path.is_dir():
+            fault = "it is a folder"
+        elif not path.parent.is_dir():
+            fault = f"there is no folder {path.parent}"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            fault = "no permission"
+        if fault:
+            message = f"cannot write {path}: {fault}"
+            raise InputError(message)
 
 
 def check_folder(path: Path) -> None:
     """Refuse a folder that cannot be made or filled. Raises InputError."""
-    if path.exists() and not path.is_dir():
-        message = f"cannot export to {path}: it is a file"
-        raise InputError(message)
-    if path.is_dir() and any(path.iterdir()) and not (path / "SHA256SUMS").is_file():
-        message = f"cannot export to {path}: it holds other things than an export"
-        raise InputError(message)
     # An export is written beside an older one, and takes its place.
     nearest = next(item for item in Path(os.path.realpath(path)).parents if item.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        message = f"cannot export to {path}: no permission to write in {nearest}"
+    fault = ""
+    if path.exists() and not path.is_dir():
+        fault = "it is a file"
+    elif path.is_dir() and any(path.iterdir()) and not (path / "SHA256SUMS").is_file():
+        fault = "it holds other things than an export"
+    elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        fault = f"no permission to write in {nearest}"
+    if fault:
+        message = f"cannot export to {path}: {fault}"
         raise InputError(message)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file, the same bytes on every system. Raises InputError when it cannot be."""
-    with writing(path):
-        path.write_text(text, encoding="utf-8", newline="\n")
 
 
 @contextmanager
@@ -74,16 +70,16 @@ def result_only() -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """The result, for a person."""
+    """Print on standard output."""
     try:
         click.echo(text)
     except BrokenPipeError as error:
         raise ReaderGoneError from error
 
 
-def show_json(document: dict[str, Any]) -> None:
-    """The result, for a script."""
-    show(json.dumps(document, indent=2, sort_keys=True))
+def result(form: str, text: Callable[[], str], document: Callable[[], dict[str, Any]]) -> None:
+    """The result: text for a person, or JSON for a script."""
+    show(json.dumps(document(), indent=2, sort_keys=True) if form == "json" else text())
 
 
 def note(text: str, quiet: bool) -> None:

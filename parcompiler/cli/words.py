@@ -1,19 +1,19 @@
 """What is typed for an option, as the value that `compile` takes.
 
->>> Mesh().convert("pipeline=4,tensor=2", None, None)
-{'pipeline': 4, 'tensor': 2}
->>> Stages().convert("3,4,4,3", None, None), Stages().convert("even", None, None)
-((3, 4, 4, 3), 'even')
->>> Rows().convert("2,4", None, None)
-(2, 4)
->>> Recompute().convert("layers.*=yes,head=no", None, None)
-{'layers.*': True, 'head': False}
+>>> degrees("pipeline=4,tensor=2"), degrees("auto")
+({'pipeline': 4, 'tensor': 2}, 'auto')
+>>> STAGES.parse("3,4,4,3"), STAGES.parse("even"), ROWS.parse("2,4")
+((3, 4, 4, 3), 'even', (2, 4))
+>>> patterns("layers.*=yes,head=no"), pin("*.ffn.up.weight=S(0)")
+({'layers.*': True, 'head': False}, ('*.ffn.up.weight', 'S(0)'))
+>>> names("float32, bfloat16")
+('float32', 'bfloat16')
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -36,168 +36,122 @@ PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "none")
 
 
-class _Word(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases of click
-    """Something typed that has a meaning of its own."""
+class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases of click
+    """An option whose text `parse` reads; a ValueError is what is wrong with the text.
 
+    `complete` lists the words that may be meant by the beginning of one.
+    """
 
-class Mesh(_Word):
-    """Degrees of the axes, as in pipeline=4,tensor=2,data=2; or auto, which leaves them open."""
+    def __init__(
+        self,
+        name: str,
+        parse: Callable[[str], Any],
+        complete: Callable[[str], Sequence[str]] = lambda _: (),
+        *,
+        files: bool = False,
+    ) -> None:
+        self.name, self.parse, self.complete, self.files = name, parse, complete, files
 
-    name = "auto|AXIS=N,..."
+    def get_metavar(self, *_: Any, **__: Any) -> str:
+        """The name as it is written; click would put it in capitals."""
+        return self.name
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | dict[str, int]:
-        """The word, or the degrees by axis."""
-        if value == AUTO:
-            return AUTO
-        found: dict[str, int] = {}
-        for part in str(value).split(","):
-            axis, sign, count = (word.strip() for word in part.partition("="))
-            if axis not in AXES:
-                self.fail(f"{part!r} names no axis: write {_example()}", param, ctx)
-            if not sign or not re.fullmatch(r"[0-9]{1,15}", count) or int(count) < 1:
-                self.fail(f"{part!r} needs a positive integer: write {axis}=2", param, ctx)
-            if axis in found:
-                self.fail(f"axis {axis!r} is given twice in {value!r}", param, ctx)
-            found[axis] = int(count)
-        return found
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The axes that are not there yet."""
-        head, comma, last = incomplete.rpartition(",")
-        left = [axis for axis in AXES if f"{axis}=" not in head]
-        found = [CompletionItem(f"{head}{comma}{a}=") for a in left if a.startswith(last)]
-        return found if comma else [*_starting((AUTO,), incomplete), *found]
-
-
-class Stages(_Word):
-    """auto, even, or the number of blocks of each stage."""
-
-    name = "auto|even|N,N,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | tuple[int, ...]:
-        """The word, or the counts."""
-        if value in ("auto", "even"):
-            return str(value)
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[0-9]{1,15}", part) and int(part) for part in parts):
-            wanted = "auto, even, or the number of blocks of each stage, as in 3,4,4,3"
-            self.fail(f"{value!r} is none of {wanted}", param, ctx)
-        return tuple(map(int, parts))
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The words."""
-        return _starting(("auto", "even"), incomplete)
-
-
-class Rows(_Word):
-    """given, auto, or the rows of micro-batches."""
-
-    name = "given|auto|N,N,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | tuple[int, ...]:
-        """The word, or the numbers."""
-        if value in ("given", AUTO):
-            return str(value)
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[0-9]{1,15}", part) and int(part) for part in parts):
-            wanted = "given, auto, or numbers of rows, as in 2,4,8"
-            self.fail(f"{value!r} is none of {wanted}", param, ctx)
-        return tuple(map(int, parts))
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The words."""
-        return _starting(("given", AUTO), incomplete)
-
-
-class Recompute(_Word):
-    """auto, none, full, or blocks by pattern."""
-
-    name = "auto|none|full|PATTERN=yes,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | dict[str, bool]:
-        """The word, or whether to recompute by pattern."""
-        if value in ("auto", "none", "full"):
-            return str(value)
-        found: dict[str, bool] = {}
-        for part in str(value).split(","):
-            pattern, _, answer = (word.strip() for word in part.rpartition("="))
-            if not pattern or answer not in ANSWERS:
-                wanted = "auto, none, full, or patterns of blocks, as in 'layers.*=yes,head=no'"
-                self.fail(f"{part!r} is none of {wanted}", param, ctx)
-            found[pattern] = ANSWERS[answer]
-        return found
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """The words."""
-        return _starting(("auto", "none", "full"), incomplete)
-
-
-class Pin(_Word):
-    """A placement for parameters, as in '*.ffn.up.weight=S(0)'."""
-
-    name = "PATTERN=PLACEMENT"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str]:
-        """The pattern and its placement."""
-        if isinstance(value, tuple):  # click converts the values of several options twice
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value. Raises a usage error."""
+        if not isinstance(value, str):  # click converts some values twice
             return value
-        pattern, sign, placement = (word.strip() for word in str(value).rpartition("="))
-        if not sign or not pattern or not placement:
-            self.fail(f"{value!r} is no pin: write '*.ffn.up.weight=S(0)'", param, ctx)
-        return pattern, placement
-
-
-class Names(_Word):
-    """Several words, as in float32,bfloat16."""
-
-    name = "NAME,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """The words."""
-        if isinstance(value, tuple):  # click converts some values twice
-            return value
-        found = tuple(part.strip() for part in str(value).split(","))
-        if not all(found):
-            self.fail(f"{value!r} has an empty name: write float32,bfloat16", param, ctx)
-        return found
-
-
-class Listed(_Word):
-    """A word that is completed; whether it is offered is said by the compiler, in one place."""
-
-    def __init__(self, name: str, values: Sequence[str]) -> None:
-        self.name = name
-        self.values = tuple(values)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The word as it is."""
-        return str(value)
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The words; files as well, for one may be meant."""
-        return _starting(self.values, incomplete) or [CompletionItem(incomplete, type="file")]
+        """The words that begin so; files where none does and one may be meant."""
+        words = [word for word in self.complete(incomplete) if word.startswith(incomplete)]
+        if self.files and not words:
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(word) for word in words]
+
+
+def listed(name: str, words: Sequence[str]) -> Typed:
+    """A word that is completed, or a file; the compiler says whether it is offered."""
+    return Typed(name, str, lambda _: words, files=True)
+
+
+def degrees(text: str) -> str | dict[str, int]:
+    """The degrees by axis, or auto. Raises ValueError."""
+    if text == AUTO:
+        return AUTO
+    degrees: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, count = (word.strip() for word in part.partition("="))
+        if axis not in AXES:
+            example = "pipeline=4,tensor=2,data=2, in any order (an axis left out is 1), or auto"
+            message = f"{part!r} names no axis: write {example}"
+            raise ValueError(message)
+        if not _is_count(count):
+            message = f"{part!r} needs a positive integer: write {axis}=2"
+            raise ValueError(message)
+        if axis in degrees:
+            message = f"axis {axis!r} is given twice in {text!r}"
+            raise ValueError(message)
+        degrees[axis] = int(count)
+    return degrees
+
+
+def _axes(incomplete: str) -> list[str]:
+    """The beginning of a mesh with each axis that is not in it yet."""
+    head, comma, _ = incomplete.rpartition(",")
+    axes = [f"{head}{comma}{axis}=" for axis in AXES if f"{axis}=" not in head]
+    return axes if comma else [AUTO, *axes]
+
+
+def counts(name: str, words: Sequence[str], wanted: str) -> Typed:
+    """One of some words, or several counts."""
+
+    def parse(text: str) -> str | tuple[int, ...]:
+        parts = [part.strip() for part in text.split(",")]
+        if text not in words and not all(map(_is_count, parts)):
+            message = f"{text!r} is none of {', '.join(words)}, or {wanted}"
+            raise ValueError(message)
+        return text if text in words else tuple(map(int, parts))
+
+    return Typed(name, parse, lambda _: words)
+
+
+def patterns(text: str) -> str | dict[str, bool]:
+    """Whether to recompute blocks by pattern, or one of the words. Raises ValueError."""
+    if text in _RECOMPUTED:
+        return text
+    answers: dict[str, bool] = {}
+    for part in text.split(","):
+        pattern, _, answer = (word.strip() for word in part.rpartition("="))
+        if not pattern or answer not in ANSWERS:
+            wanted = "auto, none, full, or patterns of blocks, as in 'layers.*=yes,head=no'"
+            message = f"{part!r} is none of {wanted}"
+            raise ValueError(message)
+        answers[pattern] = ANSWERS[answer]
+    return answers
+
+
+def pin(text: str) -> tuple[str, str]:
+    """A pattern of parameters and their placement. Raises ValueError."""
+    pattern, _, placement = (word.strip() for word in text.rpartition("="))
+    if not pattern or not placement:
+        message = f"{text!r} is no pin: write '*.ffn.up.weight=S(0)'"
+        raise ValueError(message)
+    return pattern, placement
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Several words. Raises ValueError."""
+    words = tuple(part.strip() for part in text.split(","))
+    if not all(words):
+        message = f"{text!r} has an empty name: write float32,bfloat16"
+        raise ValueError(message)
+    return words
 
 
 def devices() -> tuple[str, ...]:
@@ -206,9 +160,18 @@ def devices() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
-def _example() -> str:
-    return "pipeline=4,tensor=2,data=2, in any order (an axis left out is 1), or auto"
+def _is_count(text: str) -> bool:
+    return bool(re.fullmatch(r"[0-9]{1,15}", text)) and int(text) > 0
 
 
-def _starting(values: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(value) for value in values if value.startswith(incomplete)]
+_RECOMPUTED = ("auto", "none", "full")
+
+MESH = Typed("auto|AXIS=N,...", degrees, _axes)
+STAGES = counts(
+    "auto|even|N,N,...", ("auto", "even"), "the number of blocks of each stage, as in 3,4,4,3"
+)
+ROWS = counts("given|auto|N,N,...", ("given", AUTO), "numbers of rows, as in 2,4,8")
+RECOMPUTE = Typed("WORD|PATTERN=yes,...", patterns, lambda _: _RECOMPUTED)
+PIN = Typed("PATTERN=PLACEMENT", pin)
+NAMES = Typed("DTYPE,...", names)
+DEVICE = listed("NAME|FILE", devices())

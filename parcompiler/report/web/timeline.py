@@ -131,8 +131,8 @@ def _beside(events: Sequence[StepEvent], scale: float) -> Iterator[Trace]:
         in_lane = [event for event in events if event.kind in kinds]
         if in_lane:
             bar = _bar(in_lane, _begin, _end, scale, TOP + ROW + 0.04, LANE)
-            marker = {"color": color, "opacity": 0.75, "line": {"width": 0}}
-            yield {**bar, "name": name, "marker": marker}
+            lane = {"color": color, "opacity": 0.75, "line": {"width": 0}}
+            yield {**bar, "name": name, "marker": lane}
 
 
 _begin, _end = attrgetter("begin"), attrgetter("end")
