@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import types
 import typing
 from os import PathLike
@@ -48,6 +49,20 @@ def path_of(path: str | PathLike[str]) -> Path:
         message = f"{shown(path)} is no path ({getattr(error, 'strerror', None) or error})"
         raise InputError(message) from error
     return checked
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written. Raises InputError."""
+    fault = ""
+    if path.is_dir():
+        fault = "it is a folder"
+    elif not path.parent.is_dir():
+        fault = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        fault = "no permission"
+    if fault:
+        message = f"cannot write {path}: {fault}"
+        raise InputError(message)
 
 
 def text_of(path: str | PathLike[str]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from parcompiler.bench.vocabulary import time_passes
-from parcompiler.bench.waits import Asked, cores, question, wait_of
+from parcompiler.bench.waits import Asked, question, wait_of
+from parcompiler.calibrate.machine import cores
 from parcompiler.cost.operation import Operation
 from parcompiler.graph import Graph
 from parcompiler.plan import VocabularyTime

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -53,13 +52,6 @@ class Round(NamedTuple):
 
     wait: float
     share: float
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def question(exchange: Operation, between: float) -> Asked:

@@ -5,14 +5,13 @@ A ladder is climbed from its smallest size; a rung that would take too long ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from parcompiler.calibrate.work import Shape, Work
+from parcompiler.calibrate.work import Shape, Workload
 
 aten = torch.ops.aten
 
@@ -26,44 +25,32 @@ COPIES = tuple(4**n for n in range(6, 15))  # elements of 4 bytes: 16 KiB to 1 G
 ROW = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Ladder:
-    """The same work in growing sizes."""
-
-    rungs: tuple[Work, ...]
+Ladder = tuple[Workload, ...]  # in growing sizes
 
 
 def ladders(dtypes: Sequence[torch.dtype], most: int | None = None) -> Iterator[Ladder]:
     """All that is measured on one device; at most `most` sizes of each, the smallest."""
-    for ladder in _all(dtypes):
-        yield Ladder(ladder.rungs[:most])
-
-
-def _all(dtypes: Sequence[torch.dtype]) -> Iterator[Ladder]:
     single = torch.float32
-    yield Ladder((Work(LONE, "other", single, ((1,), (1,)), torch.add),))
-    yield Ladder((Work(LAYER, "other", single, _layer_shapes(8, 16), _layer, gradients=True),))
-    copies = (Work(COPY, COPY, single, ((n,), (n,)), torch.Tensor.copy_) for n in COPIES)
-    yield Ladder(tuple(copies))
+    yield (Workload(LONE, "other", single, ((1,), (1,)), torch.add),)
+    yield (Workload(LAYER, "other", single, _layer_shapes(8, 16), _layer, gradients=True),)
+    yield tuple(
+        Workload(COPY, COPY, single, ((n,), (n,)), torch.Tensor.copy_) for n in COPIES[:most]
+    )
     for dtype in dtypes:
-        yield _ladder("matmul", dtype, ([(n, n)] * 4 for n in WIDTHS), _products)
-        attention = ([(1, 8, n, 64)] * 3 for n in LENGTHS)
-        yield _ladder("attention", dtype, attention, _attention, gradients=True)
-        images = ([(4, n, 28, 28), (n, n, 3, 3)] for n in CHANNELS)
-        yield _ladder("convolution", dtype, images, _convolution, gradients=True)
+        products = [((n, n),) * 4 for n in WIDTHS]
+        attention = [((1, 8, n, 64),) * 3 for n in LENGTHS]
+        images = [((4, n, 28, 28), (n, n, 3, 3)) for n in CHANNELS]
+        kinds: list[tuple[str, Sequence[tuple[Shape, ...]], Callable[..., Any], bool]] = [
+            ("matmul", products, _products, False),
+            ("attention", attention, _attention, True),
+            ("convolution", images, _convolution, True),
+        ]
         for kind, (operands, run) in _OPERATORS.items():
-            yield _ladder(kind, dtype, ([(n, ROW)] * operands for n in ROWS), run)
-
-
-def _ladder(
-    kind: str,
-    dtype: torch.dtype,
-    shapes: Iterable[Sequence[Shape]],
-    run: Callable[..., Any],
-    *,
-    gradients: bool = False,
-) -> Ladder:
-    return Ladder(tuple(Work(kind, kind, dtype, tuple(s), run, gradients) for s in shapes))
+            kinds.append((kind, [((n, ROW),) * operands for n in ROWS], run, False))
+        for kind, shapes, run, gradients in kinds:
+            yield tuple(
+                Workload(kind, kind, dtype, shape, run, gradients) for shape in shapes[:most]
+            )
 
 
 def _products(

@@ -7,7 +7,6 @@ rank 0 ─ network ─ one of another node       among the ranks of the first no
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from parcompiler.calibrate.bar import Step
 from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import Machine
-from parcompiler.calibrate.timing import FEWEST, MOST
+from parcompiler.calibrate.timing import seconds_of
 from parcompiler.device import Link
 from parcompiler.spmd.conversions import BYTES, Action
 
@@ -29,8 +27,11 @@ MESSAGE = "message"
 LEAST_SHARE = 1 / 10  # of the time: what remains of a collective without its latency
 
 
+Step = Callable[[int, str], None]  # shows how many measurements are done, and which comes next
+
+
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RankExchange:
     """`action` of a value of `nbytes` among `ranks`, over the link or the network."""
 
     action: str
@@ -46,38 +47,20 @@ class Exchange:
     @property
     def sent(self) -> float:
         """The bytes that each rank sends."""
-        n = len(self.ranks)
-        return BYTES[cast(Action, self.action)](self.nbytes, n)
+        return BYTES[cast(Action, self.action)](self.nbytes, len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangeTimes:
     """What was measured: seconds of exchanges."""
 
-    seconds: tuple[tuple[Exchange, float], ...] = ()
+    seconds: tuple[tuple[RankExchange, float], ...] = ()
 
-    @property
-    def link(self) -> Link | None:
-        """What joins ranks of a node; None where it was not measured."""
-        return self._fitted("link")
+    def link(self, place: str) -> Link | None:
+        """What joins ranks of a node ("link") or nodes ("network"); None where not measured.
 
-    @property
-    def network(self) -> Link | None:
-        """What joins nodes; None where it was not measured."""
-        return self._fitted("network")
-
-    def reached(self, link: Link) -> Mapping[str, list[tuple[float, float]]]:
-        """The fraction of the link's bandwidth that each collective reaches, by bytes sent."""
-        found: dict[str, list[tuple[float, float]]] = {}
-        for exchange, seconds in self.seconds:
-            net = seconds - link.latency
-            if exchange.action != MESSAGE and net > LEAST_SHARE * seconds:
-                point = exchange.sent, exchange.sent / (net * link.bandwidth)
-                found.setdefault(exchange.action, []).append(point)
-        return {action: sorted(points) for action, points in found.items()}
-
-    def _fitted(self, place: str) -> Link | None:
-        """The latency of the shortest message, the bandwidth of the longest."""
+        The shortest message gives the latency, the longest the bandwidth.
+        """
         points = sorted(
             (exchange.nbytes, seconds)
             for exchange, seconds in self.seconds
@@ -89,42 +72,53 @@ class Exchanged:
         net = longest - latency
         return Link(nbytes / (net if net > 0 else longest), latency)
 
+    def reached(self, link: Link) -> Mapping[str, list[tuple[float, float]]]:
+        """The fraction of the link's bandwidth that each collective reaches, by bytes sent."""
+        fractions: dict[str, list[tuple[float, float]]] = {}
+        for exchange, seconds in self.seconds:
+            net = seconds - link.latency
+            if exchange.action != MESSAGE and net > LEAST_SHARE * seconds:
+                point = exchange.sent, exchange.sent / (net * link.bandwidth)
+                fractions.setdefault(exchange.action, []).append(point)
+        return {action: sorted(points) for action, points in fractions.items()}
 
-def exchanges(machine: Machine, most: int | None = None) -> Iterator[Exchange]:
+
+def exchanges(machine: Machine, most: int | None = None) -> Iterator[RankExchange]:
     """All that is measured among these ranks; at most `most` sizes of each, the smallest."""
     sizes = SIZES[:most]
     here = machine.ranks_per_node
     if here > 1:
-        yield from (Exchange(MESSAGE, "link", nbytes, (0, 1)) for nbytes in sizes)
+        yield from (RankExchange(MESSAGE, "link", nbytes, (0, 1)) for nbytes in sizes)
         node = tuple(range(here))
         for action in BYTES:
-            yield from (Exchange(action, "link", nbytes, node) for nbytes in sizes)
+            yield from (RankExchange(action, "link", nbytes, node) for nbytes in sizes)
     if machine.ranks > here:
-        yield from (Exchange(MESSAGE, "network", nbytes, (0, here)) for nbytes in sizes)
+        yield from (RankExchange(MESSAGE, "network", nbytes, (0, here)) for nbytes in sizes)
 
 
 def measure_exchanges(
-    wanted: Sequence[Exchange], machine: Machine, journal: Journal | None, budget: float, step: Step
-) -> Exchanged:
+    wanted: Sequence[RankExchange],
+    machine: Machine,
+    journal: Journal | None,
+    budget: float,
+    step: Step,
+) -> ExchangeTimes:
     """Time what rank 0's journal does not have yet. Every rank calls this."""
-    found: list[tuple[Exchange, float]] = []
+    times: list[tuple[RankExchange, float]] = []
     with _started(machine):
-        known = _agreed([None if journal is None else journal.get(one.key) for one in wanted])
-        groups = _groups(wanted)
+        known = [None if journal is None else journal.get(one.key) for one in wanted]
+        dist.broadcast_object_list(known, src=0)
+        # Every rank makes a group for each set of ranks, in the same order.
+        sets = dict.fromkeys(one.ranks for one in wanted)
+        groups = {ranks: cast(dist.ProcessGroup, dist.new_group(list(ranks))) for ranks in sets}
         for number, (exchange, seconds) in enumerate(zip(wanted, known, strict=True)):
             step(number, exchange.key)
             if seconds is None:
                 seconds = _seconds(exchange, machine, groups[exchange.ranks], budget)
                 if journal is not None:
                     journal.add(exchange.key, seconds)
-            found.append((exchange, seconds))
-    return Exchanged(tuple(found))
-
-
-def _groups(wanted: Sequence[Exchange]) -> Mapping[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each set of ranks; every rank makes all of them, in the same order."""
-    sets = dict.fromkeys(one.ranks for one in wanted)
-    return {ranks: cast(dist.ProcessGroup, dist.new_group(list(ranks))) for ranks in sets}
+            times.append((exchange, seconds))
+    return ExchangeTimes(tuple(times))
 
 
 @contextmanager
@@ -142,41 +136,26 @@ def _started(machine: Machine) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _agreed(own: list[float | None]) -> list[float | None]:
-    """Rank 0's list, on every rank."""
-    dist.broadcast_object_list(own, src=0)
-    return own
-
-
 def _seconds(
-    exchange: Exchange, machine: Machine, group: dist.ProcessGroup, budget: float
+    exchange: RankExchange, machine: Machine, group: dist.ProcessGroup, budget: float
 ) -> float:
-    """The median time on rank 0. How often is decided there, so that all ranks call the same."""
+    """The median time on rank 0, which decides how often all ranks call."""
+
+    def agreed(seconds: float) -> float:
+        told = torch.tensor([seconds], dtype=torch.float64, device=machine.device)
+        dist.broadcast(told, src=0)
+        return float(told)
+
     takes_part = machine.rank in exchange.ranks
     call = _call(exchange, machine, group) if takes_part else lambda: None
     dist.barrier()
-    call()
-    pilot = _timed(call, machine)
-    number = torch.tensor([_samples(pilot, budget)], device=machine.device)
-    dist.broadcast(number, src=0)
-    samples = sorted(_timed(call, machine) for _ in range(int(number)))
-    ways = 2 if exchange.action == MESSAGE else 1  # there and back
-    return samples[len(samples) // 2] / ways
+    seconds = seconds_of(call, budget, machine.synchronize, shortest=0.0, agreed=agreed)
+    return seconds / (2 if exchange.action == MESSAGE else 1)  # a message goes there and back
 
 
-def _samples(pilot: float, budget: float) -> int:
-    return min(MOST, max(FEWEST, int(budget / max(pilot, 1e-9))))
-
-
-def _timed(call: Callable[[], object], machine: Machine) -> float:
-    machine.synchronize()
-    start = time.perf_counter()
-    call()
-    machine.synchronize()
-    return time.perf_counter() - start
-
-
-def _call(exchange: Exchange, machine: Machine, group: dist.ProcessGroup) -> Callable[[], object]:
+def _call(
+    exchange: RankExchange, machine: Machine, group: dist.ProcessGroup
+) -> Callable[[], object]:
     """The exchange as this rank takes part in it."""
     n = len(exchange.ranks)
     rows = max(1, exchange.nbytes // 4 // n)
@@ -192,20 +171,14 @@ def _call(exchange: Exchange, machine: Machine, group: dist.ProcessGroup) -> Cal
     if exchange.action == "all-reduce":
         # an average of ones stays what it is, however often
         return lambda: dist.all_reduce(whole.fill_(1.0), group=group)
-    return _there_and_back(exchange, machine, whole, group)
-
-
-def _there_and_back(
-    exchange: Exchange, machine: Machine, value: torch.Tensor, group: dist.ProcessGroup
-) -> Callable[[], None]:
     first, other = exchange.ranks
 
-    def call() -> None:
+    def there_and_back() -> None:
         if machine.rank == first:
-            dist.send(value, other, group=group)
-            dist.recv(value, other, group=group)
+            dist.send(whole, other, group=group)
+            dist.recv(whole, other, group=group)
         else:
-            dist.recv(value, first, group=group)
-            dist.send(value, first, group=group)
+            dist.recv(whole, first, group=group)
+            dist.send(whole, first, group=group)
 
-    return call
+    return there_and_back

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from parcompiler.calibrate.catalogue import COPY, LAYER, LONE
-from parcompiler.calibrate.exchange import Exchanged
+from parcompiler.calibrate.exchange import ExchangeTimes
 from parcompiler.calibrate.machine import Machine
-from parcompiler.calibrate.work import Counted, Work
+from parcompiler.calibrate.work import Counted, Workload
 from parcompiler.device import Device
 from parcompiler.efficiency import ANY, Curve, Efficiency
 
@@ -27,10 +25,10 @@ LEAST_SHARE = 1 / 3  # of the time: what remains of shorter works is mostly nois
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class WorkTime:
     """A work, what the cost model counts, and the seconds that it took."""
 
-    work: Work
+    work: Workload
     counted: Counted
     seconds: float
 
@@ -46,8 +44,8 @@ class Rate:
 
 
 def fit(
-    measured: Sequence[Measured],
-    exchanged: Exchanged,
+    measured: Sequence[WorkTime],
+    exchanged: ExchangeTimes,
     machine: Machine,
     name: str,
     like: Device,
@@ -62,7 +60,7 @@ def fit(
     copies = [rate for rate in found if rate.kind == COPY]
     bandwidth = _bandwidth(copies, like, nominal)
     efficiency = _efficiency(arithmetic, copies, peaks, bandwidth, like.efficiency)
-    link = exchanged.link or like.link
+    link = exchanged.link("link") or like.link
     collectives = tuple(
         Curve(action, ANY, tuple(points)) for action, points in exchanged.reached(link).items()
     )
@@ -74,13 +72,13 @@ def fit(
         launch_overhead=overheads.get(LAYER, like.launch_overhead),
         efficiency=dataclasses.replace(efficiency, curves=(*efficiency.curves, *collectives)),
         link=link,
-        network=exchanged.network or like.network,
+        network=exchanged.link("network") or like.network,
         devices_per_node=machine.devices_per_node,
     )
     return dataclasses.replace(device, sources=_sources(device, like, machine, found, exchanged))
 
 
-def _rate(one: Measured, lone: float) -> Rate | None:
+def _rate(one: WorkTime, lone: float) -> Rate | None:
     """The rate without the overhead; None where the overhead is most of the time."""
     if one.work.name in (LONE, LAYER):
         return None
@@ -156,7 +154,7 @@ def _others(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _sources(
-    device: Device, like: Device, machine: Machine, rates: Sequence[Rate], exchanged: Exchanged
+    device: Device, like: Device, machine: Machine, rates: Sequence[Rate], exchanged: ExchangeTimes
 ) -> tuple[tuple[str, str], ...]:
     """Where each figure comes from: measured here, or that of `like`."""
     here = f"measured on {machine.label}"
@@ -190,14 +188,7 @@ def _sources(
     if device.efficiency.curves:
         found.append(("efficiency.curves", f"{here}: by size, without launching"))
     fabric = f"measured on {machine.fabric}: messages of growing sizes between two ranks"
-    for place, link in (("link", exchanged.link), ("network", exchanged.network)):
-        for part in ("latency", "bandwidth"):
-            figure = f"{place}.{part}"
-            found.append((figure, fabric) if link else of(figure, False, ""))
+    for place in ("link", "network"):
+        for figure in (f"{place}.latency", f"{place}.bandwidth"):
+            found.append((figure, fabric) if exchanged.link(place) else of(figure, False, ""))
     return tuple(found)
-
-
-def dtype_of(name: str) -> torch.dtype | None:
-    """The floating dtype of that name; None where there is none."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else None

@@ -63,7 +63,7 @@ def find_machine() -> Machine:
     cuda = torch.cuda.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    places = torch.cuda.device_count() if cuda else _cores() // torch.get_num_threads()
+    places = torch.cuda.device_count() if cuda else cores() // torch.get_num_threads()
     places = here if ranks > 1 else max(1, places)
     index = int(os.environ.get("LOCAL_RANK", "0"))
     return Machine(
@@ -78,7 +78,7 @@ def find_machine() -> Machine:
     )
 
 
-def _cores() -> int:
+def cores() -> int:
     """The cores that this process may use."""
     counted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return counted or 1

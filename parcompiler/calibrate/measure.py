@@ -10,22 +10,29 @@ fit: overhead, peaks, fractions by size, links  ──►  device.json
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from parcompiler.calibrate.bar import Step, bar
 from parcompiler.calibrate.catalogue import Ladder, ladders
-from parcompiler.calibrate.exchange import Exchange, Exchanged, exchanges, measure_exchanges
-from parcompiler.calibrate.fit import Measured, fit
+from parcompiler.calibrate.exchange import (
+    ExchangeTimes,
+    RankExchange,
+    Step,
+    exchanges,
+    measure_exchanges,
+)
+from parcompiler.calibrate.fit import WorkTime, fit
 from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import Machine, find_machine
-from parcompiler.calibrate.request import Request, checked
+from parcompiler.calibrate.request import CalibrationRequest, at_least_one, checked
 from parcompiler.calibrate.timing import seconds_of
-from parcompiler.calibrate.work import Work
 from parcompiler.device import Device
 from parcompiler.errors import InputError
 
@@ -58,15 +65,19 @@ def calibrate(
     on where it was, a second run on the same machine reuses them; `fresh` starts over. Raises
     InputError, before anything is measured, for what it cannot do.
     """
-    with _threads(threads):
+    at_least_one("threads", threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
         machine = find_machine()
         request = checked(machine, output, name, like, dtypes, seconds)
-        if sizes is not None and (isinstance(sizes, bool) or sizes < 1):
-            message = f"the number of sizes must be at least 1 ({sizes!r} given)"
-            raise InputError(message)
+        if sizes is not None:
+            at_least_one("sizes", sizes)
         messages = list(exchanges(machine, sizes)) if machine.ranks > 1 else []
         climbs = list(ladders(request.dtypes, sizes)) if machine.rank == 0 else []
         measured, exchanged = _measure(request, machine, climbs, messages, fresh, progress)
+    finally:
+        torch.set_num_threads(before)
     if machine.rank > 0:
         return None
     device = fit(measured, exchanged, machine, request.name, request.like, request.nominal)
@@ -75,94 +86,84 @@ def calibrate(
 
 
 def _measure(
-    request: Request,
+    request: CalibrationRequest,
     machine: Machine,
     climbs: Sequence[Ladder],
-    messages: Sequence[Exchange],
+    messages: Sequence[RankExchange],
     fresh: bool,
     progress: bool,
-) -> tuple[list[Measured], Exchanged]:
+) -> tuple[list[WorkTime], ExchangeTimes]:
     """Messages first, so that the other ranks are done and gone when rank 0 measures alone."""
     first = machine.rank == 0
     fabric = Journal(request.journal, machine.fabric, fresh=fresh) if first else None
     journal = Journal(request.journal, machine.label) if first else None
-    total = len(messages) + sum(len(ladder.rungs) for ladder in climbs)
-    measured: list[Measured] = []
-    exchanged = Exchanged()
-    with _kept(request.journal), bar(total, progress and first) as step:
-        if messages:
-            exchanged = measure_exchanges(messages, machine, fabric, request.seconds, step)
-        done = len(messages)
-        for ladder in climbs:
-            assert journal is not None, "rank 0 has a journal"
-            measured += climb(ladder, machine, journal, request.seconds, _after(done, step))
-            done += len(ladder.rungs)
+    total = len(messages) + sum(map(len, climbs))
+    measured: list[WorkTime] = []
+    exchanged = ExchangeTimes()
+    try:
+        with _bar(total, progress and first) as step:
+            if messages:
+                exchanged = measure_exchanges(messages, machine, fabric, request.seconds, step)
+            done = len(messages)
+            for ladder in climbs:
+                assert journal is not None, "rank 0 has a journal"
+                measured += _climb(ladder, machine, journal, request.seconds, step, done)
+                done += len(ladder)
+    except (Exception, KeyboardInterrupt) as error:
+        error.add_note(f"what was measured is kept in {request.journal}: run again to go on")
+        raise
     return measured, exchanged
 
 
-def climb(
-    ladder: Ladder, machine: Machine, journal: Journal, seconds: float, step: Step
-) -> Iterator[Measured]:
+def _climb(
+    ladder: Ladder, machine: Machine, journal: Journal, budget: float, step: Step, done: int
+) -> Iterator[WorkTime]:
     """Time the works of a ladder, from the smallest; what is in the journal is taken from there.
 
-    The ladder ends where one call would take, by the work below, too many times the `seconds` of a
-    measurement, or where the operands would fill the memory.
+    The ladder ends where one call would take, by the work below, too many times the `budget` of a
+    measurement (s), or where the operands would fill the memory.
     """
-    before: Measured | None = None
-    for number, work in enumerate(ladder.rungs):
+    before: WorkTime | None = None
+    for number, work in enumerate(ladder, done):
         step(number, work.key)
         counted = work.counted()
         if work.nbytes > LARGEST * machine.memory:
             return
         if before is not None:
             growth = counted.flops / max(before.counted.flops, 1.0)
-            if before.seconds * growth > PATIENCE * seconds:
+            if before.seconds * growth > PATIENCE * budget:
                 return
-        took = journal.get(work.key)
-        if took is None:
-            took = _seconds(work, machine, seconds)
-            journal.add(work.key, took)
-        before = Measured(work, counted, took)
+        seconds = journal.get(work.key)
+        if seconds is None:
+            operands = work.tensors(machine.device)
+            with torch.set_grad_enabled(work.gradients):
+                seconds = seconds_of(
+                    lambda: work.call(operands),  # noqa: B023 - it is called at once
+                    budget,
+                    machine.synchronize,
+                    machine.clock,
+                )
+            journal.add(work.key, seconds)
+        before = WorkTime(work, counted, seconds)
         yield before
 
 
-def _seconds(work: Work, machine: Machine, budget: float) -> float:
-    operands = work.tensors(machine.device)
-    with torch.set_grad_enabled(work.gradients):
-        return seconds_of(lambda: work.call(operands), budget, machine.synchronize, machine.clock)
-
-
-def _after(done: int, step: Step) -> Step:
-    """Counts on from what is done."""
-
-    def shown(number: int, key: str) -> None:
-        step(done + number, key)
-
-    return shown
-
-
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Run with so many threads. Raises InputError for what is no number of threads."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        message = f"the number of threads must be at least 1 ({number!r} given)"
-        raise InputError(message)
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _kept(journal: Path) -> Iterator[None]:
-    """Say of an interruption what is kept."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        error.add_note(f"what was measured is kept in {journal}: run again to go on")
-        raise
+def _bar(total: int, wanted: bool) -> Iterator[Step]:
+    """Show on stderr how many of `total` works are done, if it is a terminal."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda done, next_work: None
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    # standard output stays that of the program: what is printed there may go into a pipe
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda done, next_work: shown.update(task, completed=done, description=next_work)
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.calibrate.fit import dtype_of
 from parcompiler.calibrate.machine import GIGA, Machine
 from parcompiler.device import Device, device, names
+from parcompiler.documents import check_writable
 from parcompiler.errors import InputError
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -22,7 +22,7 @@ CUDA_DTYPES = (*DTYPES, "float16")  # a CPU has no kernels for it and would take
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CalibrationRequest:
     """Where the file goes, what it says of the device, and what is measured how long."""
 
     output: Path
@@ -45,18 +45,31 @@ def checked(
     like: str | PathLike[str] | Device | None,
     dtypes: Sequence[str] | None,
     seconds: float,
-) -> Request:
+) -> CalibrationRequest:
     """The request, complete. Raises InputError for what cannot be."""
     known = recognized(machine)
     basis = _basis(machine, known, like)
-    return Request(
-        output=_writable(Path(output), machine),
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
+        message = f"the seconds of a measurement must be a number above 0 ({seconds!r} given)"
+        raise InputError(message)
+    if machine.rank == 0:  # the one that writes
+        check_writable(Path(output))
+    return CalibrationRequest(
+        output=Path(output),
         name=_named(machine, name, known),
         like=basis,
         nominal=known is not None and basis.name == known,
         dtypes=_dtypes(machine, dtypes),
-        seconds=_positive(seconds),
+        seconds=float(seconds),
     )
+
+
+def at_least_one(what: str, number: int) -> None:
+    """Raise InputError for what is no number of `what`."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        message = f"the number of {what} must be at least 1 ({number!r} given)"
+        raise InputError(message)
 
 
 def recognized(machine: Machine) -> str | None:
@@ -113,40 +126,20 @@ def _named(machine: Machine, name: str | None, known: str | None) -> str:
 
 
 def _dtypes(machine: Machine, given: Sequence[str] | None) -> tuple[torch.dtype, ...]:
-    wanted = given
-    if wanted is None:
-        wanted = DTYPES if machine.kind == "cpu" else CUDA_DTYPES
-    found = []
-    for name in wanted:
-        dtype = dtype_of(name) if isinstance(name, str) else None
-        if dtype is None or dtype.itemsize < 2:
+    """The dtypes of those names; all that the device is made for where none are given.
+
+    Other dtypes fall back to float32, and overheads are measured in it.
+    """
+    if given is None:
+        given = DTYPES if machine.kind == "cpu" else CUDA_DTYPES
+    dtypes = []
+    for name in given:
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
+            dtypes.append(dtype)
+        else:
             message = f"calibrate measures {', '.join(CUDA_DTYPES)} ({name!r} given)"
             raise InputError(message)
-        found.append(dtype)
-    if torch.float32 not in found:  # other dtypes fall back to it, and overheads are measured in it
-        found.insert(0, torch.float32)
-    return tuple(dict.fromkeys(found))
-
-
-def _positive(seconds: float) -> float:
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds < math.inf:
-        message = f"the seconds of a measurement must be a number above 0 ({seconds!r} given)"
-        raise InputError(message)
-    return float(seconds)
-
-
-def _writable(path: Path, machine: Machine) -> Path:
-    """The output, known to be writable on the rank that writes it."""
-    if machine.rank > 0:
-        return path
-    folder = path.parent
-    if path.is_dir():
-        message = f"cannot write {path}: it is a folder"
-    elif not folder.is_dir():
-        message = f"cannot write {path}: there is no folder {folder}"
-    elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        message = f"cannot write {path}: no permission"
-    else:
-        return path
-    raise InputError(message)
+    if torch.float32 not in dtypes:
+        dtypes.insert(0, torch.float32)
+    return tuple(dict.fromkeys(dtypes))

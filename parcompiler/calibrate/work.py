@@ -1,7 +1,7 @@
 """One thing that is timed: operators on tensors of given shapes, and what the cost model counts.
 
 >>> import torch
->>> product = Work("matmul", "matmul", torch.float32, ((4, 8), (8, 2)), torch.mm)
+>>> product = Workload("matmul", "matmul", torch.float32, ((4, 8), (8, 2)), torch.mm)
 >>> product.key
 'matmul float32 4x8 8x2'
 >>> product.counted()
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """`run` on fresh tensors of `shapes`; with `gradients` also the backward to all of them.
 
     `kind` is a kind of operation or the full name of an operator: the curve that this is a point
@@ -81,11 +82,11 @@ class Work:
         operands = [stand_in(tensor).requires_grad_(self.gradients) for tensor in shapes]
         with Recorder() as recorder:
             self.call(operands)
-        found = recorder.take()
-        own = [one for one in found if self.kind in (one.kind, one.name)] or list(found)
+        kernels = list(recorder.take())
+        calls = [one for one in kernels if self.kind in (one.kind, one.name)] or kernels
         return Counted(
-            flops=sum(one.flops for one in own) / len(own),
-            nbytes=sum(one.nbytes for one in own) / len(own),
-            calls=len(own),
-            kernels=len(found),
+            flops=fmean(one.flops for one in calls),
+            nbytes=fmean(one.nbytes for one in calls),
+            calls=len(calls),
+            kernels=len(kernels),
         )

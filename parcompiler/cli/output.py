@@ -16,24 +16,15 @@ from typing import Any
 import click
 
 from parcompiler.cli.faults import ReaderGoneError
+from parcompiler.documents import check_writable
 from parcompiler.errors import InputError
 
 
 def check_files(*paths: Path | None) -> None:
     """Refuse files that cannot be written. Raises InputError."""
     for path in paths:
-        fault = ""
-        if path is None:
-            continue
-        if path.is_dir():
-            fault = "it is a folder"
-        elif not path.parent.is_dir():
-            fault = f"there is no folder {path.parent}"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            fault = "no permission"
-        if fault:
-            message = f"cannot write {path}: {fault}"
-            raise InputError(message)
+        if path is not None:
+            check_writable(path)
 
 
 def check_folder(path: Path) -> None:

@@ -6,37 +6,35 @@ import pytest
 import torch
 
 from parcompiler.calibrate.catalogue import LAYER, LONE, ladders
-from parcompiler.calibrate.exchange import Exchange, Exchanged
-from parcompiler.calibrate.fit import Measured, fit
-from parcompiler.calibrate.work import Work
+from parcompiler.calibrate.exchange import ExchangeTimes, RankExchange
+from parcompiler.calibrate.fit import WorkTime, fit
+from parcompiler.calibrate.work import Workload
 from parcompiler.cost import Operation, seconds
 from parcompiler.device import Device, Link, device
 from tests.calibrate.machines import CORE
 
 LONE_SECONDS, LAYER_SECONDS = 1e-6, 5e-6  # of a kernel
 SPEED, COPIED = 1e9, 1e10  # FLOP/s and B/s of the imagined machine, where sizes are large
-NOTHING = Exchanged()
+NOTHING = ExchangeTimes()
 
 
-def rate(work: Work, size: float) -> float:
+def rate(work: Workload, size: float) -> float:
     """Slow with small sizes, and half as fast in float64."""
     fastest = COPIED if work.kind == "copy" else SPEED
     return fastest * size / (size + 1e5) / (work.dtype.itemsize / 4)
 
 
-def imagined(work: Work) -> Measured:
+def imagined(work: Workload) -> WorkTime:
     counted = work.counted()
     kernels = {LONE: LONE_SECONDS, LAYER: LAYER_SECONDS}
     if work.name in kernels:
-        return Measured(work, counted, kernels[work.name] * counted.kernels)
+        return WorkTime(work, counted, kernels[work.name] * counted.kernels)
     size = counted.nbytes if work.kind == "copy" else counted.flops
     busy = counted.calls * size / rate(work, size)
-    return Measured(work, counted, busy + LONE_SECONDS * counted.kernels)
+    return WorkTime(work, counted, busy + LONE_SECONDS * counted.kernels)
 
 
-WORKS = [
-    rung for ladder in ladders([torch.float32, torch.float64], most=4) for rung in ladder.rungs
-]
+WORKS = [rung for ladder in ladders([torch.float32, torch.float64], most=4) for rung in ladder]
 MEASURED = [imagined(work) for work in WORKS]
 
 
@@ -115,22 +113,22 @@ def test_a_known_gpu_keeps_the_peaks_of_its_vendor() -> None:
     assert 3 * busy == pytest.approx(product.seconds - 3 * LONE_SECONDS)
 
 
-def told(action: str, place: str, seconds: dict[int, float]) -> list[tuple[Exchange, float]]:
-    return [(Exchange(action, place, nbytes, (0, 1)), s) for nbytes, s in seconds.items()]
+def told(action: str, place: str, seconds: dict[int, float]) -> list[tuple[RankExchange, float]]:
+    return [(RankExchange(action, place, nbytes, (0, 1)), s) for nbytes, s in seconds.items()]
 
 
 def test_latency_is_of_the_shortest_message_and_bandwidth_of_the_longest() -> None:
     messages = told("message", "link", {1: 0.5, 100: 0.75, 1000: 10.5})
     far = told("message", "network", {1: 1.0, 1000: 101.0})
-    exchanged = Exchanged((*messages, *far))
-    assert exchanged.link == Link(bandwidth=100.0, latency=0.5)
-    assert exchanged.network == Link(bandwidth=10.0, latency=1.0)
+    exchanged = ExchangeTimes((*messages, *far))
+    assert exchanged.link("link") == Link(bandwidth=100.0, latency=0.5)
+    assert exchanged.link("network") == Link(bandwidth=10.0, latency=1.0)
 
 
 def test_a_collective_takes_on_the_found_device_what_it_took() -> None:
     messages = told("message", "link", {1: 0.5, 1000: 10.5})
     collectives = told("all-reduce", "link", {1: 0.51, 100: 4.5, 1000: 20.5})
-    exchanged = Exchanged((*messages, *collectives))
+    exchanged = ExchangeTimes((*messages, *collectives))
     found = fit(MEASURED, exchanged, CORE, "cpu-imagined", device("cpu"), nominal=False)
     assert dict(found.sources)["link.bandwidth"].startswith("measured on core")
     assert dict(found.sources)["network.bandwidth"].startswith("not measured")
