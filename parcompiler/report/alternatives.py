@@ -82,7 +82,7 @@ def meshes(report: ReportData) -> Table:
 
 def _over(seconds: Sequence[float | None], least: float | None) -> Column:
     """Steps as multiples of the shortest."""
-    return number("of\nleast", (ratio(s / least) if s and least else NOTHING for s in seconds))
+    return number("of\nbest", (ratio(s / least) if s and least else NOTHING for s in seconds))
 
 
 def _bounded(figures: Column, meshes: Sequence[MeshChoice]) -> Column:
@@ -122,7 +122,11 @@ def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
         ((getattr(mesh, part) or 0.0) - (getattr(best, part) or 0.0), part)
         for part in ("compute", "exchange", "idle")
     )
-    return f"{quantity(more, SECONDS)} more {part}" if more > 0 else "equally fast, less simple"
+    return (
+        f"{quantity(more, SECONDS)} more {part}"
+        if more > 0
+        else "as fast, but the simpler mesh is preferred"
+    )
 
 
 def _others(rest: Sequence[MeshChoice]) -> Iterator[tuple[str, int]]:
@@ -141,7 +145,7 @@ def _others(rest: Sequence[MeshChoice]) -> Iterator[tuple[str, int]]:
             "not weighed: few layers on each of many ranks",
             lambda mesh: str(mesh.reason).startswith("not weighed"),
         ),
-        ("the batch or the blocks cannot be shared", lambda mesh: mesh.reason),
+        ("the batch or the blocks cannot be divided", lambda mesh: mesh.reason),
     ]
     rest = list(rest)
     for why, belongs in groups:

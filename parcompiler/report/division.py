@@ -70,7 +70,7 @@ def memory(report: ReportData) -> Table:
         scaled("weights,\noptimizer", (stage.state for stage in stages), BYTES),
         scaled("saved per\nmicro-batch", (stage.activations for stage in stages), BYTES),
         number("in\nflight", (f"× {stage.in_flight}" for stage in stages)),
-        scaled("saved\nat once", (s.activations * s.in_flight for s in stages), BYTES),
+        scaled("saved\nin all", (s.activations * s.in_flight for s in stages), BYTES),
         _by_rank("peak of\nrank", report, column(peaks, BYTES)),
         _by_rank(f"of\n{limit}", report, shares),
     )
@@ -83,8 +83,8 @@ def versions(report: ReportData) -> Table:
         "Staleness of weights",
         number("stage", range(len(stages))),
         number("updates\nold", (stage.updates for stage in stages)),
-        number("versions\nheld", (stage.versions for stage in stages)),
-        scaled("besides\nthe current", (stage.nbytes for stage in stages), BYTES),
+        number("versions\nkept", (stage.versions for stage in stages)),
+        scaled("size of\nold ones", (stage.nbytes for stage in stages), BYTES),
     )
 
 
@@ -92,12 +92,12 @@ def averaged(report: ReportData) -> Table:
     """What the data replicas of each rank do together; ranks are those of the pipeline."""
     ranks = report.averaged
     return table(
-        f"Gradients averaged, x data {report.mesh.data}",
+        f"Gradients averaged over {report.mesh.data} data ranks",
         number("rank", range(len(ranks))),
         number("sums", (rank.sums for rank in ranks)),
         scaled("size", (rank.nbytes for rank in ranks), BYTES),
         scaled("time", (rank.seconds for rank in ranks), SECONDS),
-        scaled("after the\ncompute", (rank.exposed for rank in ranks), SECONDS),
+        scaled("after\ncompute", (rank.exposed for rank in ranks), SECONDS),
     )
 
 

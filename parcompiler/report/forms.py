@@ -68,12 +68,12 @@ def _forms(name: str, blocks: int, forms: Forms, what: Mapping[str, str]) -> Ite
 def symbols(report: ReportData) -> Table:
     """What the letters of the closed forms stand for."""
     rows = (
-        (item.letter, f"{item.word}{', from 2 on' * (item.letter == 'b')}, here {item.now:,}")
+        (item.letter, f"{item.word}{' (at least 2)' * (item.letter == 'b')}, here {item.now:,}")
         if item.now is not None
         else (item.word, f"as captured: {item.reason}")
         for item in report.symbols
     )
-    return facts("Sizes in the closed forms", rows)
+    return facts("Symbols in the closed forms", rows)
 
 
 def forms(report: ReportData) -> Table:

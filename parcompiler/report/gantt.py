@@ -21,9 +21,9 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
-    Kind.S: "logits of own words",
-    Kind.NORMALIZE: "their powers",
-    Kind.T: "gradients of own words",
+    Kind.S: "logits of the rank's words",
+    Kind.NORMALIZE: "exponentials",
+    Kind.T: "gradients of the rank's words",
 }
 FORWARDS = frozenset({Kind.FORWARD, Kind.S, Kind.NORMALIZE})
 RANKS = 16  # more are no longer a picture

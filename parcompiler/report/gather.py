@@ -27,15 +27,15 @@ FAN_OUT = RuntimeCall("fan_out", shares=True)
 
 # What the passes of the vocabulary and the collectives between them do, by `VocabularyCost`.
 PASSES = {
-    "embed": "EMBED: look up own rows",
-    "embed_reduce": "their sum to the stage that uses them",
+    "embed": "EMBED: look up the rank's rows",
+    "embed_reduce": "sum of the rows to the stage that uses them",
     "embed_broadcast": "gradient of the rows to all ranks",
-    "embed_backward": "EMBED_BACKWARD: add it to own rows",
-    "broadcast": "x to all ranks",
-    "s": "S: own logits and their softmax",
-    "normalize": "NORMALIZE: powers by the largest logit of all",
-    "exchange": "numbers of each row between all ranks",
-    "t": "T: gradients of own rows",
+    "embed_backward": "EMBED_BACKWARD: add it to the rank's rows",
+    "broadcast": "input x of the head to all ranks",
+    "s": "S: the rank's logits and their softmax",
+    "normalize": "NORMALIZE: exponentials by the largest logit of all ranks",
+    "exchange": "softmax statistics between all ranks",
+    "t": "T: gradients of the rank's rows",
     "reduce": "gradient of x to its stage",
 }
 

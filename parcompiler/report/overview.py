@@ -45,7 +45,7 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
         blocks = f"{count} block{'s' * (count > 1)}"
         yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
         if choices.without:
-            yield "without that", _without(choices.without, mesh)
+            yield "no recompute", _without(choices.without, mesh)
     yield "random operators", "yes" if model.random else "no"
     for name, solver in (("solver", report.solver), ("search", report.search)):
         if solver is not None:
@@ -62,11 +62,11 @@ def _mode(model: TrainedModel) -> str:
 
 
 def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
-    """The rank that is fullest if nothing was recomputed, and what it lacks."""
+    """The rank that is nearest to its limit without recompute, and what it lacks."""
     rank = max(range(len(sizes)), key=lambda rank: sizes[rank] - mesh.limit(rank))
     over = sizes[rank] - mesh.limit(rank)
-    lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "which fits"
-    return f"rank {rank} takes {quantity(sizes[rank], BYTES)}, {lacking}"
+    lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "within the limit"
+    return f"rank {rank} would need {quantity(sizes[rank], BYTES)}, {lacking}"
 
 
 def _oldest(report: ReportData) -> str:
@@ -75,11 +75,11 @@ def _oldest(report: ReportData) -> str:
     j = max(range(len(stages)), key=lambda j: stages[j].updates)
     size = quantity(stages[j].nbytes, BYTES)
     age = f"stage {j} uses weights up to {stages[j].updates} updates old"
-    return f"{age}, {stages[j].versions} versions, {size} besides the current one"
+    return f"{age}, {stages[j].versions} versions, {size} for the old ones"
 
 
 def _proof(solver: Solver) -> Iterator[str]:
-    """What the solver says of its answer."""
+    """The status of a solution, its seconds, and how far it is proved."""
     yield solver.status
     if solver.objective is not None:
         yield f"objective {quantity(solver.objective, SECONDS)}"
@@ -104,9 +104,9 @@ def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
         times.append(report.measurement.seconds)
     ratios = [ratio(times[1] / times[0])] if len(times) > 1 and times[0] else []
     yield "time", *column(times, SECONDS), *ratios
-    yield "ideal: even stages, never idle, free messages", quantity(predicted.ideal, SECONDS)
+    yield "ideal: even stages, no idle time, free messages", quantity(predicted.ideal, SECONDS)
     yield "idle, mean of the ranks", percent(predicted.idle)
-    yield "imbalance: longest rank over mean", ratio(predicted.imbalance)
+    yield "imbalance: busiest rank over mean", ratio(predicted.imbalance)
     for name, count in (("samples", predicted.rows), ("tokens", predicted.tokens)):
         if count is not None:
             yield f"{name} a second", *(rate(count / seconds) for seconds in times if seconds)

@@ -45,7 +45,7 @@ def direct(report: ReportData) -> Table:
     """What does not stop at the stages between."""
     far = [v for v in report.values if any(j > v.source + 1 for j in v.targets)]
     return table(
-        "Sent directly, past the stages between",
+        "Sent past intermediate stages",
         words("value", (v.name for v in far)),
         number("from", (v.source for v in far)),
         words("straight to", (numbers(j for j in v.targets if j > v.source + 1) for v in far)),
@@ -63,7 +63,7 @@ def cheaper(report: ReportData) -> Table:
     """What stages could compute for themselves, but not as fast as it comes."""
     values = [value for value in report.values if value.cheaper]
     return table(
-        "Sent, because that is cheaper than to recompute",
+        "Sent, because recomputing costs more",
         words("value", (value.name for value in values)),
         number("from", (value.source for value in values)),
         words("to", (numbers(value.targets) for value in values)),
@@ -89,7 +89,7 @@ def shared(report: ReportData) -> Table:
 def unread(report: ReportData) -> Table:
     """Parameters without an effect."""
     names = [ranges(report.unread)] if report.unread else []
-    return table("Parameters that nothing reads", words("", names))
+    return table("Unused parameters", words("", names))
 
 
 def estimated(report: ReportData) -> Table:
@@ -110,7 +110,7 @@ def placements(report: ReportData) -> Table:
         for number, line in enumerate(item.tensors)
     ]
     return table(
-        f"Held by each of {report.mesh.tensor} tensor ranks: S(d) a piece along d, I the whole",
+        f"Tensors on each of {report.mesh.tensor} tensor ranks: S(d) sharded along dim d, I whole",
         words("template", (template for template, _ in lines)),
         words("tensor", (line for _, line in lines)),
     )
@@ -121,7 +121,7 @@ def collectives(report: ReportData) -> Table:
     items, steps = report.exchanged, report.choices.microbatches
     total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
     return table(
-        "Exchanged by tensor ranks",
+        "Collectives of the tensor ranks",
         words("template", (item.template for item in items)),
         number("blocks", (f"× {item.blocks}" for item in items)),
         words("collective", (item.action for item in items)),
@@ -136,7 +136,7 @@ def unsplit(report: ReportData) -> Table:
     """What no rule splits: computed whole on every tensor rank."""
     lines = [(item.template, line) for item in report.sharded for line in item.whole]
     return table(
-        "Computed whole on every tensor rank",
+        "Not split: computed whole on every tensor rank",
         words("template", (template for template, _ in lines)),
         words("what", (line for _, line in lines)),
     )
@@ -154,7 +154,7 @@ def vocabulary(report: ReportData) -> Table:
         number("rows", [*(f"{item.size:,}" for item in tables), *nothing]),
         number("width", [*(f"{item.width:,}" for item in tables), *nothing]),
         number("rows of\na rank", [*(f"{item.own:,}" for item in tables), *nothing]),
-        words("whole because", [*blank, *(reason for _, _, reason in whole)]),
+        words("why whole", [*blank, *(reason for _, _, reason in whole)]),
     )
 
 

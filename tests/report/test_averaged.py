@@ -34,7 +34,7 @@ def test_the_report_counts_what_each_rank_sums() -> None:
         )
         assert item.exposed > 0 < item.seconds
     text = report.to_text()
-    assert "Gradients averaged, x data 4" in text
+    assert "Gradients averaged over 4 data ranks" in text
     assert "pipeline 2 x data 4 x tensor 1" in text
     assert "4 a step on each data rank" in text
     assert Report.from_json(report.to_json()) == report

@@ -136,9 +136,9 @@ def test_the_limit_is_drawn_where_it_is_near_and_said_where_it_is_far() -> None:
     near, far = limited(2**22), limited(2**40)
     assert memory.memory(near).layout["shapes"]
     assert memory.memory(near).data[-1]["name"] == "limit 4 MiB"
-    assert memory.said(near) == "Rank 0 is the fullest with 4.50 MiB of 4 MiB."
+    assert memory.said(near) == "Rank 0 fills its memory the most: 4.50 MiB of 4 MiB."
     assert memory.memory(far).layout["shapes"] == []
-    assert memory.said(far) == "Rank 0 is the fullest with 4.50 MiB of 1 TiB, far above this chart."
+    assert memory.said(far).endswith("4.50 MiB of 1 TiB; the limit is far above this chart.")
 
 
 def test_the_matrix_counts_every_message_with_its_bytes() -> None:

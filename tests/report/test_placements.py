@@ -52,7 +52,7 @@ def test_what_is_held_and_exchanged_is_the_layer_that_people_found(
 ) -> None:
     """Columns and rows; along the sequence between them when it is long; experts of their own."""
     text = report(kind).to_text(100)
-    start, end = text.index("Held by"), text.index("\n\n", text.index("Exchanged by"))
+    start, end = text.index("Tensors on"), text.index("\n\n", text.index("Collectives of"))
     golden(f"report/{kind}-tensor/100.txt", text[start : end + 1])
 
 

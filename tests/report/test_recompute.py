@@ -34,12 +34,12 @@ def test_the_overview_says_what_the_fullest_rank_would_take_without() -> None:
     made, plain = recomputing(*LAYERS), small_gpt()
     fullest = max(plain.timeline.peak_memory)
     assert max(made.report.choices.without) == fullest > max(made.timeline.peak_memory)
-    assert "without that" in made.report.to_text(100)
-    assert "which fits" in made.report.to_text(100)
+    assert "no recompute" in made.report.to_text(100)
+    assert "within the limit" in made.report.to_text(100)
     mesh = dataclasses.replace(made.report.mesh, memory=fullest - 2048)
     tight = dataclasses.replace(made.report, mesh=mesh).to_text(100)
     assert "2 KiB over the limit" in tight
-    assert "without that" not in plain.report.to_text(100)
+    assert "no recompute" not in plain.report.to_text(100)
 
 
 def test_nothing_is_said_where_nothing_is_recomputed() -> None:

@@ -114,7 +114,7 @@ def test_what_is_cheaper_to_send_is_sent_and_said() -> None:
     report = odd_on_slow_device().report
     assert [value.targets for value in report.values if value.cheaper] == [(1, 2)]
     assert not report.recomputed
-    assert "Sent, because that is cheaper than to recompute" in report.to_text()
+    assert "Sent, because recomputing costs more" in report.to_text()
 
 
 def test_a_division_that_the_user_gave_has_no_bound() -> None:

@@ -64,7 +64,7 @@ def test_the_report_says_so_for_a_reader() -> None:
     text = program().report.to_text(120)
     line = next(line for line in text.splitlines() if line.strip().startswith("staleness"))
     assert "stage 0 uses weights up to 3 updates old, 4 versions, " in line
-    assert line.endswith("besides the current one")
+    assert line.endswith("for the old ones")
     assert "Staleness of weights" in text
 
 

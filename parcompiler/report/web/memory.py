@@ -87,9 +87,9 @@ def said(report: ReportData) -> str:
     peaks = [rank.peak_memory for rank in report.ranks]
     rank, _ = report.fullest
     limit = report.mesh.limit(rank)
-    parts = f"{quantity(peaks[rank], BYTES)} of {quantity(limit, BYTES)}"
-    where = "" if limit <= NEAR * max(peaks) else ", far above this chart"
-    return f"Rank {rank} is the fullest with {parts}{where}."
+    used = f"{quantity(peaks[rank], BYTES)} of {quantity(limit, BYTES)}"
+    where = "" if limit <= NEAR * max(peaks) else "; the limit is far above this chart"
+    return f"Rank {rank} fills its memory the most: {used}{where}."
 
 
 def _highest(levels: Sequence[Level], end: float) -> Iterator[Level]:

@@ -24,13 +24,13 @@ class Tile:
 def tiles(report: ReportData) -> Iterator[Tile]:
     """The figures in order of interest."""
     step, mesh = report.step, report.mesh
-    ideal = f"{quantity(step.ideal, SECONDS)} were no rank ever idle"
+    ideal = f"{quantity(step.ideal, SECONDS)} without idle time"
     yield Tile("Predicted step", quantity(step.seconds, SECONDS), ideal)
     if report.measurement is not None:
         seconds = report.measurement.seconds
         against = f"{ratio(seconds / step.seconds)} the predicted" if step.seconds else ""
         yield Tile("Measured step", quantity(seconds, SECONDS), against)
-    idle = f"longest rank {ratio(step.imbalance)} the mean"
+    idle = f"busiest rank {ratio(step.imbalance)} the mean"
     yield Tile("Bubble", percent(step.idle), idle)
     rank, fraction = report.fullest
     style = alarm(fraction)

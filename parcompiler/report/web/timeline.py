@@ -39,8 +39,8 @@ LANES = {  # what runs beside the compute
 }
 NAMES = {
     **WORDS,
-    Kind.EMBED: "look up own rows",
-    Kind.EMBED_BACKWARD: "gradients of own rows",
+    Kind.EMBED: "look up the rank's rows",
+    Kind.EMBED_BACKWARD: "gradients of the rank's rows",
     Kind.UPDATE: "update",
 }
 
