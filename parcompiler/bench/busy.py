@@ -35,8 +35,8 @@ def measure(job: dict[str, Any]) -> None:
     with torch.no_grad():
         work = _work(axis, job["between"])
         number = min(MOST, max(FEWEST, int(job["seconds"] / job["between"])))
-        found = [_round(work, value, verb) for _ in range(WARM + number)]
-    (Path(job["out"]) / f"{rank}.json").write_text(json.dumps(found[WARM:]), encoding="utf-8")
+        rounds = [_round(work, value, verb) for _ in range(WARM + number)]
+    (Path(job["out"]) / f"{rank}.json").write_text(json.dumps(rounds[WARM:]), encoding="utf-8")
 
 
 def _round(work: Callable[[], None], value: torch.Tensor, verb: Verb) -> tuple[float, float]:

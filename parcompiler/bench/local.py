@@ -31,15 +31,16 @@ class LocalBench:
         """
         if self.device.type != "cpu" or any(one.ranks > cores() for one in exchanges):
             return None
-        waits = [self._wait(question(one, between)) for one in exchanges]
-        found = [wait for wait in waits if wait is not None]
-        return sum(found) if len(found) == len(waits) else None
-
-    def _wait(self, asked: Asked) -> float | None:
-        """Seconds of a collective, measured once."""
-        if asked not in self._waits:
-            self._waits[asked] = wait_of(asked)
-        return self._waits[asked]
+        total = 0.0
+        for exchange in exchanges:
+            asked = question(exchange, between)
+            if asked not in self._waits:
+                self._waits[asked] = wait_of(asked)
+            seconds = self._waits[asked]
+            if seconds is None:
+                return None
+            total += seconds
+        return total
 
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
         """What the passes take on one of `ranks` ranks that share the graph's vocabulary.

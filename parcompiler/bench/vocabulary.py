@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from parcompiler import pieces
 from parcompiler.cost.times import Clock, medians
-from parcompiler.graph import Graph, Head, Lookup, Parameter
+from parcompiler.graph import Graph, Head, Lookup
 from parcompiler.plan import VocabularyTime
 from parcompiler.runtime import head as passes
 from parcompiler.runtime import lookup
@@ -33,14 +33,12 @@ def time_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> 
     Raises whatever an operator raises that cannot run on the device.
     """
     assert graph.vocabulary is not None, "the graph's vocabulary is not spread"
-    generator = torch.Generator().manual_seed(0)
+    data = RandomData(graph, ranks, device)
     s = normalize = t = embed = embed_backward = 0.0
     if graph.vocabulary.head is not None:
-        head = HeadPasses(graph, graph.vocabulary.head, ranks, method, device, generator)
-        s, normalize, t = medians(head.sample, device)
+        s, normalize, t = medians(HeadPasses(data, graph.vocabulary.head, method).sample, device)
     for item in graph.vocabulary.lookups:
-        words = LookupPasses(graph, item, ranks, device, generator)
-        forward, backward = medians(words.sample, device)
+        forward, backward = medians(LookupPasses(data, item).sample, device)
         embed, embed_backward = embed + forward, embed_backward + backward
     return VocabularyTime(
         method=method,
@@ -52,26 +50,42 @@ def time_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> 
     )
 
 
+class RandomData:
+    """Random parameters and inputs of the first of `ranks` ranks, on a device."""
+
+    def __init__(self, graph: Graph, ranks: int, device: torch.device) -> None:
+        """Data is always the same."""
+        self.graph, self.ranks, self.device = graph, ranks, device
+        self.generator = torch.Generator().manual_seed(0)
+
+    def rows(self, name: str, dim: int) -> nn.Parameter:
+        """The rows of a tensor that the rank has, along `dim`."""
+        tensor = self.graph.by_name[name]
+        shape = list(tensor.shape)
+        shape[dim] = pieces.rows(shape[dim], self.ranks)
+        filled = torch.rand(shape, generator=self.generator).mul_(SPREAD)
+        return nn.Parameter(filled.to(self.device, tensor.dtype), requires_grad=tensor.trainable)
+
+    def values(self, node: fx.Node) -> torch.Tensor:
+        """A tensor like that of a node."""
+        like = node.meta["val"]
+        shape = [int(size) for size in like.shape]
+        return torch.randn(shape, generator=self.generator).to(self.device, like.dtype)
+
+    def integers(self, below: int, shape: Sequence[int]) -> torch.Tensor:
+        """Words or labels."""
+        return torch.randint(below, tuple(shape), generator=self.generator).to(self.device)
+
+
 class HeadPasses:
     """S, NORMALIZE and T of one rank, micro-batch after micro-batch."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        head: Head,
-        ranks: int,
-        method: str,
-        device: torch.device,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, data: RandomData, head: Head, method: str) -> None:
         """Make what is read: rows, inputs, labels."""
-        self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", ranks
-        self.own = passes.rows_of_head(_vocabulary(graph, head, ranks, device, generator))
-        like = head.x.meta["val"]
-        shape = [int(size) for size in like.shape]
-        self.x = torch.randn(shape, generator=generator).to(device, like.dtype).flatten(0, -2)
-        labels = torch.randint(self.own.classes, (len(self.x),), generator=generator)
-        self.targets = labels.to(device)
+        self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", data.ranks
+        self.head = passes.rows_of_head(_vocabulary(data, head))
+        self.x = data.values(head.x).flatten(0, -2)
+        self.targets = data.integers(self.head.classes, (len(self.x),))
         self.room = passes.MatrixPool()
 
     def sample(self, clock: Clock) -> Sequence[float]:
@@ -82,87 +96,74 @@ class HeadPasses:
         largest = part.largest.clone()
         begins = [start, clock()]
         if self.asks:
-            passes.normalize(self.own, part, largest)
+            passes.normalize(self.head, part, largest)
         ends.append(clock())
         begins.append(clock())
-        self._t(part)
+        factors = self._factors(part)
+        if not self.early:
+            self._input_gradient(part, factors)
+        passes.weight_gradient(self.head, part, factors)
+        self.room.give(part.powers)
         ends.append(clock())
         return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
     def _s(self) -> passes.HeadLogits:
-        """S; what vocab-2 makes of it for the gradient of x is there before T, and counts here."""
-        labels = passes.labels_of(self.own, self.targets)
-        part = passes.products(self.own, self.x, labels, self.room)
+        """S; vocab-2 makes its part of the gradient of x before T, and that counts here."""
+        labels = passes.labels_of(self.head, self.targets)
+        part = passes.products(self.head, self.x, labels, self.room)
         if self.asks:
-            passes.find_largest(self.own, part)
+            passes.find_largest(self.head, part)
             return part
-        passes.normalize(self.own, part)
+        passes.normalize(self.head, part)
         if self.early:
-            passes.weigh(self.own, part)
-            passes.input_gradient(self.own, part, self._factors(part))
+            self._input_gradient(part, self._factors(part))
         return part
 
-    def _t(self, part: passes.HeadLogits) -> None:
-        """T."""
-        found = self._factors(part)
-        if not self.early:
-            passes.weigh(self.own, part)
-            passes.input_gradient(self.own, part, found)
-        passes.weight_gradient(self.own, part, found)
-        self.room.give(part.powers)
+    def _input_gradient(self, part: passes.HeadLogits, factors: passes.Factors) -> None:
+        """The rank's part of the gradient of x."""
+        passes.weigh(self.head, part)
+        passes.input_gradient(self.head, part, factors)
 
     def _factors(self, part: passes.HeadLogits) -> passes.Factors:
-        """The factors of the gradients, from the statistics of all ranks."""
-        own = part.statistics
-        assert own is not None
-        exchanged = passes.stacked(own).expand(self.ranks, -1, -1)
-        whole = passes.combined(exchanged)
+        """The factors that follow from the statistics of all ranks."""
+        statistics = part.statistics
+        assert statistics is not None
+        of_ranks = passes.stacked(statistics).expand(self.ranks, -1, -1)
+        whole = passes.combined(of_ranks)
         if self.asks:
-            whole = passes.Statistics(own.largest, *exchanged.sum(0)[1:])
-            own = passes.undivided(own)
-        head, classes = self.own.head, self.own.classes
-        return passes.factors(head, classes, part.labels, own, whole, 1.0)
+            whole = passes.Statistics(statistics.largest, *of_ranks.sum(0)[1:])
+            statistics = passes.undivided(statistics)
+        head, classes = self.head.head, self.head.classes
+        return passes.factors(head, classes, part.labels, statistics, whole, 1.0)
 
 
 class LookupPasses:
     """EMBED and EMBED_BACKWARD of one embedding on one rank."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        item: Lookup,
-        ranks: int,
-        device: torch.device,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, data: RandomData, item: Lookup) -> None:
         """Make what is read: rows, words, the gradient of what they become."""
-        table = graph.by_name[item.weight]
-        like = item.node.meta["val"]
-        shape = [int(size) for size in like.shape]
-        self.weight = _rows(table, 0, ranks, device, generator)
-        self.own = pieces.own_rows(table.shape[0], ranks, 0)
-        self.words = torch.randint(table.shape[0], shape[:-1], generator=generator).to(device)
-        self.gradient = torch.randn(shape, generator=generator).to(device, like.dtype)
+        size = data.graph.by_name[item.weight].shape[0]
+        self.weight = data.rows(item.weight, 0)
+        self.rows = pieces.own_rows(size, data.ranks, 0)
+        self.gradient = data.values(item.node)
+        self.words = data.integers(size, self.gradient.shape[:-1])
         self.padding = item.padding_idx
 
     def sample(self, clock: Clock) -> Sequence[float]:
         """Seconds of EMBED, of EMBED_BACKWARD."""
         start = clock()
-        lookup.embed(self.weight, self.words, self.own)
+        lookup.embed(self.weight, self.words, self.rows)
         middle = clock()
         with torch.no_grad():
-            lookup.embed_backward(self.weight, self.words, self.own, self.gradient, self.padding)
+            lookup.embed_backward(self.weight, self.words, self.rows, self.gradient, self.padding)
         return middle - start, clock() - middle
 
 
-def _vocabulary(
-    graph: Graph, head: Head, ranks: int, device: torch.device, generator: torch.Generator
-) -> Vocabulary:
-    """What an exported folder has as a class, for the head alone."""
-    weight = graph.by_name[head.weight]
-    classes = weight.shape[0]
+def _vocabulary(data: RandomData, head: Head) -> Vocabulary:
+    """The class that an exported folder has for a vocabulary, for the head alone."""
+    classes = data.graph.by_name[head.weight].shape[0]
     names = {"weight": head.weight, "bias": head.bias, "class_weight": head.class_weight}
-    said = OwnHead(
+    runtime_head = OwnHead(
         x="x",
         weight="weight",
         inputs=(),
@@ -174,26 +175,15 @@ def _vocabulary(
         reduction=head.reduction,
         scale=head.scale,
     )
-    more: dict[str, Any] = {"head": said, "size": dict.fromkeys(names, classes)}
+    members: dict[str, Any] = {"head": runtime_head, "size": dict.fromkeys(names, classes)}
     if head.logits is not None:
-        more["logits"] = staticmethod(function_of(head.logits))
-    made: Vocabulary = type("Rows", (Vocabulary,), more)(ranks, 0)
+        members["logits"] = staticmethod(function_of(head.logits))
+    made: Vocabulary = type("Rows", (Vocabulary,), members)(data.ranks, 0)
     for attribute, name in names.items():
         if name is not None:
-            item = graph.by_name[name]
-            dim = item.shape.index(classes)
-            setattr(made, attribute, _rows(item, dim, ranks, device, generator))
+            dim = data.graph.by_name[name].shape.index(classes)
+            setattr(made, attribute, data.rows(name, dim))
     return made
-
-
-def _rows(
-    item: Parameter, dim: int, ranks: int, device: torch.device, generator: torch.Generator
-) -> nn.Parameter:
-    """The rows that a rank holds of a tensor, filled."""
-    shape = list(item.shape)
-    shape[dim] = pieces.rows(shape[dim], ranks)
-    filled = torch.rand(shape, generator=generator).mul_(SPREAD).to(device, item.dtype)
-    return nn.Parameter(filled, requires_grad=item.trainable)
 
 
 def function_of(graph: fx.Graph) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -201,8 +191,8 @@ def function_of(graph: fx.Graph) -> Callable[[torch.Tensor], torch.Tensor]:
     module = fx.GraphModule(nn.Module(), graph)
 
     def logits(y: torch.Tensor) -> torch.Tensor:
-        found = module(y)
-        tensor: torch.Tensor = found[0] if isinstance(found, list | tuple) else found
+        result = module(y)
+        tensor: torch.Tensor = result[0] if isinstance(result, list | tuple) else result
         return tensor
 
     return logits

@@ -79,9 +79,9 @@ def wait_of(asked: Asked) -> float | None:
     Raises LaunchError where the processes cannot be started.
     """
     for _ in range(TRIES):
-        found = typical(rounds_of(asked))
-        if found is not None:
-            return found
+        seconds = typical(rounds_of(asked))
+        if seconds is not None:
+            return seconds
     _log.warning("others use the cores: the time of an %s is the cost model's", asked.action)
     return None
 

@@ -142,9 +142,9 @@ def _seconds(
     """The median time on rank 0, which decides how often all ranks call."""
 
     def agreed(seconds: float) -> float:
-        told = torch.tensor([seconds], dtype=torch.float64, device=machine.device)
-        dist.broadcast(told, src=0)
-        return float(told)
+        shared = torch.tensor([seconds], dtype=torch.float64, device=machine.device)
+        dist.broadcast(shared, src=0)
+        return float(shared)
 
     takes_part = machine.rank in exchange.ranks
     call = _call(exchange, machine, group) if takes_part else lambda: None

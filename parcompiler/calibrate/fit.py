@@ -54,11 +54,14 @@ def fit(
     """The device; what was not measured is that of `like`. `nominal` takes its peaks as well."""
     overheads = {one.work.name: one.seconds / one.counted.kernels for one in measured}
     lone = overheads.get(LONE, 0.0)
-    found = [rate for one in measured if (rate := _rate(one, lone)) is not None]
-    arithmetic = [rate for rate in found if rate.kind != COPY]
+    rates = [rate for one in measured if (rate := _rate(one, lone)) is not None]
+    arithmetic = [rate for rate in rates if rate.kind != COPY]
+    copies = [rate for rate in rates if rate.kind == COPY]
     peaks = _peaks(arithmetic, like, nominal)
-    copies = [rate for rate in found if rate.kind == COPY]
-    bandwidth = _bandwidth(copies, like, nominal)
+    bandwidth = like.memory_bandwidth
+    if copies:
+        longest = max(copies, key=lambda rate: rate.size).rate  # which no cache holds
+        bandwidth = max(longest, bandwidth) if nominal else longest
     efficiency = _efficiency(arithmetic, copies, peaks, bandwidth, like.efficiency)
     link = exchanged.link("link") or like.link
     collectives = tuple(
@@ -75,7 +78,7 @@ def fit(
         network=exchanged.link("network") or like.network,
         devices_per_node=machine.devices_per_node,
     )
-    return dataclasses.replace(device, sources=_sources(device, like, machine, found, exchanged))
+    return dataclasses.replace(device, sources=_sources(device, like, machine, rates, exchanged))
 
 
 def _rate(one: WorkTime, lone: float) -> Rate | None:
@@ -92,21 +95,13 @@ def _rate(one: WorkTime, lone: float) -> Rate | None:
 
 def _peaks(rates: Sequence[Rate], like: Device, nominal: bool) -> dict[str, float]:
     """The peak by dtype: the fastest of all; that of `like` where nothing was measured."""
-    peaks = {rate.dtype: 0.0 for rate in rates}
+    peaks: dict[str, float] = {}
     for rate in rates:
-        peaks[rate.dtype] = max(peaks[rate.dtype], rate.rate)
+        peaks[rate.dtype] = max(peaks.get(rate.dtype, 0.0), rate.rate)
     for dtype, peak in like.flops:
         if nominal or dtype not in peaks:
             peaks[dtype] = max(peak, peaks.get(dtype, 0.0))
     return peaks
-
-
-def _bandwidth(copies: Sequence[Rate], like: Device, nominal: bool) -> float:
-    """The peak memory bandwidth: that of the longest copy, which no cache holds."""
-    if not copies:
-        return like.memory_bandwidth
-    longest = max(copies, key=lambda rate: rate.size).rate
-    return max(longest, like.memory_bandwidth) if nominal else longest
 
 
 def _efficiency(
@@ -143,14 +138,14 @@ def _points(rates: Iterable[Rate]) -> tuple[tuple[float, float], ...]:
 
 def _others(curves: Sequence[Curve]) -> list[Curve]:
     """What an operator without a curve of its own reaches: the median of those that have one."""
-    found = []
+    others = []
     for dtype in sorted({curve.dtype for curve in curves}):
-        own = [one for one in curves if one.dtype == dtype and one.kind.startswith("aten.")]
-        sizes = sorted({size for curve in own for size, _ in curve.points})
-        points = [(size, statistics.median(curve.at(size) for curve in own)) for size in sizes]
-        if points:
-            found.append(Curve("other", dtype, tuple(points)))
-    return found
+        operators = [c for c in curves if c.dtype == dtype and c.kind.startswith("aten.")]
+        sizes = sorted({size for curve in operators for size, _ in curve.points})
+        points = ((size, statistics.median(c.at(size) for c in operators)) for size in sizes)
+        if operators:
+            others.append(Curve("other", dtype, tuple(points)))
+    return others
 
 
 def _sources(
@@ -167,15 +162,15 @@ def _sources(
 
     fastest = "the fastest of products, attention and convolutions"
     known = dict(like.flops)
-    found = [
+    sources = [
         of(f"flops.{dtype}", dtype in dtypes and known.get(dtype) != peak, fastest)
         for dtype, peak in device.flops
     ]
     copied = COPY in kinds
     largest = "the largest size of each dtype, the median"
-    found += [of(f"efficiency.{kind}", kind in kinds, largest) for kind in KINDS]
+    sources += [of(f"efficiency.{kind}", kind in kinds, largest) for kind in KINDS]
     small = any(kind.startswith("aten.") for kind in kinds)
-    found += [
+    sources += [
         of("efficiency.other", small, "the largest size of each dtype, operators' median"),
         of("efficiency.bandwidth", copied, "the longest copy"),
         of("memory_bandwidth", copied and device.memory_bandwidth != like.memory_bandwidth,
@@ -186,9 +181,9 @@ def _sources(
         ("devices_per_node", f"{machine.model}: counted"),
     ]  # fmt: skip
     if device.efficiency.curves:
-        found.append(("efficiency.curves", f"{here}: by size, without launching"))
+        sources.append(("efficiency.curves", f"{here}: by size, without launching"))
     fabric = f"measured on {machine.fabric}: messages of growing sizes between two ranks"
     for place in ("link", "network"):
         for figure in (f"{place}.latency", f"{place}.bandwidth"):
-            found.append((figure, fabric) if exchanged.link(place) else of(figure, False, ""))
-    return tuple(found)
+            sources.append((figure, fabric) if exchanged.link(place) else of(figure, False, ""))
+    return tuple(sources)

@@ -49,8 +49,8 @@ class Machine:
 
     def clock(self) -> float:
         """The time in s; of one thread of a CPU only what it runs, whatever else the CPU does."""
-        own = self.kind == "cpu" and self.threads == 1
-        return time.thread_time() if own else time.perf_counter()
+        one_thread = self.kind == "cpu" and self.threads == 1
+        return time.thread_time() if one_thread else time.perf_counter()
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was told."""

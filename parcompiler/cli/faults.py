@@ -34,7 +34,9 @@ def code_of(error: BaseException, settings: Settings) -> int:
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, ReaderGoneError | BrokenPipeError):
-        return _closed()
+        # What is still buffered would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     if settings.debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     for line in _lines(error):
@@ -65,10 +67,3 @@ def _lines(error: BaseException) -> list[str]:
 def _notes(error: BaseException | None) -> list[str]:
     """What was added to an error on its way."""
     return list(getattr(error, "__notes__", ()))
-
-
-def _closed() -> int:
-    """The reader of a pipe went away, as `head` does: nobody is left to tell."""
-    # What is still buffered would raise again when Python ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DONE

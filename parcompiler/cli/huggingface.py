@@ -75,19 +75,14 @@ def _refusal(name: str, value: Any) -> str | None:
     plain = name.removeprefix("_")
     if plain in ("auto_map", "trust_remote_code", "use_kernels", "kernel_config") and value:
         return "loads code that is not in transformers: remove it to take the model as it is there"
-    if plain.endswith("_implementation") and any("/" in text for text in _texts(value)):
+    texts = value.values() if isinstance(value, dict) else [value]  # of each part of the model
+    if plain.endswith("_implementation") and any("/" in text for text in map(str, texts)):
         return "loads a kernel from a repository: write 'sdpa' or 'eager'"
     if plain in ("quantization_config", "load_in_4bit", "load_in_8bit") and value:
         return "keeps weights in a few bits, which cannot be trained: remove it"
     if COUNTS.fullmatch(plain) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
         return f"must be from 0 to {MOST_LAYERS:,}"
     return None
-
-
-def _texts(value: Any) -> list[str]:
-    """The text of a field, or of each part of the model."""
-    values = value.values() if isinstance(value, dict) else [value]
-    return [text for text in values if isinstance(text, str)]
 
 
 def _transformers() -> Any:
@@ -131,12 +126,9 @@ def _config(data: dict[str, Any], path: Path) -> Any:
 def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
     """The model, without values: of the class in `architectures`, if that has a loss."""
     library = _transformers()
-    kind: Any = None
-    for name in data.get("architectures") or ():
-        found = getattr(library, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, nn.Module) and _trains(found):
-            kind = found
-            break
+    names = (name for name in data.get("architectures") or () if isinstance(name, str))
+    kinds = (getattr(library, name, None) for name in names)
+    kind: Any = next((kind for kind in kinds if _trains(kind)), None)
     if kind is None:
         mapping = library.MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in mapping:
@@ -156,8 +148,10 @@ def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
     return model
 
 
-def _trains(kind: type[nn.Module]) -> bool:
-    """Whether a model turns tokens and labels into a loss."""
+def _trains(kind: object) -> bool:
+    """Whether this is a class of models that turn tokens and labels into a loss."""
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        return False
     return {"input_ids", "labels"} <= inspect.signature(kind.forward).parameters.keys()
 
 
@@ -171,10 +165,10 @@ def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> d
     length = int(min(limit, LONGEST)) if sequence is None else sequence
     tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
     by_row = type(model).__name__.endswith(CLASSIFIES_ROWS)
-    found: dict[str, Any] = {"input_ids": tokens, "labels": tokens[:, 0] if by_row else tokens}
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens[:, 0] if by_row else tokens}
     if "use_cache" in inspect.signature(model.forward).parameters:
-        found["use_cache"] = False  # of no use in training
-    return found
+        inputs["use_cache"] = False  # of no use in training
+    return inputs
 
 
 def _first_line(error: Exception) -> str:

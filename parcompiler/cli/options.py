@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,99 +72,78 @@ pictures = _together(
     ),
 )
 
-# The model and everything that decides about its plan.
+# The model, and everything that decides about its plan: option, type, help.
+_PLANNING: tuple[tuple[str, Any, str], ...] = (
+    ("--mesh", words.MESH,
+     "Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
+     "out is 1. auto weighs all meshes of --nodes of --devices-per-node. Needed, unless "
+     "--plan says it."),
+    ("--nodes", COUNT,
+     "Nodes of the cluster, for --mesh auto. Default: 1."),
+    ("--devices-per-node", COUNT,
+     "Devices of a node, for --mesh auto. Default: as many as the device's file "
+     "says, 8 for most."),
+    ("--device", words.DEVICE,
+     f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
+     "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
+     "h100,h100,l40s. Default: cpu."),
+    ("--microbatches", COUNT,
+     "Micro-batches of a step, on each data rank. More of them keep a pipeline "
+     "busier. Default: 4 for each pipeline rank. With --mesh auto: of all devices "
+     "together, shared by the data ranks. Default then: 4 for each device."),
+    ("--microbatch", words.ROWS,
+     "With --mesh auto: also weigh micro-batches of these many rows, in so many of "
+     "them that a step has the same rows; auto are 1, 2, 4, 8 and so on. Default: "
+     "given, the rows of the model's inputs."),
+    ("--schedule", words.listed("NAME|FILE", words.SCHEDULES),
+     f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
+     "auto is the fastest that fits, search finds an order for this model."),
+    ("--virtual-stages", COUNT,
+     "Stages on each rank, for --schedule interleaved."),
+    ("--vocabulary", words.listed("METHOD", words.VOCABULARY),
+     f"Where embedding and head are computed: {', '.join(words.VOCABULARY)}. "
+     "whole leaves them on one stage, the others spread them over the pipeline."),
+    ("--stages", words.STAGES,
+     "auto divides by predicted time and memory, even gives each stage equally "
+     "many layers; or the number of blocks of each."),
+    ("--recompute", words.RECOMPUTE,
+     "Which blocks run again in their backward instead of keeping activations: "
+     "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'."),
+    ("--shard", words.PIN,
+     "Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
+     "along dimension 0, R whole. May be repeated; the rest is decided."),
+    ("--precision", words.listed("NAME", words.PRECISIONS),
+     "fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
+     "own."),
+    ("--costs", words.listed("WORD", words.COSTS),
+     "Where the times of blocks come from: model (the device's figures), or "
+     "measured (each distinct block, the passes of a spread vocabulary and what tensor "
+     "ranks exchange are run on this machine). Default: model."),
+    ("--optimizer", words.listed("NAME", words.OPTIMIZERS),
+     f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
+     "Default: adamw."),
+    ("--plan", PATH,
+     "Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
+     "an exported folder. Options besides it must agree with it."),
+    ("--sequence", COUNT,
+     "Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
+     "the model, at most 2048."),
+    ("--rows", COUNT,
+     "Rows of a micro-batch, for hf: models. Default: 1."),
+)  # fmt: skip
+_PARAMETERS = {"--shard": ["pins"], "--plan": ["plan_path"]}  # where the name says too little
+
+
+def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
+    """An option of the table."""
+    metavar = "N" if kind is COUNT else "FILE" if kind is PATH else None
+    return click.option(
+        name, *_PARAMETERS.get(name, ()), type=kind, metavar=metavar, multiple=kind is words.PIN,
+        help=text,
+    )  # fmt: skip
+
+
 planning = _together(
     click.argument("model", metavar="MODEL", type=words.listed("MODEL", ())),
-    click.option(
-        "--mesh", type=words.MESH,
-        help="Ranks along each axis, such as pipeline=4,tensor=2,data=2; an axis left "
-        "out is 1. auto weighs all meshes of --nodes of --devices-per-node. Needed, unless "
-        "--plan says it.",
-    ),
-    click.option(
-        "--nodes", type=COUNT, metavar="N",
-        help="Nodes of the cluster, for --mesh auto. Default: 1.",
-    ),
-    click.option(
-        "--devices-per-node", type=COUNT, metavar="N",
-        help="Devices of a node, for --mesh auto. Default: as many as the device's file "
-        "says, 8 for most.",
-    ),
-    click.option(
-        "--device", type=words.DEVICE,
-        help=f"What every rank is: {', '.join(words.devices())}, or a JSON file with the "
-        "figures of another (pc.Device). Or one for each pipeline coordinate, such as "
-        "h100,h100,l40s. Default: cpu.",
-    ),
-    click.option(
-        "--microbatches", type=COUNT, metavar="N",
-        help="Micro-batches of a step, on each data rank. More of them keep a pipeline "
-        "busier. Default: 4 for each pipeline rank. With --mesh auto: of all devices "
-        "together, shared by the data ranks. Default then: 4 for each device.",
-    ),
-    click.option(
-        "--microbatch", type=words.ROWS,
-        help="With --mesh auto: also weigh micro-batches of these many rows, in so many of "
-        "them that a step has the same rows; auto are 1, 2, 4, 8 and so on. Default: "
-        "given, the rows of the model's inputs.",
-    ),
-    click.option(
-        "--schedule", type=words.listed("NAME|FILE", words.SCHEDULES),
-        help=f"{', '.join(words.SCHEDULES)}; or a CSV of torch.distributed.pipelining. "
-        "auto is the fastest that fits, search finds an order for this model.",
-    ),
-    click.option(
-        "--virtual-stages", type=COUNT, metavar="N",
-        help="Stages on each rank, for --schedule interleaved.",
-    ),
-    click.option(
-        "--vocabulary", type=words.listed("METHOD", words.VOCABULARY),
-        help=f"Where embedding and head are computed: {', '.join(words.VOCABULARY)}. "
-        "whole leaves them on one stage, the others spread them over the pipeline.",
-    ),
-    click.option(
-        "--stages", type=words.STAGES,
-        help="auto divides by predicted time and memory, even gives each stage equally "
-        "many layers; or the number of blocks of each.",
-    ),
-    click.option(
-        "--recompute", type=words.RECOMPUTE,
-        help="Which blocks run again in their backward instead of keeping activations: "
-        "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'.",
-    ),
-    click.option(
-        "--shard", "pins", type=words.PIN, multiple=True,
-        help="Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
-        "along dimension 0, R whole. May be repeated; the rest is decided.",
-    ),
-    click.option(
-        "--precision", type=words.listed("NAME", words.PRECISIONS),
-        help="fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
-        "own.",
-    ),
-    click.option(
-        "--costs", type=words.listed("WORD", words.COSTS),
-        help="Where the times of blocks come from: model (the device's figures), or "
-        "measured (each distinct block, the passes of a spread vocabulary and what tensor "
-        "ranks exchange are run on this machine). Default: model.",
-    ),
-    click.option(
-        "--optimizer", type=words.listed("NAME", words.OPTIMIZERS),
-        help=f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
-        "Default: adamw.",
-    ),
-    click.option(
-        "--plan", "plan_path", type=PATH, metavar="FILE",
-        help="Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
-        "an exported folder. Options besides it must agree with it.",
-    ),
-    click.option(
-        "--sequence", type=COUNT, metavar="N",
-        help="Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
-        "the model, at most 2048.",
-    ),
-    click.option(
-        "--rows", type=COUNT, metavar="N",
-        help="Rows of a micro-batch, for hf: models. Default: 1.",
-    ),
-)  # fmt: skip
+    *starmap(_option, _PLANNING),
+)

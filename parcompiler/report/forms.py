@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-
 from parcompiler.report import data
 from parcompiler.report.data import ReportData
 from parcompiler.report.names import numbers
@@ -50,19 +47,15 @@ def forms_of(costs: Costs) -> tuple[data.Form, ...]:
     stages: dict[Forms, list[int]] = {}
     for j, forms in enumerate(costs.named_stages):
         stages.setdefault(forms, []).append(j)
-    found = [_forms(name, costs.blocks[name], own, WHAT) for name, own in costs.named.items()]
+    parts = [(name, costs.blocks[name], forms, WHAT) for name, forms in costs.named.items()]
     for forms, places in stages.items():
-        name = f"stage{'s' * (len(places) > 1)} {numbers(places)}"
-        found.append(_forms(name, 0, forms, OF_STAGES))
-    return tuple(itertools.chain(*found))
-
-
-def _forms(name: str, blocks: int, forms: Forms, what: Mapping[str, str]) -> Iterator[data.Form]:
-    """Those that are not 0."""
-    for field, said in what.items():
-        value = getattr(forms, field)
-        if value != 0:
-            yield data.Form(name, blocks, said, str(value))
+        parts.append((f"stage{'s' * (len(places) > 1)} {numbers(places)}", 0, forms, OF_STAGES))
+    return tuple(
+        data.Form(name, blocks, what, str(value))
+        for name, blocks, forms, fields in parts
+        for field, what in fields.items()
+        if (value := getattr(forms, field)) != 0
+    )
 
 
 def symbols(report: ReportData) -> Table:

@@ -210,11 +210,6 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     return tuple(figures)
 
 
-def ranks(timeline: Timeline) -> tuple[data.Rank, ...]:
-    """How idle and how full each rank is."""
-    return tuple(map(data.Rank, timeline.bubble, timeline.peak_memory))
-
-
 def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
     """What goes between stages, by the stage it leaves; not what the vocabulary gives or takes."""
     cheaper = {name for node, name in lowered.variables.items() if node.name in (plan.sent or ())}

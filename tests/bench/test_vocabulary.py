@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompiler.bench import vocabulary
-from parcompiler.bench.vocabulary import HeadPasses, LookupPasses, time_passes
+from parcompiler.bench.vocabulary import HeadPasses, LookupPasses, RandomData, time_passes
 from parcompiler.capture import capture
 from parcompiler.cost import times
 from parcompiler.graph import Graph, Head, Lookup
@@ -38,14 +38,15 @@ def layers(graph: Graph) -> tuple[Head, Lookup]:
 
 def eager(passes: HeadPasses, head: Head) -> Tensor:
     """The loss of the micro-batch, for one rank that has all rows."""
-    own = passes.own
-    logits = F.linear(passes.x, own.weight, None if own.bias is None else own.bias.view(-1))
+    rows = passes.head
+    bias = None if rows.bias is None else rows.bias.view(-1)
+    logits = F.linear(passes.x, rows.weight, bias)
     if head.logits is not None:
         logits = vocabulary.function_of(head.logits)(logits)
     found = F.cross_entropy(
         logits,
         passes.targets,
-        own.class_weight if head.class_weight else None,
+        rows.class_weight if head.class_weight else None,
         ignore_index=head.ignore_index,
         label_smoothing=head.label_smoothing,
         reduction=head.reduction,
@@ -60,10 +61,10 @@ def test_the_passes_of_one_rank_with_all_rows_are_those_of_the_loss(
 ) -> None:
     graph = spread(ending, 1)
     head, _ = layers(graph)
-    passes = HeadPasses(graph, head, 1, method, CPU, torch.Generator().manual_seed(0))
+    passes = HeadPasses(RandomData(graph, 1, CPU), head, method)
     passes.sample(time.perf_counter)
-    held = [item for item in (passes.own.weight, passes.own.bias) if isinstance(item, nn.Parameter)]
-    trained = [item for item in held if item.requires_grad]
+    held = (passes.head.weight, passes.head.bias)
+    trained = [item for item in held if isinstance(item, nn.Parameter) and item.requires_grad]
     wanted = torch.autograd.grad(eager(passes, head), trained)
     for item, gradient in zip(trained, wanted, strict=True):
         assert item.grad is not None
@@ -73,7 +74,7 @@ def test_the_passes_of_one_rank_with_all_rows_are_those_of_the_loss(
 def test_a_lookup_adds_to_its_own_rows() -> None:
     graph = spread("plain", 2)
     _, item = layers(graph)
-    passes = LookupPasses(graph, item, 2, CPU, torch.Generator().manual_seed(0))
+    passes = LookupPasses(RandomData(graph, 2, CPU), item)
     passes.sample(time.perf_counter)
     assert passes.weight.grad is not None
     assert passes.weight.shape[0] == V // 2
