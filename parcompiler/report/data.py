@@ -118,7 +118,7 @@ class VocabularyTable:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyPass:
+class PassTime:
     """What every rank does for the vocabulary, or a collective between them: seconds for one
     micro-batch."""
 
@@ -137,7 +137,7 @@ class VocabularySplit:
     tables: tuple[VocabularyTable, ...] = ()
     kept: tuple[str, ...] = ()
     weighed: tuple[Method, ...] = ()
-    passes: tuple[VocabularyPass, ...] = ()
+    passes: tuple[PassTime, ...] = ()
     state: int = 0
 
 
@@ -193,7 +193,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StageFigures:
+class StageSummary:
     """A stage and what one micro-batch costs there.
 
     `state` is what its parameters occupy with gradients, optimizer and older versions,
@@ -330,7 +330,7 @@ class ReportData:
     search: Solver | None
     weighed: tuple[Weighed, ...]
     step: PredictedStep
-    stages: tuple[StageFigures, ...]
+    stages: tuple[StageSummary, ...]
     ranks: tuple[Rank, ...]
     values: tuple[SentValue, ...]
     recomputed: tuple[Recomputed, ...]

@@ -140,7 +140,7 @@ def step(
 
 def stages(
     lowered: Lowered, priced: Priced, costs: Sequence[StageCost]
-) -> tuple[data.StageFigures, ...]:
+) -> tuple[data.StageSummary, ...]:
     """The stages and what one micro-batch costs on each."""
     names = [block.name for block in priced.cut.blocks]
     traced = dict(zip(names, priced.costs, strict=True))
@@ -152,12 +152,12 @@ def stages(
 
 def _stage(
     lowered: Lowered, stage: Stage, traced: Mapping[str, BlockCost], cost: StageCost
-) -> data.StageFigures:
+) -> data.StageSummary:
     """One stage."""
     blocks = tuple(call.block.name for call in stage.calls)
     tensors = [lowered.graph.by_name[name] for name in stage.tensors]
     parameters = [item for item in tensors if not item.buffer]
-    return data.StageFigures(
+    return data.StageSummary(
         rank=stage.rank,
         blocks=blocks,
         parameters=sum(item.numel for item in parameters),
@@ -345,7 +345,7 @@ def vocabulary(
         tables=tuple(_tables(lowered)),
         kept=choice.kept,
         weighed=choice.weighed or (),
-        passes=tuple(data.VocabularyPass(name, time) for name, time in seconds.items() if time),
+        passes=tuple(data.PassTime(name, time) for name, time in seconds.items() if time),
         state=cost.resident if cost else 0,
     )
 

@@ -61,13 +61,6 @@ def for_stdout(report: ReportData) -> str:
     return _drawn(console, report, ascii_only=ascii_only).removesuffix("\n")
 
 
-def recorded(report: ReportData, width: int) -> Console:
-    """A console that has drawn the report and can export it."""
-    console = _console(width, record=True)
-    _drawn(console, report, ascii_only=False)
-    return console
-
-
 def _console(width: int, **options: Any) -> Console:
     """A console that writes into memory and asks nothing of the environment."""
     return Console(
@@ -91,10 +84,12 @@ def _drawn(console: Console, report: ReportData, *, ascii_only: bool) -> str:
             console.print()
         console.print(_text(Cell(section.title, "strong"), ascii_only))
         if isinstance(section, Drawing):
-            console.print(Padding(_lines(section), (0, 0, 0, INDENT), expand=False))
-            continue
-        for part in _parts(section, console.width - INDENT):
-            console.print(Padding(_grid(part, ascii_only), (0, 0, 0, INDENT), expand=False))
+            lines = (Text.assemble(*line, no_wrap=True, overflow="crop") for line in section.lines)
+            parts: list[Group | Grid] = [Group(*lines)]
+        else:
+            parts = [_grid(part, ascii_only) for part in _parts(section, console.width - INDENT)]
+        for part in parts:
+            console.print(Padding(part, (0, 0, 0, INDENT), expand=False))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -145,11 +140,6 @@ def _grid(table: Table, ascii_only: bool) -> Grid:
     for row in table.rows:
         grid.add_row(*(_text(cell, ascii_only) for cell in row))
     return grid
-
-
-def _lines(drawing: Drawing) -> Group:
-    """The lines of a drawing."""
-    return Group(*(Text.assemble(*line, no_wrap=True, overflow="crop") for line in drawing.lines))
 
 
 def _text(cell: Cell, ascii_only: bool) -> Text:

@@ -13,7 +13,7 @@ from parcompiler.passes import DEFAULT, OrderPass
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
-from parcompiler.report.web.memory import memory
+from parcompiler.report.web.charts import memory
 from tests import zoo
 
 CPU = device("cpu")

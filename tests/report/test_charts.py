@@ -15,13 +15,12 @@ from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.report import Report, sections
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import Level, MeasuredStep, StepEvent, Trail
+from parcompiler.report.overview import tiles
 from parcompiler.report.table import Table, number, table, words
 from parcompiler.report.units import BYTES
-from parcompiler.report.web import colors, memory, timeline
-from parcompiler.report.web.figure import unit
-from parcompiler.report.web.matrix import traffic
+from parcompiler.report.web import charts, colors, timeline
+from parcompiler.report.web.charts import traffic, unit
 from parcompiler.report.web.pages import figures, page
-from parcompiler.report.web.summary import tiles
 from tests.report.programs import odd, small_gpt, small_t5
 from tests.report.test_report import slower
 
@@ -125,8 +124,8 @@ def test_very_many_instructions_become_one_picture_a_rank() -> None:
 
 def test_the_curve_of_memory_keeps_its_peaks() -> None:
     report = crowded()
-    lines = memory.memory(report).data
-    assert len(lines[0]["x"]) <= memory.MOST + 2
+    lines = charts.memory(report).data
+    assert len(lines[0]["x"]) <= charts.MOST + 2
     peak = max(level.nbytes for level in report.trail.memory[0])
     scale = unit(max(rank.peak_memory for rank in report.ranks), BYTES)[0]
     assert max(lines[0]["y"]) == pytest.approx(peak / scale, rel=1e-6)
@@ -134,11 +133,11 @@ def test_the_curve_of_memory_keeps_its_peaks() -> None:
 
 def test_the_limit_is_drawn_where_it_is_near_and_said_where_it_is_far() -> None:
     near, far = limited(2**22), limited(2**40)
-    assert memory.memory(near).layout["shapes"]
-    assert memory.memory(near).data[-1]["name"] == "limit 4 MiB"
-    assert memory.said(near) == "Rank 0 fills its memory the most: 4.50 MiB of 4 MiB."
-    assert memory.memory(far).layout["shapes"] == []
-    assert memory.said(far).endswith("4.50 MiB of 1 TiB; the limit is far above this chart.")
+    assert charts.memory(near).layout["shapes"]
+    assert charts.memory(near).data[-1]["name"] == "limit 4 MiB"
+    assert charts.fullest(near) == "Rank 0 fills its memory the most: 4.50 MiB of 4 MiB."
+    assert charts.memory(far).layout["shapes"] == []
+    assert charts.fullest(far).endswith("4.50 MiB of 1 TiB; the limit is far above this chart.")
 
 
 def test_the_matrix_counts_every_message_with_its_bytes() -> None:
@@ -186,14 +185,20 @@ def test_too_much_memory_is_an_alarm(limit: int, style: str, note: str) -> None:
     assert (tile.style, tile.note) == (style, note)
 
 
+def contrast(first: str, second: str) -> float:
+    """How well one colour is read on another, from 1 to 21 (WCAG 2.2, contrast ratio)."""
+    dark, light = sorted(map(colors.luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
 def test_colours_can_be_told_apart_and_text_on_them_read() -> None:
     for color in {*colors.STAGES, *colors.KINDS.values()}:
-        assert colors.contrast(color, colors.ink(color)) >= 4.5
+        assert contrast(color, colors.ink(color)) >= 4.5
         pale = colors.paler(color, timeline.PALEST)
-        assert colors.contrast(pale, colors.ink(pale)) >= 4.5
+        assert contrast(pale, colors.ink(pale)) >= 4.5
     assert len({*colors.STAGES}) == len(colors.STAGES)
     for first, second in itertools.pairwise((*colors.STAGES, colors.STAGES[0])):
-        assert colors.contrast(first, second) > 1.25, "also without any colour"
+        assert contrast(first, second) > 1.25, "also without any colour"
 
 
 def nothing_happens() -> Report:

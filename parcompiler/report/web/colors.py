@@ -5,8 +5,6 @@ can be read:
 
 >>> stage(0), ink(stage(0)), ink("#E69F00")
 ('#0072B2', '#ffffff', '#000000')
->>> round(contrast("#ffffff", "#000000"))
-21
 """
 
 from __future__ import annotations
@@ -53,17 +51,11 @@ def paler(color: str, white: float) -> str:
 
 
 def ink(color: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
-    return max(("#ffffff", "#000000"), key=lambda other: (contrast(color, other), other))
+    """Black or white, whichever has the higher contrast ratio (WCAG 2.2) to a colour."""
+    return "#000000" if (luminance(color) + 0.05) ** 2 > 1.05 * 0.05 else "#ffffff"
 
 
-def contrast(first: str, second: str) -> float:
-    """How well one colour is read on another, from 1 to 21 (WCAG 2.2, contrast ratio)."""
-    dark, light = sorted(map(_luminance, (first, second)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(color: str) -> float:
+def luminance(color: str) -> float:
     """The relative luminance of a colour `#rrggbb` (WCAG 2.2)."""
     parts = (int(color[k : k + 2], 16) / 255 for k in (1, 3, 5))
     linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)

@@ -22,12 +22,10 @@ from plotly.offline import get_plotlyjs
 from parcompiler.report import sections
 from parcompiler.report.data import ReportData
 from parcompiler.report.names import clean, ranges
-from parcompiler.report.overview import title
+from parcompiler.report.overview import subtitle, tiles, title
 from parcompiler.report.table import Table
 from parcompiler.report.units import BYTES, COUNT, SECONDS, percent, quantity, ratio
-from parcompiler.report.web import colors, memory, summary, timeline
-from parcompiler.report.web.figure import Figure
-from parcompiler.report.web.matrix import matrix
+from parcompiler.report.web import charts, colors, timeline
 
 HALF = 84  # letters in half the width of the page; a table that needs more has all of it
 LONG = 28  # letters of a column whose texts are wrapped
@@ -41,7 +39,7 @@ def page(report: ReportData) -> str:
         figures={name: asdict(figure) for name, figure in figures(report).items()},
         plotly=Markup(get_plotlyjs()),
         is_picture=timeline.is_picture(report),
-        memory_said=memory.said(report),
+        memory_said=charts.fullest(report),
         groups=[*sections.tables(report)],
         alternatives=sections.ALTERNATIVES,
         best=ratio(1.0),
@@ -55,15 +53,15 @@ def fragment(report: ReportData) -> str:
     return template.render(**_said(report), facts=make(report))
 
 
-def figures(report: ReportData) -> dict[str, Figure]:
+def figures(report: ReportData) -> dict[str, charts.Figure]:
     """The charts by the name of their place in the page."""
-    charts = {
+    made = {
         "predicted": timeline.predicted(report),
         "measured": timeline.measured(report),
-        "memory": memory.memory(report),
-        "traffic": matrix(report),
+        "memory": charts.memory(report),
+        "traffic": charts.matrix(report),
     }
-    return {name: figure for name, figure in charts.items() if figure is not None}
+    return {name: figure for name, figure in made.items() if figure is not None}
 
 
 def _said(report: ReportData) -> dict[str, Any]:
@@ -71,8 +69,8 @@ def _said(report: ReportData) -> dict[str, Any]:
     return {
         "report": report,
         "title": title(report),
-        "subtitle": summary.subtitle(report),
-        "tiles": [*summary.tiles(report)],
+        "subtitle": subtitle(report),
+        "tiles": [*tiles(report)],
     }
 
 

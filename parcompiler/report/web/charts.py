@@ -1,18 +1,128 @@
-"""The memory of each rank over the step, and the limit of the device."""
+"""Charts as plotly.js draws them: traces and a layout, plain JSON without the colours of a page.
+
+Here are the memory of ranks and the messages between them; the step is drawn in `timeline`. Nothing
+imports plotly: the page carries plotly.js, and the tests hold the charts against the schema of the
+package.
+"""
 
 from __future__ import annotations
 
+import html
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from parcompiler.instruction import Kind
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import Level
-from parcompiler.report.units import BYTES, SECONDS, quantity
+from parcompiler.report.names import clean
+from parcompiler.report.units import BYTES, SECONDS, Scale, quantity
 from parcompiler.report.web.colors import RED, line
-from parcompiler.report.web.figure import Figure, shown, unit
 
+DIGITS = 7
+NAMED = 12  # more ranks than these leave no room for figures in the matrix
 MOST = 1200  # points of a rank; a screen has no more columns
 NEAR = 2.0  # a limit farther above the peak than this would press all lines to the ground
 DASHES = ("solid", "dash", "dot", "dashdot")  # a rank and the one with its colour differ in these
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Traces and layout, after plotly.js's reference."""
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def unit(largest: float, scale: Scale) -> tuple[float, str]:
+    """The unit in which a person would read figures up to `largest`, and its sign.
+
+    >>> unit(0.0034, ((1e-3, "ms"), (1.0, "s")))
+    (0.001, 'ms')
+    """
+    return next((pair for pair in reversed(scale) if largest >= pair[0]), scale[0])
+
+
+def shown(value: float) -> float:
+    """A number as exact as an eye can be, which keeps a page small."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def escaped(name: str) -> str:
+    """A name as plotly.js shows it: it reads some HTML in texts, and a name must not be it.
+
+    >>> escaped("<b>x</b>")
+    '&lt;b&gt;x&lt;/b&gt;'
+    """
+    return html.escape(clean(name), quote=False)
+
+
+def axis_of_ranks(ranks: int, word: str = "rank ") -> dict[str, Any]:
+    """An axis with a row for each rank, the first at the top; every second is named if many are."""
+    step = 1 if ranks <= 32 else 1 + ranks // 32
+    numbers = [*range(0, ranks, step)]
+    return {
+        "range": [ranks - 0.5, -0.5],
+        "tickvals": numbers,
+        "ticktext": [f"{word}{rank}" for rank in numbers],
+        "showgrid": False,
+        "zeroline": False,
+        "fixedrange": True,
+    }
+
+
+def matrix(report: ReportData) -> Figure | None:
+    """Cells as dark as much is sent; None where nothing is."""
+    sent, ranks = traffic(report), range(len(report.ranks))
+    if not sent:
+        return None
+    texts = [
+        [quantity(sent[source, to], BYTES) if sent[source, to] else "" for to in ranks]
+        for source in ranks
+    ]
+    hover = [
+        [f"rank {source} to rank {to}: {text or 'nothing'}" for to, text in enumerate(row)]
+        for source, row in enumerate(texts)
+    ]
+    down = axis_of_ranks(len(ranks), "")
+    across = {**down, "range": down["range"][::-1], "side": "top"}
+    size = max(22, min(64, 520 // len(ranks)))
+    trace = {
+        "type": "heatmap",
+        "z": [[sent[source, to] or None for to in ranks] for source in ranks],
+        "text": texts,
+        "texttemplate": "%{text}" if len(ranks) <= NAMED else "",
+        "textfont": {"size": 11},
+        "hovertext": hover,
+        "hoverinfo": "text",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        "zmin": 0,
+        "zmax": max(sent.values()) or 1,
+        "showscale": False,
+    }
+    layout = {
+        "height": 70 + len(ranks) * size,
+        "xaxis": {**across, "title": {"text": "receiving rank", "standoff": 6}},
+        "yaxis": {**down, "title": {"text": "sending rank", "standoff": 6}},
+        "margin": {"t": 52, "l": 52, "b": 14},
+    }
+    return Figure([trace], layout)
+
+
+def traffic(report: ReportData) -> Counter[tuple[int, int]]:
+    """Bytes that a rank sends to another in a step, values and their gradients."""
+    sizes = {value.name: value.nbytes for value in report.values}
+    sent: Counter[tuple[int, int]] = Counter()
+    for event in report.trail.events:
+        if event.kind is Kind.SEND:
+            line = event.instruction
+            assert line.peer is not None
+            assert line.value is not None
+            sent[event.rank, line.peer] += sizes.get(line.value, 0)
+    return sent
 
 
 def memory(report: ReportData) -> Figure:
@@ -82,7 +192,7 @@ def memory(report: ReportData) -> Figure:
     return Figure([*lines, *entries], layout)
 
 
-def said(report: ReportData) -> str:
+def fullest(report: ReportData) -> str:
     """What the chart cannot show: the limit, and how near the fullest rank comes."""
     peaks = [rank.peak_memory for rank in report.ranks]
     rank, _ = report.fullest
