@@ -26,7 +26,7 @@ COLUMNS = 128  # of the piece of a value, where it has as many
 
 
 def measure(job: dict[str, Any]) -> None:
-    """Take part in the rounds of a job (see `waits.Asked`), and write what this rank found."""
+    """Take part in the rounds of a job, a `waits.WaitQuery`, and write the times of this rank."""
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(f"{job['out']}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -50,7 +50,7 @@ def _round(work: Callable[[], None], value: torch.Tensor, verb: Verb) -> tuple[f
 
 
 def _work(axis: Axis, seconds: float) -> Callable[[], None]:
-    """As many products as take rank 0 so long alone; the same number on every rank."""
+    """As many products as take `seconds` on rank 0; every rank computes equally many."""
     matrices = [torch.randn(SIDE, SIDE) for _ in range(MATRICES)]
     rows = torch.randn(SIDE, SIDE)
 
@@ -67,7 +67,7 @@ def _work(axis: Axis, seconds: float) -> Callable[[], None]:
 
 
 def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
-    """What this rank holds, and the collective of the runtime that takes it."""
+    """A tensor of this rank, and the collective of the runtime to call on it."""
     dtype, n = getattr(torch, job["dtype"]), axis.size
     elements = job["nbytes"] / dtype.itemsize
     columns = n * max(1, min(COLUMNS, int(elements / n**2)))  # a rank may have a piece of each dim

@@ -1,4 +1,4 @@
-"""A device of this machine as the bench of a compilation: what was asked once is known."""
+"""A device of this machine as the bench of a compilation; measurements are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parcompiler.bench.vocabulary import time_passes
-from parcompiler.bench.waits import Asked, question, wait_of
+from parcompiler.bench.waits import WaitQuery, query_of, wait_of
 from parcompiler.calibrate.machine import cores
 from parcompiler.cost.operation import Operation
 from parcompiler.graph import Graph
@@ -20,7 +20,7 @@ class LocalBench:
     """Measures on `device`, for one model."""
 
     device: torch.device
-    _waits: dict[Asked, float | None] = field(default_factory=dict, repr=False, compare=False)
+    _waits: dict[WaitQuery, float | None] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[object, VocabularyTime] = field(default_factory=dict, repr=False, compare=False)
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
@@ -33,17 +33,17 @@ class LocalBench:
             return None
         total = 0.0
         for exchange in exchanges:
-            asked = question(exchange, between)
-            if asked not in self._waits:
-                self._waits[asked] = wait_of(asked)
-            seconds = self._waits[asked]
+            query = query_of(exchange, between)
+            if query not in self._waits:
+                self._waits[query] = wait_of(query)
+            seconds = self._waits[query]
             if seconds is None:
                 return None
             total += seconds
         return total
 
     def vocabulary(self, graph: Graph, ranks: int, method: str) -> VocabularyTime:
-        """What the passes take on one of `ranks` ranks that share the graph's vocabulary.
+        """The times of the passes on one of `ranks` ranks that share the graph's vocabulary.
 
         Raises whatever an operator raises that cannot run here.
         """

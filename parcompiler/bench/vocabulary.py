@@ -1,9 +1,9 @@
-"""What the passes of a spread vocabulary take on one rank: the runtime's own, on rows with data.
+"""Times of the passes of a spread vocabulary on one rank: the runtime's own, on random data.
 
-    S ─► (what ranks tell each other) ─► NORMALIZE ─► T        EMBED ─► EMBED_BACKWARD
+    S ─► (statistics of all ranks) ─► NORMALIZE ─► T        EMBED ─► EMBED_BACKWARD
 
-One micro-batch after another on the rows of the first rank, as if the others told the same as it;
-what goes between ranks is left out.
+One micro-batch after another on the rows of the first rank, as if all ranks had its statistics;
+collectives are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RandomData:
     """Random parameters and inputs of the first of `ranks` ranks, on a device."""
 
     def __init__(self, graph: Graph, ranks: int, device: torch.device) -> None:
-        """Data is always the same."""
+        """Seed the generator."""
         self.graph, self.ranks, self.device = graph, ranks, device
         self.generator = torch.Generator().manual_seed(0)
 
@@ -81,7 +81,7 @@ class HeadPasses:
     """S, NORMALIZE and T of one rank, micro-batch after micro-batch."""
 
     def __init__(self, data: RandomData, head: Head, method: str) -> None:
-        """Make what is read: rows, inputs, labels."""
+        """Make rows, inputs and labels."""
         self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", data.ranks
         self.head = passes.rows_of_head(_vocabulary(data, head))
         self.x = data.values(head.x).flatten(0, -2)
@@ -141,7 +141,7 @@ class LookupPasses:
     """EMBED and EMBED_BACKWARD of one embedding on one rank."""
 
     def __init__(self, data: RandomData, item: Lookup) -> None:
-        """Make what is read: rows, words, the gradient of what they become."""
+        """Make rows, words, and the gradient of their embeddings."""
         size = data.graph.by_name[item.weight].shape[0]
         self.weight = data.rows(item.weight, 0)
         self.rows = pieces.own_rows(size, data.ranks, 0)

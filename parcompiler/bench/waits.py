@@ -1,4 +1,4 @@
-"""What a tensor rank spends in a collective, measured among processes of this machine.
+"""Seconds that a tensor rank spends in a collective, measured among processes of this machine.
 
     rank 0   work ──────── exchange ┄┄┄ work ────────── exchange ┄
     rank 1   work ────────── exchange ┄ work ──────── exchange ┄┄┄
@@ -34,7 +34,7 @@ BETWEEN = 1e-4, 0.25  # s of work between two collectives: as short and as long 
 _log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class WaitQuery(NamedTuple):
     """A collective of `action` about `nbytes` in `dtype`, after `between` s of work on each rank.
 
     `nbytes` are those of the whole value.
@@ -54,17 +54,17 @@ class Round(NamedTuple):
     share: float
 
 
-def question(exchange: Operation, between: float) -> Asked:
-    """What is measured for an exchange; the work before it in powers of two, to ask less often.
+def query_of(exchange: Operation, between: float) -> WaitQuery:
+    """The query for an exchange; the work before it is a power of two, to measure less often.
 
     >>> import torch
     >>> sent = Operation("all-reduce", "exchange", 0.0, 1024.0, torch.float32, 2)
-    >>> question(sent, 0.0015)
-    Asked(action='all-reduce', nbytes=1024, dtype='float32', ranks=2, between=0.001953125)
+    >>> query_of(sent, 0.0015)
+    WaitQuery(action='all-reduce', nbytes=1024, dtype='float32', ranks=2, between=0.001953125)
     """
     whole = collective.whole(exchange.name, exchange.nbytes, exchange.ranks)
     shortest, longest = BETWEEN
-    return Asked(
+    return WaitQuery(
         action=exchange.name,
         nbytes=round(whole),
         dtype=str(exchange.dtype).removeprefix("torch."),
@@ -73,26 +73,26 @@ def question(exchange: Operation, between: float) -> Asked:
     )
 
 
-def wait_of(asked: Asked) -> float | None:
+def wait_of(query: WaitQuery) -> float | None:
     """Seconds of one collective; None, and a warning, where others leave no cores for it.
 
     Raises LaunchError where the processes cannot be started.
     """
     for _ in range(TRIES):
-        seconds = typical(rounds_of(asked))
+        seconds = typical(rounds_of(query))
         if seconds is not None:
             return seconds
-    _log.warning("others use the cores: the time of an %s is the cost model's", asked.action)
+    _log.warning("others use the cores: the time of an %s is the cost model's", query.action)
     return None
 
 
-def rounds_of(asked: Asked, seconds: float = SECONDS) -> list[list[Round]]:
+def rounds_of(query: WaitQuery, seconds: float = SECONDS) -> list[list[Round]]:
     """The rounds of each rank, for about `seconds` s. Raises LaunchError."""
     with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
-        message = {**asked._asdict(), "size": asked.ranks, "seconds": seconds, "out": folder}
-        messages = [message | {"rank": rank} for rank in range(asked.ranks)]
+        message = {**query._asdict(), "size": query.ranks, "seconds": seconds, "out": folder}
+        messages = [message | {"rank": rank} for rank in range(query.ranks)]
         pool().ask([{"exchange": one} for one in messages], PATIENCE + 10 * seconds)
-        texts = [(Path(folder) / f"{rank}.json").read_text("utf-8") for rank in range(asked.ranks)]
+        texts = [(Path(folder) / f"{rank}.json").read_text("utf-8") for rank in range(query.ranks)]
     return [[Round(*one) for one in json.loads(text)] for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""What is timed: products, attention, convolutions, copies and small operators, in many sizes.
+"""The works that are timed, in many sizes: products, attention, convolutions, copies and others.
 
 A ladder is climbed from its smallest size; a rung that would take too long ends it.
 """
@@ -29,7 +29,7 @@ Ladder = tuple[Workload, ...]  # in growing sizes
 
 
 def ladders(dtypes: Sequence[torch.dtype], most: int | None = None) -> Iterator[Ladder]:
-    """All that is measured on one device; at most `most` sizes of each, the smallest."""
+    """All works to measure on one device; at most `most` sizes of each, the smallest."""
     single = torch.float32
     yield (Workload(LONE, "other", single, ((1,), (1,)), torch.add),)
     yield (Workload(LAYER, "other", single, _layer_shapes(8, 16), _layer, gradients=True),)

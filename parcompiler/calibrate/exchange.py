@@ -41,7 +41,7 @@ class RankExchange:
 
     @property
     def key(self) -> str:
-        """What tells this from every other exchange."""
+        """Its name in the journal."""
         return f"{self.action} {self.place} {len(self.ranks)} ranks {self.nbytes}"
 
     @property
@@ -52,12 +52,12 @@ class RankExchange:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """What was measured: seconds of exchanges."""
+    """Measured seconds of exchanges."""
 
     seconds: tuple[tuple[RankExchange, float], ...] = ()
 
     def link(self, place: str) -> Link | None:
-        """What joins ranks of a node ("link") or nodes ("network"); None where not measured.
+        """The link of ranks in a node ("link") or of nodes ("network"); None where not measured.
 
         The shortest message gives the latency, the longest the bandwidth.
         """
@@ -84,7 +84,7 @@ class ExchangeTimes:
 
 
 def exchanges(machine: Machine, most: int | None = None) -> Iterator[RankExchange]:
-    """All that is measured among these ranks; at most `most` sizes of each, the smallest."""
+    """All exchanges to measure among these ranks; at most `most` sizes of each, the smallest."""
     sizes = SIZES[:most]
     here = machine.ranks_per_node
     if here > 1:
@@ -123,7 +123,7 @@ def measure_exchanges(
 
 @contextmanager
 def _started(machine: Machine) -> Iterator[None]:
-    """Have torch.distributed started; what the caller started stays."""
+    """Start torch.distributed, unless the caller has."""
     if dist.is_initialized():
         yield
         return

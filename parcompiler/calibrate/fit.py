@@ -137,7 +137,7 @@ def _points(rates: Iterable[Rate]) -> tuple[tuple[float, float], ...]:
 
 
 def _others(curves: Sequence[Curve]) -> list[Curve]:
-    """What an operator without a curve of its own reaches: the median of those that have one."""
+    """Curves for operators without one of their own: the medians of those that have one."""
     others = []
     for dtype in sorted({curve.dtype for curve in curves}):
         operators = [c for c in curves if c.dtype == dtype and c.kind.startswith("aten.")]

@@ -1,4 +1,4 @@
-"""The machine that is measured: what tells its measurements from those of another."""
+"""The machine that is measured, and the labels of its measurements."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """What measurements of operators depend on; those of another label are not reused."""
+        """Identifies the machine: measurements of operators with another label are not reused."""
         threads = f", threads: {self.threads}" if self.kind == "cpu" else ""
         return f"{self.model}{threads}, torch {torch.__version__}"
 
     @property
     def fabric(self) -> str:
-        """What measurements of messages depend on."""
+        """Identifies the machine for measurements of messages."""
         return f"{self.label}, ranks: {self.ranks}, on a node: {self.ranks_per_node}"
 
     def clock(self) -> float:
@@ -53,7 +53,7 @@ class Machine:
         return time.thread_time() if one_thread else time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
 

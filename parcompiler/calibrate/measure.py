@@ -167,7 +167,7 @@ def _bar(total: int, wanted: bool) -> Iterator[Step]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whenever the machine stops."""
+    """Replace a file at once, so that an interruption leaves the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""What `calibrate` is asked for, checked before anything starts."""
+"""The arguments of `calibrate`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUDA_DTYPES = (*DTYPES, "float16")  # a CPU has no kernels for it and would take
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """Where the file goes, what it says of the device, and what is measured how long."""
+    """The output, the device that it describes, and the dtypes and seconds of measurements."""
 
     output: Path
     name: str
@@ -46,7 +46,7 @@ def checked(
     dtypes: Sequence[str] | None,
     seconds: float,
 ) -> CalibrationRequest:
-    """The request, complete. Raises InputError for what cannot be."""
+    """The complete request. Raises InputError for impossible ones."""
     known = recognized(machine)
     basis = _basis(machine, known, like)
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
@@ -90,7 +90,7 @@ def recognized(machine: Machine) -> str | None:
 def _basis(
     machine: Machine, known: str | None, like: str | PathLike[str] | Device | None
 ) -> Device:
-    """The device that stands for what is not measured."""
+    """The device whose figures stand for those that are not measured."""
     if like is None:
         like = "cpu" if machine.kind == "cpu" else known
     if like is None:

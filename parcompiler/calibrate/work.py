@@ -25,8 +25,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the cost model says: the measured operator's `calls`, the mean `flops` and `nbytes` of
-    one, and the number of all `kernels` that run."""
+    """Counts of the cost model: the measured operator's `calls`, the mean `flops` and `nbytes` of
+    one, and all `kernels` that run."""
 
     flops: float
     nbytes: float
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def key(self) -> str:
-        """What tells this from every other work."""
+        """Its name in the journal."""
         shapes = " ".join("x".join(map(str, shape)) for shape in self.shapes)
         return f"{self.name} {str(self.dtype).removeprefix('torch.')} {shapes}"
 
@@ -77,7 +77,7 @@ class Workload:
         return result
 
     def counted(self) -> Counted:
-        """What the cost model counts, found without computing."""
+        """The counts of the cost model, found on meta tensors."""
         shapes = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes)
         operands = [stand_in(tensor).requires_grad_(self.gradients) for tensor in shapes]
         with Recorder() as recorder:

@@ -235,6 +235,6 @@ def _started(launcher: str, path: Path, ranks: int) -> str:
 
 
 def _errors(errors: Errors) -> dict[str, Any]:
-    """One comparison for a script; an infinite error, of which `cause` tells, is null."""
+    """One comparison for a script; an infinite error, explained by `cause`, is null."""
     figures = {**dataclasses.asdict(errors), "ok": errors.ok}
     return {name: None if value == math.inf else value for name, value in figures.items()}

@@ -86,7 +86,7 @@ def _refusal(name: str, value: Any) -> str | None:
 
 
 def _transformers() -> Any:
-    """The library, which only hf: models need."""
+    """Import the library, which only hf: models need."""
     try:
         import transformers
     except ImportError as error:
@@ -97,7 +97,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Remarks of the library about a configuration, some of them pages long, are left out."""
+    """Leave out the library's remarks about a configuration, some of them pages long."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
@@ -156,7 +156,7 @@ def _trains(kind: object) -> bool:
 
 
 def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> dict[str, Any]:
-    """One micro-batch of zeros, without values too."""
+    """One micro-batch on the meta device."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = longest if isinstance(longest, int) and longest > 0 else math.inf
     if sequence is not None and sequence > limit:
@@ -172,6 +172,6 @@ def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> d
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, short."""
+    """The type of an error and its first lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}" if lines else type(error).__name__

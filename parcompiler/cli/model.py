@@ -64,7 +64,7 @@ def load(name: str, sequence: int | None, rows: int | None) -> Made:
 
 
 def remarks_left_out(name: str) -> AbstractContextManager[None]:
-    """Leave out what the library of an hf: model remarks while it is made and captured."""
+    """Silence the library of an hf: model while the model is made and captured."""
     if not name.startswith(HF):
         return nullcontext()
     from parcompiler.cli.huggingface import silent

@@ -45,7 +45,7 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say of a file that could not be written that it could not: disks fill up."""
+    """Raise InputError, naming the path, where it cannot be written: disks fill up."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def result_only() -> Iterator[None]:
-    """What a model prints while it is made or captured goes to standard error."""
+    """Send what a model prints while it is made or captured to standard error."""
     with redirect_stdout(sys.stderr):
         yield
 

@@ -96,7 +96,7 @@ def _check_mesh(
 
 
 def _mesh(degrees: dict[str, int] | None, device: str | None, plan: Plan | None) -> Mesh:
-    """The mesh that was typed; the rest of it, or all, is that of a plan."""
+    """The mesh that was typed; what was not typed is that of the plan."""
     from parcompiler.mesh import Mesh
 
     if degrees is None:

@@ -68,7 +68,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The words that begin so; files where none does and one may be meant."""
+        """The words with this beginning; files, where there are none and a file may be meant."""
         words = [word for word in self.complete(incomplete) if word.startswith(incomplete)]
         if self.files and not words:
             return [CompletionItem(incomplete, type="file")]
@@ -76,7 +76,7 @@ class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
 
 
 def listed(name: str, words: Sequence[str]) -> Typed:
-    """A word that is completed, or a file; the compiler says whether it is offered."""
+    """One of `words`, or a file; the compiler, not the option, refuses others."""
     return Typed(name, str, lambda _: words, files=True)
 
 

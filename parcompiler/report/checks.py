@@ -17,7 +17,7 @@ def check(report: ReportData) -> None:
 
 
 def _faults(report: ReportData) -> Iterator[str]:
-    """What no report has: numbers of stages and ranks that are not there."""
+    """References to stages and ranks that do not exist, and lists of the wrong length."""
     stages, ranks, mesh = len(report.stages), len(report.ranks), report.mesh
     if not stages or not ranks:
         yield "report.stages and report.ranks must not be empty"
@@ -56,7 +56,7 @@ def _faults(report: ReportData) -> Iterator[str]:
 
 
 def _event_faults(place: str, event: StepEvent, ranks: int) -> Iterator[str]:
-    """What an event of a step refers to that is not there, or lacks."""
+    """References of an event that do not exist, and fields that it lacks."""
     yield from _outside(f"{place}: rank", [event.rank], ranks)
     line = event.instruction
     if line.kind is Kind.SEND:

@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What is trained. `parameters` counts elements, tied ones once and buffers not at all.
+    """The model. `parameters` counts elements, tied ones once and buffers not at all.
 
     `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
     says whether an operator draws random numbers. `evaluating` are the outermost modules that were
@@ -38,7 +38,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """What the ranks at a pipeline coordinate compute on; `peak` is in FLOP/s."""
+    """The device of the ranks at a pipeline coordinate; `peak` is in FLOP/s."""
 
     name: str
     memory: int
@@ -47,7 +47,7 @@ class RankDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """Where it is trained. `memory` is one device's, `peak` its FLOP/s in the model's dtype.
+    """The mesh. `memory` is one device's, `peak` its FLOP/s in the model's dtype.
 
     Where pipeline coordinates have different devices, these are `devices`; `memory` is the least
     of them then, `peak` the mean.
@@ -75,7 +75,7 @@ class DeviceMesh:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """How it is divided. `virtual_stages` are those of each rank.
+    """What the plan decides. `virtual_stages` are those of each rank.
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
@@ -105,7 +105,7 @@ class Solver:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyTable:
-    """A table of the vocabulary that all ranks hold rows of: [size, width], `own` rows on a rank.
+    """A table [size, width] of the vocabulary, of which every rank has `own` rows.
 
     `uses` are "embedding", "head" or both.
     """
@@ -119,8 +119,7 @@ class VocabularyTable:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """What every rank does for the vocabulary, or a collective between them: seconds for one
-    micro-batch."""
+    """A pass of every rank for the vocabulary, or a collective: seconds for one micro-batch."""
 
     name: str
     seconds: float
@@ -128,7 +127,7 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """How the layers of the vocabulary are computed. `kept` says of layers why they stay whole.
+    """How the layers of the vocabulary are computed. `kept` are layers that stay whole, and why.
 
     `state` are bytes on each rank: rows, their gradients and optimizer states.
     """
@@ -277,7 +276,7 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What a rank sums with its data replicas: so many sums of `nbytes` take `seconds` in all.
+    """Gradients that a rank sums with its data replicas: `sums` of `nbytes` take `seconds` in all.
 
     The last one ends `exposed` seconds after the last compute instruction of all ranks.
     """

@@ -89,7 +89,7 @@ def versions(report: ReportData) -> Table:
 
 
 def averaged(report: ReportData) -> Table:
-    """What the data replicas of each rank do together; ranks are those of the pipeline."""
+    """Sums of gradients over the data replicas of each pipeline rank."""
     ranks = report.averaged
     return table(
         f"Gradients averaged over {report.mesh.data} data ranks",

@@ -41,7 +41,7 @@ PASSES = {
 
 
 def model(graph: Graph) -> data.TrainedModel:
-    """What is trained, on all tensor ranks together."""
+    """The model, on all tensor ranks together."""
     parameters = [item.whole for item in graph.parameters if not item.buffer]
     return data.TrainedModel(
         name=graph.name,
@@ -57,7 +57,7 @@ def model(graph: Graph) -> data.TrainedModel:
 
 
 def mesh(problem: Problem) -> data.DeviceMesh:
-    """Where it is trained."""
+    """The mesh."""
     shape, dtype = problem.mesh, problem.graph.dtype
     devices = [data.RankDevice(one.name, one.memory, one.peak(dtype)) for one in problem.devices]
     return data.DeviceMesh(
@@ -72,7 +72,7 @@ def mesh(problem: Problem) -> data.DeviceMesh:
 
 
 def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
-    """How it is divided; `problem` is that of one tensor rank."""
+    """What the plan decides; `problem` is that of one tensor rank."""
     assert plan.schedule is not None
     assert plan.granularity is not None
     return data.Choices(
@@ -211,7 +211,7 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
 
 
 def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
-    """What goes between stages, by the stage it leaves; not what the vocabulary gives or takes."""
+    """Values sent between stages, by their source; without those of a spread vocabulary."""
     cheaper = {name for node, name in lowered.variables.items() if node.name in (plan.sent or ())}
     sent = [
         data.SentValue(
@@ -231,7 +231,7 @@ def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
 
 
 def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
-    """What several stages compute for themselves, of what their blocks read."""
+    """Values of the prologue that several stages compute for themselves."""
     users: dict[str, list[int]] = defaultdict(list)
     for stage in lowered.stages:
         for name in dict.fromkeys(name for call in stage.calls for name in call.arguments):

@@ -16,10 +16,8 @@ _NUMBER = re.compile(r"(\d{1,9})")
 
 
 def clean(text: str) -> str:
-    """`text` without characters that act instead of being seen: they appear as escapes.
-
-    That are control characters, line breaks, and marks that turn the direction of writing.
-    """
+    """`text` with characters that are not printable as escapes: control characters, line breaks,
+    and marks that turn the direction of writing."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -55,7 +53,8 @@ def _ranges(names: Sequence[str]) -> Iterator[str]:
 
 
 def _length(names: Sequence[str], begin: int, period: int) -> int:
-    """How many names from `begin` on continue the one `period` before; 1 when too few do."""
+    """The length of the run from `begin` in which each name follows the one `period` before; 1 when
+    it is too short."""
     end, place = begin + period, None
     while end < len(names):
         step = _step(names[end - period], names[end])
@@ -67,7 +66,8 @@ def _length(names: Sequence[str], begin: int, period: int) -> int:
 
 
 def _step(first: str, second: str) -> int | None:
-    """Where the number stands by which `second` follows `first`; None when it does not."""
+    """The place of the number that `second` has one larger than `first`; None where that is not
+    the only difference."""
     before, after = _NUMBER.split(first), _NUMBER.split(second)
     if len(before) != len(after):
         return None

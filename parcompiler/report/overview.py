@@ -24,7 +24,7 @@ from parcompiler.report.units import (
 
 
 def overview(report: ReportData) -> Table:
-    """What is given and what is decided."""
+    """Model, mesh and decisions."""
     return facts(title(report), _facts(report))
 
 

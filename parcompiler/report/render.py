@@ -78,7 +78,7 @@ def _console(width: int, **options: Any) -> Console:
 
 
 def _drawn(console: Console, report: ReportData, *, ascii_only: bool) -> str:
-    """What the console has written once the report is on it."""
+    """The report as the console writes it."""
     for number, section in enumerate(sections(report, console.width - INDENT)):
         if number:
             console.print()
@@ -143,7 +143,7 @@ def _grid(table: Table, ascii_only: bool) -> Grid:
 
 
 def _text(cell: Cell, ascii_only: bool) -> Text:
-    """A cell without characters that act, and without those that cannot be shown."""
+    """A cell with unprintable characters, or those beyond ASCII, replaced."""
     text = clean(cell.text)
     if ascii_only:
         text = text.translate(ASCII).encode("ascii", "backslashreplace").decode()

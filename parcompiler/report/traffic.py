@@ -14,7 +14,7 @@ from parcompiler.report.units import BYTES, NOTHING, SECONDS, column, quantity
 
 
 def between(report: ReportData) -> Table:
-    """What goes from stage to stage."""
+    """Values sent from stage to stage."""
     values = report.values
     return table(
         "Values between stages, for a micro-batch",
@@ -42,7 +42,7 @@ def cuts(report: ReportData) -> Table:
 
 
 def direct(report: ReportData) -> Table:
-    """What does not stop at the stages between."""
+    """Values that skip stages."""
     far = [v for v in report.values if any(j > v.source + 1 for j in v.targets)]
     return table(
         "Sent past intermediate stages",
@@ -53,14 +53,14 @@ def direct(report: ReportData) -> Table:
 
 
 def recomputed(report: ReportData) -> Table:
-    """What stages compute for themselves."""
+    """Values that stages compute for themselves."""
     values = report.recomputed
     stages = words("by stages", (numbers(value.stages) for value in values))
     return table("Recomputed instead of received", *_tensors(values), stages)
 
 
 def cheaper(report: ReportData) -> Table:
-    """What stages could compute for themselves, but not as fast as it comes."""
+    """Values that stages could recompute, but not as fast as they are sent."""
     values = [value for value in report.values if value.cheaper]
     return table(
         "Sent, because recomputing costs more",
@@ -87,7 +87,7 @@ def shared(report: ReportData) -> Table:
 
 
 def unread(report: ReportData) -> Table:
-    """Parameters without an effect."""
+    """Parameters that no operator reads."""
     names = [ranges(report.unread)] if report.unread else []
     return table("Unused parameters", words("", names))
 
@@ -117,7 +117,7 @@ def placements(report: ReportData) -> Table:
 
 
 def collectives(report: ReportData) -> Table:
-    """What the tensor ranks exchange, each time and in a step."""
+    """Collectives of the tensor ranks: bytes of each, and in a step."""
     items, steps = report.exchanged, report.choices.microbatches
     total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
     return table(
@@ -133,7 +133,7 @@ def collectives(report: ReportData) -> Table:
 
 
 def unsplit(report: ReportData) -> Table:
-    """What no rule splits: computed whole on every tensor rank."""
+    """Nodes that no rule splits."""
     lines = [(item.template, line) for item in report.sharded for line in item.whole]
     return table(
         "Not split: computed whole on every tensor rank",
@@ -143,7 +143,7 @@ def unsplit(report: ReportData) -> Table:
 
 
 def vocabulary(report: ReportData) -> Table:
-    """The tables that all ranks share, and the layers that stay whole, with the reason."""
+    """The tables that are spread over all ranks, and the layers that stay whole, and why."""
     tables = report.vocabulary.tables if report.vocabulary else ()
     whole = [line.partition(": ") for line in report.vocabulary.kept] if report.vocabulary else []
     nothing, blank = [NOTHING] * len(whole), [""] * len(tables)

@@ -7,7 +7,7 @@ import torch
 
 from parcompiler.bench import busy, local, waits
 from parcompiler.bench.local import LocalBench
-from parcompiler.bench.waits import Asked, Round, question, rounds_of, typical, wait_of
+from parcompiler.bench.waits import Round, WaitQuery, query_of, rounds_of, typical, wait_of
 from parcompiler.cost.operation import Operation
 from parcompiler.errors import LaunchError
 
@@ -20,26 +20,26 @@ def sent(action: str, nbytes: float = 1024.0, ranks: int = 2) -> Operation:
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_collective_is_measured_among_processes(action: str) -> None:
-    first, other = rounds_of(question(sent(action), 0.0), seconds=0.001)
+    first, other = rounds_of(query_of(sent(action), 0.0), seconds=0.001)
     assert len(first) == len(other) == busy.FEWEST
     assert all(one.wait > 0 and one.share > 0 for one in first + other)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bfloat16", "bool"])
 def test_values_of_any_kind_are_gathered(dtype: str) -> None:
-    rounds = rounds_of(Asked("all-gather", 100, dtype, 2, 1e-4), seconds=0.001)
+    rounds = rounds_of(WaitQuery("all-gather", 100, dtype, 2, 1e-4), seconds=0.001)
     assert all(one.wait > 0 for rank in rounds for one in rank)
 
 
 def test_a_failure_of_a_process_is_told() -> None:
     with pytest.raises(LaunchError, match="KeyError: 'hop'"):
-        rounds_of(Asked("hop", 1024, "float32", 2, 1e-4))
+        rounds_of(WaitQuery("hop", 1024, "float32", 2, 1e-4))
 
 
 def test_what_was_asked_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Asked] = []
+    asked: list[WaitQuery] = []
 
-    def noted(one: Asked) -> float:
+    def noted(one: WaitQuery) -> float:
         asked.append(one)
         return 0.5
 
@@ -61,13 +61,13 @@ def test_ranks_that_cannot_be_busy_at_once_are_left_to_the_model(
 
 
 def test_work_is_asked_for_in_powers_of_two_between_bounds() -> None:
-    between = [question(sent("all-reduce"), s).between for s in (0.0, 0.003, 0.005, 99.0)]
+    between = [query_of(sent("all-reduce"), s).between for s in (0.0, 0.003, 0.005, 99.0)]
     assert between == [2.0**-13, 2.0**-8, 2.0**-8, 0.25]
 
 
 def test_the_whole_value_is_what_is_asked_about() -> None:
-    assert question(sent("all-gather", ranks=4), 0.1).nbytes == 1365
-    assert question(sent("all-reduce", ranks=4), 0.1).nbytes == 683
+    assert query_of(sent("all-gather", ranks=4), 0.1).nbytes == 1365
+    assert query_of(sent("all-reduce", ranks=4), 0.1).nbytes == 683
 
 
 QUIET, DISTURBED = Round(1.0, 1.0), Round(5.0, 0.5)
@@ -83,9 +83,9 @@ def test_rounds_that_others_disturbed_do_not_count() -> None:
 def test_where_others_use_the_cores_the_model_says_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tries: list[Asked] = []
+    tries: list[WaitQuery] = []
 
-    def rounds(asked: Asked) -> list[list[Round]]:
+    def rounds(asked: WaitQuery) -> list[list[Round]]:
         tries.append(asked)
         return [[DISTURBED] * 12] * 2
 
@@ -99,4 +99,4 @@ def test_where_others_use_the_cores_the_model_says_it(
         "others use the cores: the time of an all-reduce is the cost model's"
     ]
     monkeypatch.setattr(waits, "rounds_of", lambda asked: [[QUIET] * 12] * 2)
-    assert wait_of(question(sent("all-reduce"), 0.1)) == 1.0
+    assert wait_of(query_of(sent("all-reduce"), 0.1)) == 1.0

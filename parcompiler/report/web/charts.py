@@ -29,7 +29,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # a rank and the one with its colo
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Traces and layout, after plotly.js's reference."""
+    """Traces and layout, as plotly.js reads them."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
@@ -50,7 +50,7 @@ def shown(value: float) -> float:
 
 
 def escaped(name: str) -> str:
-    """A name as plotly.js shows it: it reads some HTML in texts, and a name must not be it.
+    """A name for plotly.js, which reads some HTML in texts.
 
     >>> escaped("<b>x</b>")
     '&lt;b&gt;x&lt;/b&gt;'
