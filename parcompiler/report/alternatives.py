@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from parcompiler.plan import STAYS, MeshChoice
 from parcompiler.report.data import ReportData
@@ -43,7 +44,7 @@ def methods(report: ReportData) -> Table:
 
 def meshes(report: ReportData) -> Table:
     """The best ten meshes, what their steps consist of, and how many others there are and why."""
-    best, others = report.meshes[:SHOWN], [*_others(report.meshes[SHOWN:])]
+    best, others = report.meshes[:SHOWN], Counter(map(_loss, report.meshes[SHOWN:]))
     seconds = [item.seconds for item in best]
     steps = scaled("step", seconds, SECONDS)
     memory = scaled("fullest\nrank", (item.memory for item in best), BYTES)
@@ -53,7 +54,7 @@ def meshes(report: ReportData) -> Table:
             "pipeline ×\ntensor × data",
             [
                 *(f"{item.pipeline} × {item.tensor} × {item.data}" for item in best),
-                *(f"{count} more" for _, count in others),
+                *(f"{count} more" for count in others.values()),
             ],
         ),
         number(
@@ -74,7 +75,7 @@ def meshes(report: ReportData) -> Table:
             "why not",
             [
                 *(_why(item, best[0], report.mesh.memory) for item in best),
-                *(why for why, _ in others),
+                *others,
             ],
         ),
     )
@@ -129,27 +130,16 @@ def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
     )
 
 
-def _others(rest: Sequence[MeshChoice]) -> Iterator[tuple[str, int]]:
-    """By reason how many meshes the table leaves out; each counts for the first that holds."""
-    reasons = dict.fromkeys(mesh.reason for mesh in rest if mesh.reason)
-    groups: list[tuple[str, Callable[[MeshChoice], object]]] = [
-        ("slower", lambda mesh: mesh.reason is None),
-        ("no plan can be as fast", lambda mesh: mesh.reason and mesh.seconds),
-        ("too little memory", lambda mesh: mesh.memory or "memory" in str(mesh.reason)),
-        *(
-            (reason, lambda mesh, reason=reason: mesh.reason == reason)
-            for reason in reasons
-            if reason.startswith(STAYS)
-        ),
-        (
-            "not weighed: few layers on each of many ranks",
-            lambda mesh: str(mesh.reason).startswith("not weighed"),
-        ),
-        ("the batch or the blocks cannot be divided", lambda mesh: mesh.reason),
-    ]
-    rest = list(rest)
-    for why, belongs in groups:
-        count = len(rest)
-        rest = [mesh for mesh in rest if not belongs(mesh)]
-        if len(rest) < count:
-            yield why, count - len(rest)
+def _loss(mesh: MeshChoice) -> str:
+    """Why a mesh that the table leaves out has lost."""
+    if mesh.reason is None:
+        return "slower"
+    if mesh.seconds:
+        return "no plan can be as fast"
+    if mesh.memory or "memory" in mesh.reason:
+        return "too little memory"
+    if mesh.reason.startswith(STAYS):
+        return mesh.reason
+    if mesh.reason.startswith("not weighed"):
+        return "not weighed: few layers on each of many ranks"
+    return "the batch or the blocks cannot be divided"

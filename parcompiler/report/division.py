@@ -97,7 +97,7 @@ def averaged(report: ReportData) -> Table:
         number("sums", (rank.sums for rank in ranks)),
         scaled("size", (rank.nbytes for rank in ranks), BYTES),
         scaled("time", (rank.seconds for rank in ranks), SECONDS),
-        scaled("after\ncompute", (rank.exposed for rank in ranks), SECONDS),
+        scaled("exposed", (rank.exposed for rank in ranks), SECONDS),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import isfinite
 from statistics import fmean
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from parcompiler import pieces, prices
-from parcompiler.cost import BlockCost, Operation
+from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, Stage
@@ -144,35 +144,30 @@ def stages(
     """The stages and what one micro-batch costs on each."""
     names = [block.name for block in priced.cut.blocks]
     traced = dict(zip(names, priced.costs, strict=True))
-    return tuple(
-        _stage(lowered, stage, traced, cost)
-        for stage, cost in zip(lowered.stages, costs, strict=True)
-    )
-
-
-def _stage(
-    lowered: Lowered, stage: Stage, traced: Mapping[str, BlockCost], cost: StageCost
-) -> data.StageSummary:
-    """One stage."""
-    blocks = tuple(call.block.name for call in stage.calls)
-    tensors = [lowered.graph.by_name[name] for name in stage.tensors]
-    parameters = [item for item in tensors if not item.buffer]
-    return data.StageSummary(
-        rank=stage.rank,
-        blocks=blocks,
-        parameters=sum(item.numel for item in parameters),
-        parameter_bytes=sum(item.nbytes for item in parameters),
-        forward_flops=sum(_flops(traced[name].forward) for name in blocks),
-        backward_flops=sum(_flops(traced[name].backward) for name in blocks)
-        + sum(_flops(traced[call.block.name].forward) for call in stage.calls if call.recompute),
-        forward=float(cost.forward),
-        backward=float(cost.backward),
-        state=cost.resident,
-        activations=cost.saved,
-        in_flight=_in_flight(lowered.instructions[stage.rank], stage.index) if stage.trained else 1,
-        sent=_sent(lowered, stage),
-        sent_back=_sent_back(lowered, stage),
-    )
+    summaries = []
+    for stage, cost in zip(lowered.stages, costs, strict=True):
+        blocks = [traced[call.block.name] for call in stage.calls]
+        again = [traced[call.block.name] for call in stage.calls if call.recompute]
+        tensors = [lowered.graph.by_name[name] for name in stage.tensors]
+        parameters = [item for item in tensors if not item.buffer]
+        summary = data.StageSummary(
+            rank=stage.rank,
+            blocks=tuple(call.block.name for call in stage.calls),
+            parameters=sum(item.numel for item in parameters),
+            parameter_bytes=sum(item.nbytes for item in parameters),
+            forward_flops=sum(_flops(block.forward) for block in blocks),
+            backward_flops=sum(_flops(block.backward) for block in blocks)
+            + sum(_flops(block.forward) for block in again),
+            forward=float(cost.forward),
+            backward=float(cost.backward),
+            state=cost.resident,
+            activations=cost.saved,
+            in_flight=_in_flight(lowered.instructions[stage.rank], stage.index),
+            sent=_sent(lowered, stage),
+            sent_back=_sent_back(lowered, stage),
+        )
+        summaries.append(summary)
+    return tuple(summaries)
 
 
 def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
