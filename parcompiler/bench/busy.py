@@ -1,4 +1,4 @@
-"""A process of the pool as a tensor rank that computes between collectives, for `waits`."""
+"""A process of the pool as a tensor rank that computes between collectives, for `local`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = 128  # of the piece of a value, where it has as many
 
 
 def measure(job: dict[str, Any]) -> None:
-    """Take part in the rounds of a job, a `waits.WaitQuery`, and write the times of this rank."""
+    """Take part in the rounds of a job, a `local.WaitQuery`, and write the times of this rank."""
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(f"{job['out']}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)

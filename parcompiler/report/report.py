@@ -23,7 +23,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import checks, data, events, forms, gather, render, serial, web
+from parcompiler.report import data, events, forms, gather, render, serial, web
 from parcompiler.report.data import VERSION, ReportData
 from parcompiler.report.trace import trace_text
 from parcompiler.symbolic import Costs
@@ -105,7 +105,7 @@ class Report(ReportData):
         if report.version != VERSION:
             message = f"the report has version {report.version}; this release reads {VERSION}"
             raise InputError(message)
-        checks.check(report)
+        serial.check(report)
         return report
 
     def to_html(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON; `documents` reads it back, checked field by field.
+"""Reports as JSON; `documents` reads it back field by field, and `check` says what else must hold.
 
 A value that can parse itself from a line of text is written as that line. Floats keep `DIGITS`
 significant digits: the rest is rounding, and differs between releases of Python.
@@ -17,7 +17,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
+
+from parcompiler.errors import InputError
+from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.report.data import ReportData
+from parcompiler.report.events import StepEvent
 
 DIGITS = 9
 
@@ -62,3 +68,64 @@ def _plain(value: Any) -> Any:
             if item != () or field.default != ()  # reading puts that back
         }
     return [*map(_plain, value)] if isinstance(value, tuple) else _rounded(value)
+
+
+def check(report: ReportData) -> None:
+    """Raise InputError that names the first field that refers to what is not there."""
+    for fault in _faults(report):
+        raise InputError(fault)
+
+
+def _faults(report: ReportData) -> Iterator[str]:
+    """References to stages and ranks that do not exist, and lists of the wrong length."""
+    stages, ranks, mesh = len(report.stages), len(report.ranks), report.mesh
+    if not stages or not ranks:
+        yield "report.stages and report.ranks must not be empty"
+    if mesh.pipeline != ranks:
+        yield f"report.mesh.pipeline must be {ranks}, as report.ranks are ({mesh.pipeline} found)"
+    memories = [("report.mesh", mesh.memory)]
+    memories += [(f"report.mesh.devices[{k}]", d.memory) for k, d in enumerate(mesh.devices)]
+    for place, memory in memories:
+        if memory < 1:
+            yield f"{place}.memory must be positive ({memory} found)"
+    for j, stage in enumerate(report.stages):
+        yield from _outside(f"report.stages[{j}].rank", [stage.rank], ranks)
+    for k, value in enumerate(report.values):
+        yield from _outside(f"report.values[{k}].source", [value.source], stages)
+        yield from _outside(f"report.values[{k}].targets", value.targets or [-1], stages)
+    for k, event in enumerate(report.trail.events):
+        yield from _event_faults(f"report.trail.events[{k}]", event, ranks)
+    step = report.measurement
+    for k, event in enumerate(step.events if step else ()):
+        place = f"report.measurement.events[{k}]"
+        yield from _event_faults(place, event, ranks)
+        if event.waited is None:
+            yield f"{place} lacks the seconds waited: 'rank begin end waited instruction'"
+    if len(report.trail.memory) != ranks:
+        yield f"report.trail.memory must have {ranks} entries ({len(report.trail.memory)} found)"
+    lengths = [
+        ("mesh.devices", len(mesh.devices), ranks),
+        ("staleness", len(report.staleness), stages),
+        ("averaged", len(report.averaged), ranks),
+        ("measurement.forward", len(step.forward) if step else 0, stages),
+        ("measurement.backward", len(step.backward) if step else 0, stages),
+    ]
+    for field, count, wanted in lengths:
+        if count not in (0, wanted):
+            yield f"report.{field} must have {wanted} entries ({count} found)"
+
+
+def _event_faults(place: str, event: StepEvent, ranks: int) -> Iterator[str]:
+    """References of an event that do not exist, and fields that it lacks."""
+    yield from _outside(f"{place}: rank", [event.rank], ranks)
+    line = event.instruction
+    if line.kind is Kind.SEND:
+        yield from _outside(f"{place}: peer", [-1 if line.peer is None else line.peer], ranks)
+    elif line.kind in COMPUTE and (line.stage is None or line.microbatch is None):
+        yield f"{place} lacks a stage or a micro-batch ({str(line)!r} found)"
+
+
+def _outside(place: str, numbers: Iterable[int], count: int) -> Iterator[str]:
+    for number in numbers:
+        if not 0 <= number < count:
+            yield f"{place} must be from 0 to {count - 1} ({number} found)"

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompiler.bench import busy, local, waits
-from parcompiler.bench.local import LocalBench
-from parcompiler.bench.waits import Round, WaitQuery, query_of, rounds_of, typical, wait_of
+from parcompiler.bench import busy, local
+from parcompiler.bench.local import (
+    LocalBench,
+    Round,
+    WaitQuery,
+    query_of,
+    rounds_of,
+    typical,
+    wait_of,
+)
 from parcompiler.cost.operation import Operation
 from parcompiler.errors import LaunchError
 
@@ -74,7 +81,7 @@ QUIET, DISTURBED = Round(1.0, 1.0), Round(5.0, 0.5)
 
 
 def test_rounds_that_others_disturbed_do_not_count() -> None:
-    six = [QUIET] * waits.ENOUGH
+    six = [QUIET] * local.ENOUGH
     assert typical([[*six, DISTURBED], [*six, QUIET]]) == 1.0
     assert typical([[QUIET] * 40, [*[QUIET] * 39, Round(9.0, 1.0)]]) == 1.0  # the longest
     assert typical([six, [DISTURBED, *six[1:]]]) is None
@@ -90,13 +97,13 @@ def test_where_others_use_the_cores_the_model_says_it(
         return [[DISTURBED] * 12] * 2
 
     monkeypatch.setattr(local, "cores", lambda: 2)
-    monkeypatch.setattr(waits, "rounds_of", rounds)
+    monkeypatch.setattr(local, "rounds_of", rounds)
     bench = LocalBench(torch.device("cpu"))
     for _ in "ab":
         assert bench.exchanged([sent("all-reduce")], 0.1) is None
-    assert len(tries) == waits.TRIES
+    assert len(tries) == local.TRIES
     assert [record.message for record in caplog.records] == [
         "others use the cores: the time of an all-reduce is the cost model's"
     ]
-    monkeypatch.setattr(waits, "rounds_of", lambda asked: [[QUIET] * 12] * 2)
+    monkeypatch.setattr(local, "rounds_of", lambda asked: [[QUIET] * 12] * 2)
     assert wait_of(query_of(sent("all-reduce"), 0.1)) == 1.0
