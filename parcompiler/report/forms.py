@@ -61,7 +61,7 @@ def forms_of(costs: Costs) -> tuple[data.Form, ...]:
 def symbols(report: ReportData) -> Table:
     """What the letters of the closed forms stand for."""
     rows = (
-        (item.letter, f"{item.word}{' (at least 2)' * (item.letter == 'b')}, here {item.now:,}")
+        (item.letter, f"{item.word}{', from 2 on' * (item.letter == 'b')}, here {item.now:,}")
         if item.now is not None
         else (item.word, f"as captured: {item.reason}")
         for item in report.symbols
