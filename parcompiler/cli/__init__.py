@@ -1,8 +1,8 @@
 """The command line: `parcompiler plan`, `compile`, `verify`, `diff`, `report`, `calibrate`...
 
 app.py ── commands.py ── request.py ── model.py ── huggingface.py     MODEL -> (model, inputs)
-   │      calibration.py ─── options.py ── words.py                   what is typed, checked
-   └───── faults.py      exit codes and messages         output.py    files, standard output
+   │                         └──────── options.py ── words.py         what is typed, checked
+   └───── output.py      files, standard output, messages, exit codes
 
 Modules of the planning half are imported inside the commands: torch takes seconds to load, and
 `--help` and completion do not need it.

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import get_completion_class
 
-from parcompiler.cli.calibration import calibrate_command
 from parcompiler.cli.commands import (
+    calibrate_command,
     compile_command,
     diff_command,
     plan_command,
     report_command,
     verify_command,
 )
-from parcompiler.cli.faults import Settings, code_of
-from parcompiler.cli.output import show
+from parcompiler.cli.output import Settings, code_of, show
 
 EXIT_CODES = """\
 \b

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from parcompiler.cli import words
-from parcompiler.cli.faults import Settings
+from parcompiler.cli.output import Settings
 from parcompiler.documents import path_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])

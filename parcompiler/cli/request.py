@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parcompiler.cli.faults import Settings
-from parcompiler.cli.output import result_only
+from parcompiler.cli.output import Settings, result_only
 from parcompiler.cli.words import AUTO
 from parcompiler.errors import InputError, PlanError
 

@@ -37,6 +37,15 @@ def column(values: Sequence[float], scale: Scale) -> list[str]:
     return _together(values, scale)
 
 
+def unit(largest: float, scale: Scale) -> tuple[float, str]:
+    """The unit in which a person would read figures up to `largest`, and its sign.
+
+    >>> unit(0.0034, ((1e-3, "ms"), (1.0, "s")))
+    (0.001, 'ms')
+    """
+    return next((pair for pair in reversed(scale) if largest >= pair[0]), scale[0])
+
+
 def percent(fraction: float) -> str:
     """
     >>> percent(0.1234), percent(0.0002), percent(0.0)
@@ -66,12 +75,11 @@ def rate(value: float) -> str:
 def _together(values: Sequence[float], scale: Scale) -> list[str]:
     """The numbers in one unit with equally many decimals."""
     largest = max((abs(value) for value in values), default=0.0)
-    # 0.9995: what would be rounded up to the next unit is written in it.
-    size, unit = next((pair for pair in reversed(scale) if largest >= 0.9995 * pair[0]), scale[0])
+    size, sign = unit(largest / 0.9995, scale)  # what would be rounded up to the next unit is
     exact = scale[0][0] == 1 and all(value % size == 0 for value in values)  # counts, not times
     decimals = 0 if exact else _decimals(largest / size)
     return [
-        f"{value / size:.{decimals}f} {unit}".rstrip() if value else NOTHING for value in values
+        f"{value / size:.{decimals}f} {sign}".rstrip() if value else NOTHING for value in values
     ]
 
 

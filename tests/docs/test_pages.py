@@ -100,7 +100,7 @@ def check(arguments: list[str]) -> None:
 
 
 def _Settings() -> Any:
-    from parcompiler.cli.faults import Settings
+    from parcompiler.cli.output import Settings
 
     return Settings()
 

@@ -17,9 +17,9 @@ from parcompiler.report.data import ReportData
 from parcompiler.report.events import Level, MeasuredStep, StepEvent, Trail
 from parcompiler.report.overview import tiles
 from parcompiler.report.table import Table, number, table, words
-from parcompiler.report.units import BYTES
+from parcompiler.report.units import BYTES, unit
 from parcompiler.report.web import charts, colors, timeline
-from parcompiler.report.web.charts import traffic, unit
+from parcompiler.report.web.charts import traffic
 from parcompiler.report.web.pages import figures, page
 from tests.report.programs import odd, small_gpt, small_t5
 from tests.report.test_report import slower

@@ -17,7 +17,7 @@ from parcompiler.instruction import Kind
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import Level
 from parcompiler.report.names import clean
-from parcompiler.report.units import BYTES, SECONDS, Scale, quantity
+from parcompiler.report.units import BYTES, SECONDS, quantity, unit
 from parcompiler.report.web.colors import RED, line
 
 DIGITS = 7
@@ -33,15 +33,6 @@ class Figure:
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
-
-
-def unit(largest: float, scale: Scale) -> tuple[float, str]:
-    """The unit in which a person would read figures up to `largest`, and its sign.
-
-    >>> unit(0.0034, ((1e-3, "ms"), (1.0, "s")))
-    (0.001, 'ms')
-    """
-    return next((pair for pair in reversed(scale) if largest >= pair[0]), scale[0])
 
 
 def shown(value: float) -> float:

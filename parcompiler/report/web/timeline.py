@@ -23,8 +23,8 @@ from parcompiler.instruction import (
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.gantt import WORDS
-from parcompiler.report.units import SECONDS, quantity
-from parcompiler.report.web.charts import Figure, axis_of_ranks, escaped, shown, unit
+from parcompiler.report.units import SECONDS, quantity, unit
+from parcompiler.report.web.charts import Figure, axis_of_ranks, escaped, shown
 from parcompiler.report.web.colors import GREEN, GREY, KINDS, PURPLE, ink, paler
 from parcompiler.schedules.action import LETTERS
 
