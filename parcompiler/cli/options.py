@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import starmap
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -17,15 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 
 
-class _Path(click.Path):
-    """A path that the system can look up."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path. Raises InputError for what is none."""
-        return path_of(value)
-
-
-PATH = _Path()
+PATH = words.Typed("PATH", path_of, files=True)
 COUNT = click.IntRange(min=1)
 
 

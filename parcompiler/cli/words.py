@@ -52,9 +52,9 @@ class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
     ) -> None:
         self.name, self.parse, self.complete, self.files = name, parse, complete, files
 
-    def get_metavar(self, *_: Any, **__: Any) -> str:
-        """The name as it is written; click would put it in capitals."""
-        return self.name
+    def get_metavar(self, param: click.Parameter, *_: Any, **__: Any) -> str | None:
+        """The name of an option as it is written; click would put it in capitals."""
+        return self.name if isinstance(param, click.Option) else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value. Raises a usage error."""
