@@ -154,7 +154,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class TensorCollective:
     """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch or `once`.
 
     `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. Gradients of
@@ -341,7 +341,7 @@ class ReportData:
     staleness: tuple[Stale, ...] = ()
     averaged: tuple[Averaged, ...] = ()
     sharded: tuple[Sharded, ...] = ()
-    exchanged: tuple[Collective, ...] = ()
+    exchanged: tuple[TensorCollective, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
     symbols: tuple[Symbol, ...] = ()

@@ -291,7 +291,7 @@ def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
     )
 
 
-def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.Collective, ...]:
+def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.TensorCollective, ...]:
     """The collectives of each template, in order; `priced` are the blocks of one tensor rank."""
     trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
     counts = Counter(block.template for block in priced.cut.blocks)
@@ -306,7 +306,7 @@ def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.Collective, ...]:
 
 def _collectives(
     node: fx.Node, trained: Container[str], template: str, blocks: int
-) -> Iterator[data.Collective]:
+) -> Iterator[data.TensorCollective]:
     """The collectives in a node. Micro-batches add to the gradients of the parameters `trained`,
     so that these are exchanged once a step."""
     exchange = node.meta.get("exchange")
@@ -315,7 +315,7 @@ def _collectives(
     value = node.all_input_nodes[0]
     for backward, actions in ((False, exchange.forward), (True, exchange.backward)):
         for action, nbytes in actions:
-            yield data.Collective(
+            yield data.TensorCollective(
                 template=template,
                 blocks=blocks,
                 action=action,
