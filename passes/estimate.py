@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from parcompiler.problem import Problem
 from parcompiler.schedules.planned import planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
-from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, timing
+from parcompiler.timeline import Message, StageCost, Timing, step_time, timing
 from parcompiler.timeline.candidate import timing_of_many
 from parcompiler.timeline.order import detached
 
@@ -32,26 +32,16 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
     def find() -> Timing:
         everywhere = vocabulary_cost(problem, plan)
-        return _timing(plan, planned, costs(problem, plan), messages(problem, plan), everywhere)
+        what = costs(problem, plan), messages(problem, plan), everywhere
+        if plan.orders is not None:
+            return replace(timing(planned(plan), *what), spans=())
+
+        def at(microbatches: int) -> Schedule:  # named schedules exist for any micro-batches
+            return planned(replace(plan, microbatches=microbatches))
+
+        return timing_of_many(at, plan.microbatches, *what)
 
     return problem.once(("estimate", *_known(plan)), find)
-
-
-def _timing(
-    plan: Plan,
-    schedule_of: Callable[[Plan], Schedule],
-    costs: Sequence[StageCost],
-    messages: Sequence[Message],
-    vocabulary: VocabularyCost | None = None,
-) -> Timing:
-    """The step under a schedule of the plan; named schedules exist for any micro-batches."""
-    if plan.orders is not None:
-        return replace(timing(schedule_of(plan), costs, messages, vocabulary), spans=())
-
-    def at(microbatches: int) -> Schedule:
-        return schedule_of(replace(plan, microbatches=microbatches))
-
-    return timing_of_many(at, plan.microbatches, costs, messages, vocabulary)
 
 
 def _known(plan: Plan) -> tuple[Hashable, ...]:
@@ -64,8 +54,8 @@ def _known(plan: Plan) -> tuple[Hashable, ...]:
 
 def alone(problem: Problem, plan: Plan) -> float:
     """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
-    of `estimate`, and sooner found."""
-    return _timing(plan, _headless, costs(problem, plan), messages(problem, plan)).step_time
+    of `estimate`, the same where there is no such work, and sooner found."""
+    return step_time(_headless(plan), costs(problem, plan), messages(problem, plan))
 
 
 def _headless(plan: Plan) -> Schedule:

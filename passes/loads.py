@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from parcompiler.graph import nbytes_of
-from parcompiler.passes.divide import Flow, Load, evaluate
+from parcompiler.passes.divide import Flow, Load
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import held, left, planned
+from parcompiler.schedules.planned import left, planned
 
 
 def data(
@@ -85,23 +85,3 @@ def _spread(problem: Problem, plan: Plan) -> int:
     """Bytes on every rank for the layers of the vocabulary that all ranks compute."""
     cost = vocabulary_cost(problem, plan)
     return cost.resident + max(cost.saved + cost.more, cost.update) if cost else 0
-
-
-def needed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> list[int]:
-    """What a division takes on each rank: as the programme counts it, or to update parameters."""
-    schedule = planned(plan)
-    loads, flows = data_under(problem, plan, level)
-    found = evaluate(loads, flows, stage_of, schedule.placement, plan.microbatches, held(plan))
-    updates = _updates(problem, level, stage_of, schedule.placement)
-    return [max(pair) + reserved(problem, plan) for pair in zip(found.memory, updates, strict=True)]
-
-
-def _updates(
-    problem: Problem, level: int, stage_of: Sequence[int], placement: Sequence[int]
-) -> list[int]:
-    """What the parameters of a division take on each rank in the optimizer's step."""
-    names: list[set[str]] = [set() for _ in range(max(placement) + 1)]
-    for block, j in zip(problem.priced(level).cut.blocks, stage_of, strict=True):
-        names[placement[j]].update(binding.name for binding in block.tensors)
-    items = [[problem.graph.by_name[name] for name in own] for own in names]
-    return [sum(problem.state_bytes(x) + problem.update_bytes(x) for x in own) for own in items]

@@ -14,17 +14,20 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import ClassVar
 
 from parcompiler.capture.blocks import why_so_few
-from parcompiler.errors import InfeasibleError
+from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
-from parcompiler.passes.estimate import estimate
+from parcompiler.passes.divide.improve import even_runs, lean_runs
+from parcompiler.passes.estimate import alone, estimate
+from parcompiler.passes.even import TINY, as_asked, task_of
 from parcompiler.passes.forced import jointly, spared
-from parcompiler.passes.loads import data, data_under, needed, reserved
+from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
@@ -32,7 +35,7 @@ from parcompiler.problem import Problem
 from parcompiler.schedules.planned import held, planned
 from parcompiler.solver import UndecidedError, relative_gap
 
-NEARLY = 0.9  # of the memory; below it messages are no matter
+EFFORT = 50_000  # stages times micro-batches that are simulated to improve a division
 STEP = 0.005  # of the memory that is kept free at least, when there is too little
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
@@ -73,40 +76,62 @@ class StagePass(Pass):
         if not problem.explain:
             message = "no division into stages fits the memory, every block recomputed or not"
             raise InfeasibleError(message)
-        raise self._refusal(problem, plan)
+        return self._all_or_nothing(problem, plan)
 
-    def _refusal(self, problem: Problem, plan: Plan) -> InfeasibleError:
-        """What to say when nothing fits, recomputed or not."""
-        found = []
+    def _all_or_nothing(self, problem: Problem, plan: Plan) -> Plan:
+        """A division with nothing or with everything recomputed. Raises InfeasibleError that says
+        of both why they do not fit."""
+        refusals = []
         for wanted in ("none", "full"):
             try:
-                found.append(_crowded(problem, self._divided(problem, plan, wanted)))
+                return self._divided(problem, plan, wanted)
             except InfeasibleError as error:
-                found.append(error)
+                refusals.append(error)
             except UndecidedError as undecided:
-                found.append(InfeasibleError(f"no division was found that fits ({undecided})"))
-        first, last = found
+                refusals.append(InfeasibleError(f"no division was found that fits ({undecided})"))
+        first, last = refusals
         if str(first) != str(last):
             first.add_note(f"with every block recomputed, {last}")
-        return first
+        raise first
 
     def _divided(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool = True
     ) -> Plan:
-        """Divide as the user asked: by the ILP, evenly, or by counts."""
+        """Divide as the user asked: automatically, evenly, or by counts."""
         stages = problem.options.stages
         if stages == "auto":
-            level, division, plan = self._automatic(problem, plan, wanted, explain=explain)
-        else:
-            level, stage_of = given.division(problem, stages, len(planned(plan).placement))
-            division, plan = _given(problem, plan, level, stage_of, wanted)
+            return self._automatic(problem, plan, wanted, explain=explain)
+        level, stage_of = given.division(problem, stages, len(planned(plan).placement))
+        division, plan = _given(problem, plan, level, stage_of, wanted)
         return _decided(problem, plan, level, division)
 
-    def _automatic(
+    def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Plan:
+        """The division with the shortest step on the timeline: the programme's, the runs that it
+        began with, even stages, or one that moving blocks makes of the best of these."""
+        shortest = _Shortest(problem, plan, wanted)
+        level: int | None = None
+        others: tuple[tuple[int, ...], ...] = ()
+        refusal: InfeasibleError | UndecidedError | None = None
+        try:
+            level, division, trial = self._programmed(problem, plan, wanted, explain=explain)
+        except (InfeasibleError, UndecidedError) as error:
+            refusal = error
+        else:
+            others, shortest.bounds[level] = division.others, division.bound
+            shortest.take(_decided(problem, trial, level, division), level, division.stage_of)
+        for alternative in _alternatives(problem, plan, level, others):
+            shortest.consider(*alternative)
+        if shortest.plan is None:
+            assert refusal is not None
+            raise refusal
+        shortest.improve()
+        return shortest.plan
+
+    def _programmed(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
     ) -> tuple[int, Division, Plan]:
-        """The coarsest granularity that is good enough, its best division, and a plan with what is
-        recomputed then."""
+        """The coarsest granularity that is good enough, the programme's division, and a plan with
+        what is recomputed then."""
         best: tuple[int, Division, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
@@ -134,17 +159,114 @@ class StagePass(Pass):
         return best
 
 
-def _crowded(problem: Problem, plan: Plan) -> InfeasibleError:
-    """What to say of a plan that fits but for the messages on their way."""
-    sizes = estimate(problem, plan).peak_memory
-    devices = problem.devices
-    rank = max(range(len(sizes)), key=lambda r: sizes[r] / devices[r].memory)
-    message = (
-        f"rank {rank} needs {sizes[rank]:,} bytes with the messages on their way, "
-        f"{devices[rank].name} has {devices[rank].memory:,}: use more ranks or smaller "
-        "micro-batches"
-    )
-    return InfeasibleError(message)
+def _alternatives(
+    problem: Problem, plan: Plan, level: int | None, others: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Granularities and stages to compare with the programme's at `level`; without that, stages
+    that are even in seconds or in bytes."""
+    stages = len(planned(plan).placement)
+    if level is not None:
+        yield from ((level, stage_of) for stage_of in others)
+    with suppress(InputError):  # too few layers
+        yield given.division(problem, "even", stages)
+    if level is None:
+        coarse = (k for k in problem.levels if len(problem.priced(k).cut.blocks) >= stages)
+        for k in islice(coarse, 1):
+            task = task_of(problem, as_asked(problem, plan, k), k)[0]
+            yield from ((k, start(task)) for start in (even_runs, lean_runs))
+
+
+@dataclass
+class _Shortest:
+    """The division whose step is the shortest on the timeline, of those considered so far; of equal
+    ones the first."""
+
+    problem: Problem
+    start: Plan
+    wanted: Wanted
+    plan: Plan | None = None
+    seconds: float = math.inf
+    level: int = 0
+    stage_of: tuple[int, ...] = ()
+    bounds: dict[int, float] = field(default_factory=dict)  # of the formula, by granularity
+    considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+
+    def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
+        """Take a plan that fits if its step is shorter."""
+        self.considered.add((level, stage_of))
+        seconds = estimate(self.problem, plan).step_time
+        if seconds >= (1 - TINY) * self.seconds:
+            return False
+        self.plan, self.seconds, self.level, self.stage_of = plan, seconds, level, stage_of
+        return True
+
+    def consider(self, level: int, stage_of: tuple[int, ...]) -> bool:
+        """Take stages if they fit and their step is shorter."""
+        least = _least_step(self.problem, self.start, level, stage_of)
+        if least >= (1 - TINY) * self.seconds or (level, stage_of) in self.considered:
+            return False
+        self.considered.add((level, stage_of))
+        bare = _recomputing(self.problem, self.start, level, "none")
+        if self.wanted in ("none", "auto"):
+            bare = placed(self.problem, bare, level, stage_of)
+            if alone(self.problem, bare) >= (1 - TINY) * self.seconds:
+                return False
+        with suppress(InfeasibleError, UndecidedError):
+            division, trial = _given(self.problem, self.start, level, stage_of, self.wanted)
+            if level not in self.bounds:
+                self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
+            division = _behind(division, self.bounds[level])
+            return self.take(_decided(self.problem, trial, level, division), level, stage_of)
+        return False
+
+    def improve(self) -> None:
+        """Move one block, or two, to the stages beside theirs as long as that shortens the step: a
+        descent, in which as many steps are simulated as their size allows.
+
+        With one stage on each rank and values for the next block alone, the programme's formula
+        says nearly what the timeline says, and its optimum is kept. So are the stages beside a
+        vocabulary on all ranks, whose steps take ten times as long to simulate.
+        """
+        ranks, stages = self.start.mesh.pipeline, len(planned(self.start).placement)
+        flows = data(self.problem, self.level)[1]
+        is_chain = all(flow.consumers == (flow.producer + 1,) for flow in flows)
+        if (is_chain and stages == ranks) or vocabulary_cost(self.problem, self.start) is not None:
+            return
+        most = len(self.considered) + EFFORT // (stages * self.start.microbatches)
+        moves = chain(_moved(self.stage_of), _moved_twice(self.stage_of))
+        while len(self.considered) < most and (stage_of := next(moves, None)) is not None:
+            if self.consider(self.level, stage_of):
+                moves = chain(_moved(self.stage_of), _moved_twice(self.stage_of))
+
+
+def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The last block of a stage on the stage behind it, or the first on the one before: no value
+    goes backwards then."""
+    for j in range(max(stage_of)):
+        for here, there in ((j, j + 1), (j + 1, j)):
+            blocks = [i for i, at in enumerate(stage_of) if at == here]
+            if len(blocks) > 1:
+                i = blocks[-1] if there > here else blocks[0]
+                yield (*stage_of[:i], there, *stage_of[i + 1 :])
+
+
+def _moved_twice(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Two such moves."""
+    return chain.from_iterable(map(_moved, _moved(stage_of)))
+
+
+def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:
+    """A lower bound of a division's step, whatever is recomputed: the slowest rank, never idle."""
+    placement, busy = planned(plan).placement, [0.0] * plan.mesh.pipeline
+    for load, j in zip(data(problem, level)[0], stage_of, strict=True):
+        busy[placement[j]] += load.on(placement[j])
+    return plan.microbatches * max(busy)
+
+
+def _behind(division: Division, bound: float) -> Division:
+    """A division of which it is known that the programme's formula is not below `bound`."""
+    gap = relative_gap(division.objective, bound)
+    return dataclasses.replace(division, status="feasible", bound=bound, gap=gap)
 
 
 def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Plan:
@@ -158,27 +280,22 @@ def _fitting(
     """The best division at a granularity whose simulated step fits into the memory, and a plan with
     what is recomputed in it.
 
-    The programme does not know how many messages are on their way at once. A rank that it fills to
-    NEARLY is simulated, and what is too much then is kept free from the beginning.
+    The programme does not know how many messages are on their way at once. What is too much in the
+    simulated step is kept free from the beginning of the next try.
     """
     free = [0] * len(problem.memories)
     while True:
         division, trial = _divide(problem, plan, level, wanted, free, explain=explain)
-        over = _over(problem, trial, level, division)
+        over = _over(problem, _decided(problem, trial, level, division))
         if max(over) <= 0:
             return division, trial
         free = list(_freer(problem, free, over))
 
 
-def _over(problem: Problem, plan: Plan, level: int, division: Division) -> list[int]:
-    """Bytes by which the simulated step of a division exceeds the memory of each rank, where it
-    may."""
-    memories = problem.memories
-    sizes = needed(problem, plan, level, division.stage_of)
-    if all(size <= NEARLY * memory for size, memory in zip(sizes, memories, strict=True)):
-        return [0] * len(memories)
-    peaks = estimate(problem, _decided(problem, plan, level, division)).peak_memory
-    return [peak - memory for peak, memory in zip(peaks, memories, strict=True)]
+def _over(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes by which the step of a divided plan exceeds the memory of each rank."""
+    peaks = estimate(problem, plan).peak_memory
+    return [peak - memory for peak, memory in zip(peaks, problem.memories, strict=True)]
 
 
 def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterator[int]:
@@ -226,7 +343,8 @@ def _divide(
 def _given(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], wanted: Wanted
 ) -> tuple[Division, Plan]:
-    """A division that the user gave, and a plan with what is recomputed in it."""
+    """Stages that are not the programme's, and a plan with what is recomputed in them. Raises
+    InfeasibleError where the step does not fit into the memory."""
     first = _recomputing(problem, plan, level, "none" if wanted == "auto" else wanted)
     try:
         return _evaluated(problem, first, level, stage_of), first
@@ -239,36 +357,41 @@ def _given(
 def _forced(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
 ) -> tuple[Division, Plan]:
-    """A division that the user gave and that fits only if something is recomputed."""
+    """Stages that fit only if something is recomputed."""
     memories = problem.memories
     free = [reserved(problem, plan)] * len(memories)
     while True:
         limits = [memory - kept for memory, kept in zip(memories, free, strict=True)]
         names = spared(problem, plan, level, stage_of, limits)
-        if names is None:
-            message = "these stages do not fit, whatever is recomputed"
-            raise InfeasibleError(message)
+        if names is None:  # by the programme's bytes, which may be too many
+            trial = _recomputing(problem, plan, level, "full")
+            return _evaluated(problem, trial, level, stage_of), trial
         trial = dataclasses.replace(plan, recompute=names)
-        found = _evaluated(problem, trial, level, stage_of)
-        over = _over(problem, trial, level, found)
+        division = _priced(problem, trial, level, stage_of)
+        over = _over(problem, _decided(problem, trial, level, division))
         if max(over) <= 0:
-            bound = _fill_and_drain(problem, plan, level)
-            gap = relative_gap(found.objective, bound)
-            return dataclasses.replace(found, status="feasible", bound=bound, gap=gap), trial
+            return _behind(division, _fill_and_drain(problem, plan, level)), trial
         free = list(_freer(problem, free, over))
 
 
+def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
+    """Stages that are not the programme's, with the seconds that its formula predicts."""
+    data, order = data_under(problem, plan, level), planned(plan)
+    found = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
+    return Division(tuple(stage_of), "given", found.objective, 0.0, 1.0)
+
+
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
-    """A division that the user gave, with its predicted step time. Its memory must fit."""
-    schedule = planned(plan)
-    loads, flows = data_under(problem, plan, level)
-    kept, placement = held(plan), schedule.placement
-    found = evaluate(loads, flows, stage_of, placement, plan.microbatches, kept)
-    memory, devices = [size + reserved(problem, plan) for size in found.memory], problem.devices
+    """Stages that are not the programme's. Raises InfeasibleError where the step does not fit."""
+    division = _priced(problem, plan, level, stage_of)
+    memory = estimate(problem, _decided(problem, plan, level, division)).peak_memory
+    devices = problem.devices
     worst = max(range(len(memory)), key=lambda r: memory[r] / devices[r].memory)
     if memory[worst] > devices[worst].memory:
+        loads, flows = data_under(problem, plan, level)
         names = [block.name for block in problem.priced(level).cut.blocks]
-        parts = memory_parts(loads, flows, stage_of, placement, kept, worst, names)
+        placement = planned(plan).placement
+        parts = memory_parts(loads, flows, stage_of, placement, held(plan), worst, names)
         largest = max(parts, key=lambda part: part.size)
         message = (
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
@@ -277,7 +400,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
             f'{largest.what} ({largest.size:,} bytes). stages="auto" may find one that fits'
         )
         raise InfeasibleError(message)
-    return Division(tuple(stage_of), "given", found.objective, 0.0, 1.0)
+    return division
 
 
 def reconsidered(problem: Problem, plan: Plan) -> Plan:

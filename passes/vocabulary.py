@@ -42,7 +42,7 @@ class VocabularyPass(Pass):
     """
 
     name: ClassVar[str] = "vocabulary"
-    gain: float = 0.02
+    gain: float = 0.01
     below: float = math.inf
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 

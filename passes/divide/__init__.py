@@ -123,49 +123,54 @@ def divide(
     task = Task(loads, flows, placement, microbatches, held, limits)
     check_task(task)
     try:
-        stage_of, bound = _fastest(task, effort)
+        stage_of, bound, runs = _fastest(task, effort)
     except InfeasibleError:
         if not explain:
             raise
         raise too_little_memory(task, names, effort, besides, memory) from None
     objective = task.evaluate(stage_of).objective
+    others = () if runs in (None, stage_of) else (runs,)
     if bound is None:
-        return Division(stage_of, "optimal", objective, objective, 0.0)
+        return Division(stage_of, "optimal", objective, objective, 0.0, others)
     least = min(objective, bound * task.unit / task.each)
-    return Division(stage_of, "feasible", objective, least, relative_gap(objective, least))
+    gap = relative_gap(objective, least)
+    return Division(stage_of, "feasible", objective, least, gap, others)
 
 
-def _fastest(task: Task, effort: float) -> tuple[tuple[int, ...], float | None]:
-    """The best division; and a lower bound of the objective in units, None when it is optimal."""
+def _fastest(
+    task: Task, effort: float
+) -> tuple[tuple[int, ...], float | None, tuple[int, ...] | None]:
+    """The best division; a lower bound of the objective in units, None when it is optimal; and the
+    runs that the search began with."""
     if crowded(task) or find_windows(task, math.inf) is None:  # look for no good division then
-        return nothing_better(None), None
+        return nothing_better(None), None, None
     least = least_slowest(task) if task.each > 1 else 0
     runs, best = balanced_runs(task, least) if task.each > 1 else fastest_runs(task)
     if not task.is_uniform and task.each == 1 and task.links is not None:
         better = Spans(Repeatable(task, (None,) * len(task.loads))).best(best)
-        return (nothing_better(runs) if better is None else better[0]), None
+        return (nothing_better(runs) if better is None else better[0]), None, runs
     windows = find_windows(task, best)
     if windows is None or windows.slowest < least:
-        return nothing_better(runs), None
+        return nothing_better(runs), None, runs
     bound = sum(task.compute) + sum(windows.received) + task.further * least
     if runs is not None and is_large(task, windows):
-        return runs, bound
+        return runs, bound, runs
     layout = lay_out(task, windows)
     limit_memory(layout)
     minimize_time(layout, least)
     if runs is not None and task.each > 1:
         layout.hint(runs)
         if layout.is_large:
-            return runs, bound
+            return runs, bound, runs
         effort *= SHORTER
     try:
         solution = solve(layout.model, effort=effort)
     except InfeasibleError:
-        return nothing_better(runs), None
+        return nothing_better(runs), None, runs
     except UndecidedError as undecided:
         if runs is None:
             raise
-        return runs, min(best, undecided.bound)
+        return runs, min(best, undecided.bound), runs
     is_proven = solution.status == "optimal" or solution.bound >= best
     stage_of = runs if runs and best <= solution.objective else layout.read(solution.values)
-    return stage_of, None if is_proven else solution.bound
+    return stage_of, None if is_proven else solution.bound, runs

@@ -54,7 +54,8 @@ class Division:
     """The stage of each block. No division has an objective (seconds) below `bound`.
 
     `status` is "optimal", or "feasible" when the work limit came before the proof; `gap` is
-    (objective - bound) / objective.
+    (objective - bound) / objective. `others` are divisions that were tried on the way, which may be
+    faster on the timeline.
     """
 
     stage_of: tuple[int, ...]
@@ -62,6 +63,7 @@ class Division:
     objective: float
     bound: float
     gap: float
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,16 @@ def divide_twice(
     """
     task = Task(loads, flows, placement, microbatches, held, limits)
     check_task(task)
+    result = _divide_twice(task, again, effort)
+    free = [_free(task, effort)] if task.each > 1 else []
+    tried = {x for one in free if one is not None for x in (one.stage_of, *one.others)}
+    tried = tried.union(result.division.others) - {result.division.stage_of}
+    division = dataclasses.replace(result.division, others=tuple(sorted(tried)))
+    return Joint(division, result.twice)
+
+
+def _divide_twice(task: Task, again: Sequence[Load | None], effort: float) -> Joint:
+    """The best division and the blocks that run twice in it."""
     free = _free(task, effort) if task.each > 1 else None
     if free is not None and _fits(task, free.stage_of):
         return Joint(free, frozenset())

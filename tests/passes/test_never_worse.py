@@ -1,0 +1,131 @@
+"""No plan is slower than one that a user can name: even stages, runs of blocks, named schedules."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.device import device
+from parcompiler.models import gpt, t5
+from parcompiler.passes.schedule import CANDIDATES
+
+GAIN = 0.01  # of the step, up to which "auto" takes a plainer schedule
+SLACK = 1 + 1e-9
+SCHEDULES = ("1f1b", "interleaved", "zb-v")
+Case = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+class UNet(nn.Module):
+    """Layers down and up again, with skips between those of equal width."""
+
+    def __init__(self, depth: int = 5, width: int = 32) -> None:
+        super().__init__()
+        widths = [width * 2 ** min(k, 3) for k in range(depth)]
+        self.down = nn.ModuleList(
+            nn.Conv2d(a, b, 3, padding=1) for a, b in zip([3, *widths], widths, strict=False)
+        )
+        self.up = nn.ModuleList(
+            nn.Conv2d(2 * b, a, 3, padding=1)
+            for a, b in zip([4, *widths[:-1]][::-1], widths[::-1], strict=True)
+        )
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for layer in self.down:
+            images = torch.relu(layer(images))
+            skips.append(images)
+        for layer in self.up:
+            images = layer(torch.cat([images, skips.pop()], 1))
+        return nn.functional.cross_entropy(images, labels)
+
+
+def tokens(rows: int, length: int, *names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(rows, length, dtype=torch.long) for name in names}
+
+
+def built(name: str) -> Case:
+    if name == "t5":
+        return t5.T5(t5.PRESETS["small"]), tokens(1, 128, "tokens", "decoder_tokens", "labels")
+    if name == "u-net":
+        labels = torch.zeros(2, 64, 64, dtype=torch.long)
+        return UNet(), {"images": torch.zeros(2, 3, 64, 64), "labels": labels}
+    config = gpt.Config(
+        layers=9, heads=4, hidden=128, vocabulary=int(name.removeprefix("gpt-")), sequence=64
+    )
+    return gpt.GPT(config), tokens(1, 64, "tokens", "labels")
+
+
+@cache
+def captured(name: str) -> pc.Program:
+    with torch.device("meta"):
+        model, inputs = built(name)
+    return pc.compile(model, pc.Mesh(device=sized(2**50)), inputs, microbatches=1, progress=False)
+
+
+def sized(memory: int) -> pc.Device:
+    return dataclasses.replace(device("h100"), memory=memory)
+
+
+def step(
+    name: str, pipeline: int, memory: int, schedule: str, stages: str | tuple[int, ...] = "auto"
+) -> tuple[float, int] | None:
+    """Seconds and bytes of a step; None where nothing fits."""
+    mesh = pc.Mesh(pipeline, device=sized(memory))
+    try:
+        program = pc.compile(
+            captured(name), mesh, schedule=schedule, stages=stages, microbatches=2 * pipeline,
+            progress=False,
+        )  # fmt: skip
+    except (pc.InfeasibleError, pc.InputError):
+        return None
+    timeline = program.simulate()
+    return timeline.step_time, max(timeline.peak_memory)
+
+
+def runs(name: str, pipeline: int, schedule: str) -> Iterator[tuple[int, ...]]:
+    """Counts of blocks on the stages: as equal as can be, the rest first or last."""
+    blocks = len(captured(name).problem.priced(1).cut.blocks)
+    stages = pipeline * (2 if schedule in ("interleaved", "zb-v") else 1)
+    each, more = divmod(blocks, stages)
+    if each:
+        yield (each + 1,) * more + (each,) * (stages - more)
+        yield (each,) * (stages - more) + (each + 1,) * more
+
+
+def check(name: str, pipeline: int, schedules: tuple[str, ...], share: float) -> None:
+    """Compare what is chosen with what can be named, in a share of the memory of a free step."""
+    free = step(name, pipeline, 2**50, schedules[0])
+    assert free is not None
+    memory = int(share * free[1])
+    named = []
+    for schedule in schedules:
+        chosen = step(name, pipeline, memory, schedule)
+        others = [step(name, pipeline, memory, schedule, "even")]
+        others += [
+            step(name, pipeline, memory, schedule, run) for run in runs(name, pipeline, schedule)
+        ]
+        best = min((other[0] for other in others if other), default=None)
+        assert best is None or (chosen is not None and chosen[0] <= best * SLACK), schedule
+        named += [item[0] for item in (chosen, *others) if item]
+    chosen = step(name, pipeline, memory, "auto")
+    assert not named or (chosen is not None and chosen[0] <= min(named) * SLACK / (1 - GAIN))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["t5", "u-net", "gpt-4096"])
+def test_no_plan_is_slower_than_one_that_can_be_named(name: str, share: float) -> None:
+    check(name, 4, SCHEDULES, share)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("share", [1.0, 0.85, 0.7, 0.55])
+@pytest.mark.parametrize("pipeline", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["t5", "u-net", "gpt-64", "gpt-4096", "gpt-32768"])
+def test_no_plan_of_many_is_slower_than_one_that_can_be_named(
+    name: str, pipeline: int, share: float
+) -> None:
+    check(name, pipeline, CANDIDATES, share)
