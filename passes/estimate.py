@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from parcompiler.passes.footprint import Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import planned
+from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
 from parcompiler.timeline import Message, StageCost, Timing, step_time, timing
@@ -35,13 +35,30 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
         what = costs(problem, plan), messages(problem, plan), everywhere
         if plan.orders is not None:
             return replace(timing(planned(plan), *what), spans=())
-
-        def at(microbatches: int) -> Schedule:  # named schedules exist for any micro-batches
-            return planned(replace(plan, microbatches=microbatches))
-
-        return timing_of_many(at, plan.microbatches, *what)
+        return timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
 
     return problem.once(("estimate", *_known(plan)), find)
+
+
+def orders_of(plan: Plan, find: Callable[[Plan], Schedule]) -> Callable[[int], Schedule]:
+    """The schedule that `find` says for the plan with other micro-batches, if it has a name."""
+    return lambda microbatches: find(replace(plan, microbatches=microbatches))
+
+
+def alone(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
+    of `estimate`, the same where there is no such work, and sooner found."""
+    what = costs(problem, plan), messages(problem, plan)
+    if plan.orders is not None:
+        return timing(_headless(plan), *what).step_time
+    return step_time(orders_of(plan, _headless), plan.microbatches, *what)
+
+
+def _headless(plan: Plan) -> Schedule:
+    """The order of the stages under a shared head, which is not that of `trunk`."""
+    schedule = planned(plan)
+    orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
+    return replace(schedule, orders=orders)
 
 
 def _known(plan: Plan) -> tuple[Hashable, ...]:
@@ -50,19 +67,6 @@ def _known(plan: Plan) -> tuple[Hashable, ...]:
     order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
     blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
     return *order, *blocks, choice and choice.method
-
-
-def alone(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
-    of `estimate`, the same where there is no such work, and sooner found."""
-    return step_time(_headless(plan), costs(problem, plan), messages(problem, plan))
-
-
-def _headless(plan: Plan) -> Schedule:
-    """The order of the stages under a shared head, which is not that of `trunk`."""
-    schedule = planned(plan)
-    orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
-    return replace(schedule, orders=orders)
 
 
 def costs(
@@ -85,7 +89,7 @@ def costs(
 def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tuple[StageCost, ...]:
     """The same, for stages that hold these tensors."""
     blocks = _blocks(problem, plan)
-    placement = planned(plan).placement
+    placement = outline(plan).placement
     users = Counter(
         (rank, name) for rank, names in zip(placement, held, strict=True) for name in names
     )
@@ -134,10 +138,10 @@ def _cost(
 ) -> StageCost:
     """The cost of some blocks as stage `j`, which holds some tensors, those in `alone` as the only
     one of its rank; `beside` are the blocks of the others."""
-    schedule = planned(plan)
+    schedule = outline(plan)
     rank = schedule.placement[j]
-    priced, order = problem.under(plan).on(rank), schedule.orders[rank]
-    stashed = versions(order, j) - 1 if schedule.asynchronous else 0
+    priced = problem.under(plan).on(rank)
+    stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
     made = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
     differentiable = problem.graph.differentiable
@@ -182,7 +186,7 @@ def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool]
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
     """One message per value that another stage uses, in order of execution."""
-    placement = planned(plan).placement
+    placement = outline(plan).placement
     for source, users, node in carried(problem, plan):
         returns = node.name in problem.graph.differentiable
         apart = detached(source, users, placement) if returns else ()

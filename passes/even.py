@@ -19,14 +19,15 @@ from parcompiler.cost import collective
 from parcompiler.passes.divide import Load
 from parcompiler.passes.divide.relaxed import least_slowest_rank
 from parcompiler.passes.divide.task import Task
+from parcompiler.passes.estimate import orders_of
 from parcompiler.passes.forced import joint_task
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import held, identity, planned, trunk
-from parcompiler.timeline import Message, StageCost, step_time
+from parcompiler.schedules.planned import held, identity, outline, trunk
+from parcompiler.timeline import Message, StageCost, step_time, timing
 
 TINY = 1e-9  # sums of the same numbers in another order
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
@@ -107,7 +108,7 @@ def task_of(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load |
     limits = [memory - reserved(problem, plan) for memory in problem.memories]
     if problem.options.recompute == "auto":
         return joint_task(problem, plan, level, limits)
-    schedule, given = planned(plan), data_under(problem, plan, level)
+    schedule, given = outline(plan), data_under(problem, plan, level)
     rooms = [float(max(1, limit)) for limit in limits]
     task = Task(*given, schedule.placement, plan.microbatches, held(plan), rooms)
     return task, [None] * len(task.loads)
@@ -116,9 +117,8 @@ def task_of(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load |
 def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
     """The step of even stages under the schedule, without what all ranks do for the vocabulary;
     `pace` is how much faster than the fastest rank all are together."""
-    schedule = trunk(plan)
-    stages = len(schedule.placement)
-    parts = pace * stages / schedule.ranks
+    stages = len(outline(plan).placement)
+    parts = pace * stages / plan.mesh.pipeline
     cost = StageCost(
         forward=sum(priced.forward) / parts,
         backward=sum(priced.backward) / parts,
@@ -126,7 +126,10 @@ def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
         resident=0,
         saved=0,
     )
-    return step_time(schedule, [cost] * stages, list(_messages(problem, plan)))
+    what = [cost] * stages, list(_messages(problem, plan))
+    if plan.orders is not None:
+        return timing(trunk(plan), *what).step_time
+    return step_time(orders_of(plan, trunk), plan.microbatches, *what)
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
@@ -139,7 +142,7 @@ def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
     for flow in flows:
         if flow.producer + 1 in flow.consumers:
             largest[flow.producer] = max(largest[flow.producer], flow.saved)
-    least, placement = min(largest.values(), default=0), trunk(plan).placement
+    least, placement = min(largest.values(), default=0), outline(plan).placement
     for j, k in pairwise(range(len(placement) if least else 0)):
         seconds = collective.message(problem.mesh, [(placement[j], placement[k])], least)
         yield Message(j, (k,), seconds, gradient=0.0, nbytes=least)

@@ -19,7 +19,7 @@ from parcompiler.passes.loads import data_under
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import held, identity, planned
+from parcompiler.schedules.planned import held, identity, outline
 
 
 def jointly(
@@ -64,7 +64,7 @@ def _joint_task(
     problem: Problem, plan: Plan, level: int, limits: Sequence[float]
 ) -> tuple[Task, list[Load | None]]:
     """The same, for the first time."""
-    schedule = planned(plan)
+    schedule = outline(plan)
     every = chosen(problem, level, "full")
     loads, flows = data_under(problem, dataclasses.replace(plan, recompute=()), level)
     full, _ = data_under(problem, dataclasses.replace(plan, recompute=every), level)

@@ -10,7 +10,7 @@ from parcompiler.passes.divide import Flow, Load
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import left, planned
+from parcompiler.schedules.planned import left, outline
 
 
 def data(
@@ -40,7 +40,7 @@ def data_under(
     problem: Problem, plan: Plan, level: int
 ) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
     """The programme's data under the schedule and the recomputation of a plan."""
-    versions, recompute = planned(plan).asynchronous, plan.recompute or ()
+    versions, recompute = outline(plan).asynchronous, plan.recompute or ()
     return data(problem, level, versions=versions, recompute=recompute, left=left(plan))
 
 

@@ -22,7 +22,7 @@ from parcompiler.passes.stage import ideal
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build
-from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.planned import outline, trunk
 from parcompiler.schedules.vocabulary import intervals
 from parcompiler.solver import relative_gap
 from parcompiler.timeline import Timing, VocabularyCost
@@ -85,7 +85,7 @@ def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[floa
 
 def _named(plan: Plan) -> Iterator[Schedule]:
     """The schedules with the plan's stages, the one that it was divided for first."""
-    placement = trunk(plan).placement
+    placement = outline(plan).placement
     yield trunk(plan)
     for name in SCHEDULES:
         try:

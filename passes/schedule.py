@@ -28,7 +28,7 @@ from parcompiler.passes.stage import StagePass
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
-from parcompiler.schedules.planned import planned, trunk
+from parcompiler.schedules.planned import outline, trunk
 from parcompiler.solver import UndecidedError
 
 CANDIDATES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-h2", "v-half", "v-min", "zb-v")
@@ -193,7 +193,7 @@ def _in_units(seconds: float) -> str:
 
 def _is_large(problem: Problem, plan: Plan) -> bool:
     """Whether the best stages take seconds to find."""
-    blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(planned(plan).placement)
+    blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(outline(plan).placement)
     return blocks * stages > LARGE
 
 

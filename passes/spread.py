@@ -11,7 +11,7 @@ from parcompiler.cost.times import measured_vocabulary
 from parcompiler.cost.vocabulary import vocabulary_parts
 from parcompiler.plan import VOCABULARY_PASSES, Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import trunk
+from parcompiler.schedules.planned import outline
 from parcompiler.timeline import VocabularyCost
 
 
@@ -27,7 +27,7 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
     method, ranks = plan.vocabulary.method, plan.mesh.pipeline * plan.mesh.tensor
     parts = _parts(problem, ranks, method) | _measured(problem, ranks, method)
     stages = _stages(problem, plan)
-    last = len(trunk(plan).placement) - 1
+    last = len(outline(plan).placement) - 1
     users = (min((stages[u] for u in item.node.users if u in stages), default=0)
              for item in spread.lookups)  # fmt: skip
     return VocabularyCost(

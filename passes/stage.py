@@ -32,7 +32,7 @@ from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, Solution, StageChoice
 from parcompiler.problem import Problem
-from parcompiler.schedules.planned import held, planned
+from parcompiler.schedules.planned import held, outline
 from parcompiler.solver import UndecidedError, relative_gap
 
 EFFORT = 50_000  # stages times micro-batches that are simulated to improve a division
@@ -101,7 +101,7 @@ class StagePass(Pass):
         stages = problem.options.stages
         if stages == "auto":
             return self._automatic(problem, plan, wanted, explain=explain)
-        level, stage_of = given.division(problem, stages, len(planned(plan).placement))
+        level, stage_of = given.division(problem, stages, len(outline(plan).placement))
         division, plan = _given(problem, plan, level, stage_of, wanted)
         return _decided(problem, plan, level, division)
 
@@ -152,7 +152,7 @@ class StagePass(Pass):
                 break
         if best is None:
             assert refusal is not None
-            stages = len(planned(plan).placement)
+            stages = len(outline(plan).placement)
             if stages > len(problem.priced(problem.levels[-1]).cut.blocks):
                 refusal.add_note(why_so_few(problem.graph))
             raise refusal
@@ -164,7 +164,7 @@ def _alternatives(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Granularities and stages to compare with the programme's at `level`; without that, stages
     that are even in seconds or in bytes."""
-    stages = len(planned(plan).placement)
+    stages = len(outline(plan).placement)
     if level is not None:
         yield from ((level, stage_of) for stage_of in others)
     with suppress(InputError):  # too few layers
@@ -227,7 +227,7 @@ class _Shortest:
         says nearly what the timeline says, and its optimum is kept. So are the stages beside a
         vocabulary on all ranks, whose steps take ten times as long to simulate.
         """
-        ranks, stages = self.start.mesh.pipeline, len(planned(self.start).placement)
+        ranks, stages = self.start.mesh.pipeline, len(outline(self.start).placement)
         flows = data(self.problem, self.level)[1]
         is_chain = all(flow.consumers == (flow.producer + 1,) for flow in flows)
         if (is_chain and stages == ranks) or vocabulary_cost(self.problem, self.start) is not None:
@@ -257,7 +257,7 @@ def _moved_twice(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:
     """A lower bound of a division's step, whatever is recomputed: the slowest rank, never idle."""
-    placement, busy = planned(plan).placement, [0.0] * plan.mesh.pipeline
+    placement, busy = outline(plan).placement, [0.0] * plan.mesh.pipeline
     for load, j in zip(data(problem, level)[0], stage_of, strict=True):
         busy[placement[j]] += load.on(placement[j])
     return plan.microbatches * max(busy)
@@ -312,7 +312,7 @@ def _divide(
 ) -> tuple[Division, Plan]:
     """The best division at a granularity that leaves some bytes of each rank free, and a plan with
     what is recomputed in it."""
-    schedule, memories = planned(plan), problem.memories
+    schedule, memories = outline(plan), problem.memories
     besides = [reserved(problem, plan) + kept for kept in free]
     limits = [memory - kept for memory, kept in zip(memories, besides, strict=True)]
     if wanted == "auto":
@@ -376,7 +376,7 @@ def _forced(
 
 def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
     """Stages that are not the programme's, with the seconds that its formula predicts."""
-    data, order = data_under(problem, plan, level), planned(plan)
+    data, order = data_under(problem, plan, level), outline(plan)
     found = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
     return Division(tuple(stage_of), "given", found.objective, 0.0, 1.0)
 
@@ -390,7 +390,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     if memory[worst] > devices[worst].memory:
         loads, flows = data_under(problem, plan, level)
         names = [block.name for block in problem.priced(level).cut.blocks]
-        placement = planned(plan).placement
+        placement = outline(plan).placement
         parts = memory_parts(loads, flows, stage_of, placement, held(plan), worst, names)
         largest = max(parts, key=lambda part: part.size)
         message = (
@@ -438,12 +438,12 @@ def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Pl
 def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Plan:
     """The plan with the blocks at a granularity on these stages."""
     priced = problem.priced(level)
-    names: list[list[str]] = [[] for _ in planned(plan).placement]
+    names: list[list[str]] = [[] for _ in outline(plan).placement]
     for block, at in zip(priced.cut.blocks, stage_of, strict=True):
         names[at].append(block.name)
     stages = tuple(
         StageChoice(tuple(held), rank)
-        for held, rank in zip(names, planned(plan).placement, strict=True)
+        for held, rank in zip(names, outline(plan).placement, strict=True)
     )
     sent = tuple(node.name for node in priced.sent)
     return dataclasses.replace(plan, granularity=level, sent=sent, stages=stages)
@@ -451,7 +451,7 @@ def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) ->
 
 def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:
     """The step time of a perfectly even division without messages."""
-    stages, ranks = len(planned(plan).placement), plan.mesh.pipeline
+    stages, ranks = len(outline(plan).placement), plan.mesh.pipeline
     recompute = plan.recompute or ()
     total = sum(load.seconds for load in data(problem, level, recompute=recompute)[0])
     pace = problem.recomputing(level, recompute).pace or ranks

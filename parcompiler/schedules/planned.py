@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
@@ -11,6 +13,9 @@ from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary import spread
 from parcompiler.schedules.waiting import waiting
 
+Found = TypeVar("Found")
+
+ROUNDS = 8  # of one micro-batch for each rank, in which a steady state is looked for
 Identity = tuple[str | None, tuple[str, ...] | None, int, int, int, str | None]
 
 
@@ -28,6 +33,15 @@ def trunk(plan: Plan) -> Schedule:
     Raises PlanError when the schedule is undecided, unknown, or of another size than the plan.
     """
     return _planned(*identity(plan)[:-1], None)
+
+
+def outline(plan: Plan) -> Schedule:
+    """The schedule of a plan for one micro-batch if it has a name, else as it is: that says where
+    the stages are placed, and whether it is asynchronous, without the orders of thousands."""
+    name, orders, ranks, _, virtual_stages, _ = identity(plan)
+    if orders is None and name in SCHEDULES:
+        return build(name, ranks, 1, virtual_stages)
+    return trunk(plan)
 
 
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -81,16 +95,40 @@ def _planned(
 
 @lru_cache(maxsize=256)
 def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The same as `held`."""
-    schedule = _planned(*known)
-    return tuple(map(schedule.held, range(schedule.ranks)))
+    """Uncached body of `held`."""
+
+    def find(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        schedule = _planned(*known)
+        return tuple(map(schedule.held, range(schedule.ranks)))
+
+    return _of_few(find, known)
 
 
 @lru_cache(maxsize=256)
 def _left(*known: *Identity) -> int:
-    """The same as `left`."""
-    schedule = _planned(*known)
-    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
+    """Uncached body of `left`."""
+
+    def find(*known: *Identity) -> int:
+        schedule = _planned(*known)
+        return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
+
+    return _of_few(find, known)
+
+
+def _of_few(find: Callable[[*Identity], Found], known: Identity) -> Found:
+    """What `find` says of a schedule's memory, from fewer micro-batches where it has a name.
+
+    In its steady state a schedule begins a micro-batch when one has ended, so that what is in
+    flight does not change with further rounds of one micro-batch for each rank. One that holds more
+    with twice as many rounds (GPipe) has no such state, and is read as a whole.
+    """
+    name, orders, ranks, microbatches, virtual_stages, method = known
+    few, more = (k * ROUNDS * ranks + microbatches % ranks for k in (1, 2))
+    if orders is None and microbatches > more:
+        known_of_few = find(name, None, ranks, few, virtual_stages, method)
+        if known_of_few == find(name, None, ranks, more, virtual_stages, method):
+            return known_of_few
+    return find(*known)
 
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:

@@ -14,10 +14,10 @@ its seconds and bytes. The lists depend on the order alone, so they are written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import EMBEDDING, HEAD, Instruction
@@ -28,13 +28,15 @@ from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
 from parcompiler.timeline.embeddings import whole_walk
 from parcompiler.timeline.lists import Names
 from parcompiler.timeline.memory import memory, peaks
-from parcompiler.timeline.order import Link, OrderTasks, Send, Walk
+from parcompiler.timeline.order import Link, OrderMemory, OrderTasks, Send, Walk
 from parcompiler.timeline.program import Exchange, ProgramTasks, tasks_of
-from parcompiler.timeline.run import START, Moments, run
+from parcompiler.timeline.run import INFINITY, START, Moments, run
 from parcompiler.timeline.simulate import Prices, seconds_of
 
-ROUNDS = 8  # of one micro-batch for each rank, in which a steady state is looked for
+ROUNDS = 8, 16, 32  # of one micro-batch for each rank, in which a steady state is looked for
 MANY = 2  # times as many micro-batches are worth it
+Step = TypeVar("Step")  # what is said of a step
+
 EXACT = 1e-12  # of a step: what rounding may make of equal shifts
 
 
@@ -62,30 +64,67 @@ def timing(
     return _timed(schedule, costs, messages, vocabulary)[0]
 
 
+Schedules = Callable[[int], Schedule]  # by micro-batches
+
+
 def timing_of_many(
-    at: Callable[[int], Schedule],
+    at: Schedules,
     microbatches: int,
     costs: Sequence[StageCost],
     messages: Sequence[Message],
     vocabulary: VocabularyCost | None = None,
 ) -> Timing:
-    """`timing` of `at(microbatches)`, without its spans, sooner where that repeats itself.
+    """`timing` of `at(microbatches)`, without its spans, sooner where that repeats itself: see
+    `_repeated`. The most bytes are those of any steady state."""
+
+    def run_few(schedule: Schedule, period: int) -> tuple[Timing, float | None]:
+        return _timed(schedule, costs, messages, vocabulary, period)
+
+    step, seconds = _repeated(at, microbatches, run_few, lambda step: step.step_time)
+    return Timing(seconds, step.peak_memory, ())
+
+
+def step_time(
+    at: Schedules, microbatches: int, costs: Sequence[StageCost], messages: Sequence[Message]
+) -> float:
+    """The seconds of `timing_of_many` alone, sooner; no layers that all ranks share."""
+
+    def run_few(schedule: Schedule, period: int) -> tuple[float, float | None]:
+        _check(schedule.placement, costs, messages)
+        tasks = _tasks(schedule.placement, links_of(messages), schedule.microbatches)
+        codes = [[tasks.code(r, action) for action in own] for r, own in enumerate(schedule.orders)]
+        moments = run(tasks.tasks, codes, _seconds(tasks, codes, schedule.orders, costs, messages))
+        _check_end(schedule.orders, moments.stuck(codes))
+        return moments.last, _pace_of_order(moments, schedule.microbatches, period)
+
+    return _repeated(at, microbatches, run_few, lambda seconds: seconds)[1]
+
+
+def _repeated(
+    at: Schedules,
+    microbatches: int,
+    run_few: Callable[[Schedule, int], tuple[Step, float | None]],
+    seconds_of_step: Callable[[Step], float],
+) -> tuple[Step, float]:
+    """The step of a few micro-batches, or of all, and the seconds of the step of all.
 
     In the steady state of a named schedule every action comes again `pace` seconds later for the
     micro-batch of the next round, one for each rank. Each begins at the latest of a few moments
-    before, so that what has shifted alike through whole rounds goes on doing so: then rounds are
-    multiplied instead of run, and the most bytes are those of any steady state.
+    before, so that what has shifted alike through whole rounds goes on doing so (a max-plus linear
+    system in its eigenvector: Baccelli et al., Synchronization and Linearity, 1992, chapter 3).
+    Then rounds are multiplied instead of run.
     """
     ranks = at(1).ranks
-    few = ROUNDS * ranks + microbatches % ranks
-    for rounds in (few, 2 * few - microbatches % ranks):
-        if MANY * rounds > microbatches:
+    rest = microbatches % ranks
+    for rounds in ROUNDS:
+        few = rounds * ranks + rest
+        if MANY * few > microbatches:
             break
-        step, pace = _timed(at(rounds), costs, messages, vocabulary, ranks)
+        step, pace = run_few(at(few), ranks)
         if pace is not None:
-            seconds = step.step_time + (microbatches - rounds) // ranks * pace
-            return Timing(seconds, step.peak_memory, ())
-    return replace(timing(at(microbatches), costs, messages, vocabulary), spans=())
+            return step, seconds_of_step(step) + (microbatches - few) // ranks * pace
+    step, _ = run_few(at(microbatches), 0)
+    return step, seconds_of_step(step)
 
 
 def _timed(
@@ -101,12 +140,14 @@ def _timed(
     if vocabulary is None and has_head:
         message = "a schedule in which all ranks share the head needs its cost (no vocabulary=...)"
         raise InputError(message)
-    shared = vocabulary or VocabularyCost()
-    source = shared.source % len(schedule.placement) if has_head else None
-    layers = Layers(shared.method, shared.users, source) if vocabulary else None
     links, untrained = links_of(messages), _untrained(costs)
+    if vocabulary is None:
+        walk, holding = _walk(schedule.placement, schedule.orders, links, untrained)
+        return _timed_order(walk, holding, schedule.orders, costs, messages, period)
+    source = vocabulary.source % len(schedule.placement) if has_head else None
+    layers = Layers(vocabulary.method, vocabulary.users, source)
     program = _program(schedule.placement, schedule.orders, links, layers, untrained)
-    prices = _prices(costs, messages, shared)
+    prices = _prices(costs, messages, vocabulary)
     moments = run(program.tasks, program.orders, seconds_of(program, prices))
     spans = tuple(
         tuple(
@@ -116,21 +157,60 @@ def _timed(
         )
         for order in program.orders
     )
-    changes = memory(program, moments, schedule.placement, costs, shared, prices.size)
+    changes = memory(program, moments, schedule.placement, costs, vocabulary, prices.size)
     pace = _pace(program, moments, schedule.microbatches, period) if period else None
     return Timing(moments.last, peaks(changes), spans), pace
 
 
+def _timed_order(
+    walk: Walk,
+    holding: OrderMemory,
+    orders: Orders,
+    costs: Sequence[StageCost],
+    messages: Sequence[Message],
+    period: int = 0,
+) -> tuple[Timing, float | None]:
+    """`_timed` without layers that all ranks share: the tasks of the order itself say as much as
+    those of its instruction lists, and are sooner made."""
+    tasks = walk.pipeline
+    moments = run(tasks.tasks, walk.codes, _seconds(tasks, walk.codes, orders, costs, messages))
+    begins, ends = moments.begins, moments.ends
+    spans = tuple(tuple((begins[code], ends[code]) for code in own) for own in holding.orders)
+
+    def size(sent: Send) -> int:
+        return messages[sent.number].nbytes
+
+    changes = memory(holding, moments, tasks.placement, costs, VocabularyCost(), size)
+    pace = _pace_of_order(moments, tasks.microbatches, period)
+    return Timing(moments.last, peaks(changes), spans), pace
+
+
+def _pace_of_order(moments: Moments, m: int, period: int) -> float | None:
+    """The pace of the actions and messages of an order (see `_common_pace`); None for no period."""
+    if not period:
+        return None
+    rows = (moments.begins[row : row + m] for row in range(0, len(moments.begins), m))
+    return _common_pace((row for row in rows if row[0] < INFINITY), moments.last, m, period)
+
+
 def _pace(program: ProgramTasks, moments: Moments, m: int, period: int) -> float | None:
-    """By how many seconds everything shifts from a period to the next in the middle of a step."""
-    pace: float | None = None
+    """The pace of the instructions and exchanges of a program (see `_common_pace`)."""
     begins: dict[object, dict[int, float]] = {}
     lines = [*program.lines, *((START, what) for what in program.exchanges)]
     for begin, (rank, line) in zip(moments.begins, lines, strict=True):
         if line.microbatch is not None:
             begins.setdefault((rank, _without_microbatch(line)), {})[line.microbatch] = begin
-    middle, rounding = range(m // 2 - 2 * period, m // 2 + period), EXACT * moments.last
-    for by_microbatch in begins.values():
+    return _common_pace(begins.values(), moments.last, m, period)
+
+
+def _common_pace(
+    begins: Iterable[Mapping[int, float] | Sequence[float]], last: float, m: int, period: int
+) -> float | None:
+    """By how many seconds everything shifts from a period to the next in the middle of a step of m
+    micro-batches that ends at `last`; `begins` are by micro-batch."""
+    pace: float | None = None
+    middle, rounding = range(m // 2 - 2 * period, m // 2 + period), EXACT * last
+    for by_microbatch in begins:
         for i in middle:
             shift = by_microbatch[i + period] - by_microbatch[i]
             pace = shift if pace is None else pace
@@ -154,13 +234,8 @@ def order_peaks(
 ) -> tuple[int, ...]:
     """The peaks of `timing` alone, sooner, for orders that end; no layers that all ranks share."""
     walk = Walk(tasks, orders)
-    moments = run(tasks.tasks, walk.codes, _seconds(tasks, walk.codes, orders, costs, messages))
-    held = walk.memory(_untrained(costs))
-
-    def size(sent: Send) -> int:
-        return messages[sent.number].nbytes
-
-    return peaks(memory(held, moments, tasks.placement, costs, VocabularyCost(), size))
+    step, _ = _timed_order(walk, walk.memory(_untrained(costs)), orders, costs, messages)
+    return step.peak_memory
 
 
 def _seconds(
@@ -176,16 +251,6 @@ def _seconds(
         for code, action in zip(own, order, strict=True):
             seconds[code] = costs[action.stage].seconds(action.kind)
     return seconds
-
-
-def step_time(schedule: Schedule, costs: Sequence[StageCost], messages: Sequence[Message]) -> float:
-    """The seconds of `timing` alone, sooner; no layers that all ranks share."""
-    _check(schedule.placement, costs, messages)
-    tasks = _tasks(schedule.placement, links_of(messages), schedule.microbatches)
-    codes = [[tasks.code(r, action) for action in own] for r, own in enumerate(schedule.orders)]
-    moments = run(tasks.tasks, codes, _seconds(tasks, codes, schedule.orders, costs, messages))
-    _check_end(schedule.orders, moments.stuck(codes))
-    return moments.last
 
 
 def pairs_of(messages: Sequence[Message]) -> list[tuple[float, float]]:
@@ -209,6 +274,20 @@ def _tasks(placement: tuple[int, ...], links: tuple[Link, ...], microbatches: in
     return OrderTasks(placement, links, microbatches)
 
 
+@lru_cache(maxsize=32)
+def _walk(
+    placement: tuple[int, ...],
+    orders: Orders,
+    links: tuple[Link, ...],
+    untrained: frozenset[int],
+) -> tuple[Walk, OrderMemory]:
+    """A walk through an order that ends, and what it holds, whatever its seconds are."""
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    walk = Walk(_tasks(placement, links, microbatches), orders)
+    _check_end(orders, walk.stuck)
+    return walk, walk.memory(untrained)
+
+
 class _Ends(NamedTuple):
     """The names of what a stage receives and gives."""
 
@@ -221,7 +300,7 @@ def _program(
     placement: tuple[int, ...],
     orders: Orders,
     links: tuple[Link, ...],
-    layers: Layers | None,
+    layers: Layers,
     untrained: frozenset[int],
 ) -> ProgramTasks:
     """The tasks of the lists that lowering would write, whatever their seconds are."""
@@ -233,13 +312,12 @@ def _program(
         for user in link.targets:
             receives[user].append(name)
     embedded, head = [], ("", -1)
-    if layers is not None:
-        for k, user in enumerate(layers.users):
-            receives[user].append(f"e{k}")
-            embedded.append((f"e{k}", placement[user]))
-        if layers.source is not None:
-            gives[layers.source].append("x")
-            head = "x", placement[layers.source]
+    for k, user in enumerate(layers.users):
+        receives[user].append(f"e{k}")
+        embedded.append((f"e{k}", placement[user]))
+    if layers.source is not None:
+        gives[layers.source].append("x")
+        head = "x", placement[layers.source]
     walk = whole_walk(placement, orders, links, layers)
     _check_end(orders, walk.stuck)
     ends = [_Ends(tuple(r), tuple(g)) for r, g in zip(receives, gives, strict=True)]
