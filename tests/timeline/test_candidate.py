@@ -15,8 +15,8 @@ from parcompiler.lower import Lowered, Value, communicate
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import backward, forward
 from parcompiler.schedules.v_shape import v_placement
-from parcompiler.timeline import First, Message, StageCost, Timeline, simulate, timing
-from parcompiler.timeline.candidate import links_of, order_peaks
+from parcompiler.timeline import First, Message, StageCost, Timeline, simulate, step_time, timing
+from parcompiler.timeline.candidate import links_of, order_peaks, timing_of_many
 from parcompiler.timeline.order import OrderTasks
 from tests.timeline.test_simulate import stage
 
@@ -124,6 +124,24 @@ def test_the_simulator_says_the_same(seed: int) -> None:
     for rank, spans in enumerate(found.spans):
         events = [e for e in wanted.events if e.rank == rank and e.instruction.kind in COMPUTE]
         assert list(spans) == [(e.begin, e.end) for e in sorted(events, key=lambda e: e.begin)]
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_a_steady_state_that_is_multiplied_is_the_whole_step(seed: int) -> None:
+    chance = random.Random(seed)
+    name, p, m = NAMES[seed % len(NAMES)], chance.randint(2, 4), chance.randint(70, 140)
+    stages_per_rank = chance.randint(2, 3) if name == "interleaved" else 1
+
+    def at(microbatches: int) -> Schedule:
+        return build(name, p, microbatches, stages_per_rank)
+
+    costs = random_costs(chance, len(at(1).placement))
+    messages = random_messages(chance, len(at(1).placement))
+    whole = timing(at(m), costs, messages)
+    found = timing_of_many(at, m, costs, messages)
+    assert found.step_time == pytest.approx(whole.step_time, rel=1e-9)
+    assert found.peak_memory == whole.peak_memory
+    assert step_time(at, m, costs, messages) == pytest.approx(whole.step_time, rel=1e-9)
 
 
 def test_mixed_whole_and_parted_backwards_are_timed() -> None:
