@@ -221,7 +221,8 @@ class _Shortest:
 
     def improve(self) -> None:
         """Move one block, or two, to the stages beside theirs as long as that shortens the step: a
-        descent, in which as many steps are simulated as their size allows.
+        descent, in which as many steps are simulated as their size allows. Two where values skip
+        blocks: elsewhere the second gained nothing.
 
         With one stage on each rank and values for the next block alone, the programme's formula
         says nearly what the timeline says, and its optimum is kept. So are the stages beside a
@@ -233,10 +234,17 @@ class _Shortest:
         if (is_chain and stages == ranks) or vocabulary_cost(self.problem, self.start) is not None:
             return
         most = len(self.considered) + EFFORT // (stages * self.start.microbatches)
-        moves = chain(_moved(self.stage_of), _moved_twice(self.stage_of))
+        moves = _moves(self.stage_of, twice=not is_chain)
         while len(self.considered) < most and (stage_of := next(moves, None)) is not None:
             if self.consider(self.level, stage_of):
-                moves = chain(_moved(self.stage_of), _moved_twice(self.stage_of))
+                moves = _moves(self.stage_of, twice=not is_chain)
+
+
+def _moves(stage_of: tuple[int, ...], *, twice: bool) -> Iterator[tuple[int, ...]]:
+    """The stages after one move of a block, and where asked for after two."""
+    yield from _moved(stage_of)
+    if twice:
+        yield from chain.from_iterable(map(_moved, _moved(stage_of)))
 
 
 def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -248,11 +256,6 @@ def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             if len(blocks) > 1:
                 i = blocks[-1] if there > here else blocks[0]
                 yield (*stage_of[:i], there, *stage_of[i + 1 :])
-
-
-def _moved_twice(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Two such moves."""
-    return chain.from_iterable(map(_moved, _moved(stage_of)))
 
 
 def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:
