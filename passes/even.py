@@ -18,7 +18,7 @@ from typing import NamedTuple
 from parcompiler.cost import collective
 from parcompiler.passes.divide import Load
 from parcompiler.passes.divide.relaxed import least_slowest_rank
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.passes.estimate import orders_of
 from parcompiler.passes.forced import joint_task
 from parcompiler.passes.loads import data, data_under, reserved
@@ -103,14 +103,14 @@ def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
     return dataclasses.replace(plan, recompute=names)
 
 
-def task_of(problem: Problem, plan: Plan, level: int) -> tuple[Task, list[Load | None]]:
+def task_of(problem: Problem, plan: Plan, level: int) -> tuple[DivisionTask, list[Load | None]]:
     """The blocks as the stage pass divides them, and as they are when they run twice."""
     limits = [memory - reserved(problem, plan) for memory in problem.memories]
     if problem.options.recompute == "auto":
         return joint_task(problem, plan, level, limits)
     schedule, given = outline(plan), data_under(problem, plan, level)
     rooms = [float(max(1, limit)) for limit in limits]
-    task = Task(*given, schedule.placement, plan.microbatches, held(plan), rooms)
+    task = DivisionTask(*given, schedule.placement, plan.microbatches, held(plan), rooms)
     return task, [None] * len(task.loads)
 
 

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from parcompiler.graph import nbytes_of
-from parcompiler.passes.divide import Division, Load
+from parcompiler.passes.divide import Load, StageDivision
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.joint import divide_twice
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.passes.loads import data_under
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan
@@ -24,7 +24,7 @@ from parcompiler.schedules.planned import held, identity, outline
 
 def jointly(
     problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[Division, tuple[str, ...]]:
+) -> tuple[StageDivision, tuple[str, ...]]:
     """The best division at a granularity where ranks have so many bytes for their blocks, and the
     blocks that it recomputes. Raises as `divide_twice`."""
     task, again = joint_task(problem, plan, level, limits)
@@ -51,7 +51,7 @@ def names_of(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str,
 
 def joint_task(
     problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[Task, list[Load | None]]:
+) -> tuple[DivisionTask, list[Load | None]]:
     """The blocks as they are, and as they are when recomputed; None where that does not help.
 
     Found once for a schedule: who bounds it, divides it quickly and divides it well asks for it.
@@ -62,7 +62,7 @@ def joint_task(
 
 def _joint_task(
     problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[Task, list[Load | None]]:
+) -> tuple[DivisionTask, list[Load | None]]:
     """The same, for the first time."""
     schedule = outline(plan)
     every = chosen(problem, level, "full")
@@ -78,7 +78,7 @@ def _joint_task(
     ]
     rooms = [float(max(1, limit)) for limit in limits]
     given = kept, flows, schedule.placement, plan.microbatches, held(plan), rooms
-    return Task(*given), again
+    return DivisionTask(*given), again
 
 
 def _keeping(

@@ -16,7 +16,7 @@ from typing import ClassVar
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
 from parcompiler.passes.estimate import costs, estimate, messages
-from parcompiler.passes.search import EFFORT, Found, search
+from parcompiler.passes.search import EFFORT, SearchResult, search
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import ideal
 from parcompiler.plan import Plan, Solution
@@ -49,7 +49,7 @@ class OrderPass(Pass):
             search=Solution(found.status, found.step_time, found.bound, found.gap),
         )
 
-    def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> Found:
+    def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> SearchResult:
         """The best order of the stages in this memory."""
         named = tuple(_named(plan))
         return search(named, costs(problem, plan), messages(problem, plan), limits, self.effort)

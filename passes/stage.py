@@ -22,7 +22,7 @@ from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
-from parcompiler.passes.divide import Division, divide, evaluate, memory_parts
+from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts
 from parcompiler.passes.divide.improve import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import TINY, as_asked, task_of
@@ -129,10 +129,10 @@ class StagePass(Pass):
 
     def _programmed(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
-    ) -> tuple[int, Division, Plan]:
+    ) -> tuple[int, StageDivision, Plan]:
         """The coarsest granularity that is good enough, the programme's division, and a plan with
         what is recomputed then."""
-        best: tuple[int, Division, Plan] | None = None
+        best: tuple[int, StageDivision, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
             priced = problem.priced(level)
@@ -266,7 +266,7 @@ def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int
     return plan.microbatches * max(busy)
 
 
-def _behind(division: Division, bound: float) -> Division:
+def _behind(division: StageDivision, bound: float) -> StageDivision:
     """A division of which it is known that the programme's formula is not below `bound`."""
     gap = relative_gap(division.objective, bound)
     return dataclasses.replace(division, status="feasible", bound=bound, gap=gap)
@@ -279,7 +279,7 @@ def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Pl
 
 def _fitting(
     problem: Problem, plan: Plan, level: int, wanted: Wanted, *, explain: bool = True
-) -> tuple[Division, Plan]:
+) -> tuple[StageDivision, Plan]:
     """The best division at a granularity whose simulated step fits into the memory, and a plan with
     what is recomputed in it.
 
@@ -312,7 +312,7 @@ def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterat
 
 def _divide(
     problem: Problem, plan: Plan, level: int, wanted: Wanted, free: Sequence[int], *, explain: bool
-) -> tuple[Division, Plan]:
+) -> tuple[StageDivision, Plan]:
     """The best division at a granularity that leaves some bytes of each rank free, and a plan with
     what is recomputed in it."""
     schedule, memories = outline(plan), problem.memories
@@ -345,7 +345,7 @@ def _divide(
 
 def _given(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], wanted: Wanted
-) -> tuple[Division, Plan]:
+) -> tuple[StageDivision, Plan]:
     """Stages that are not the programme's, and a plan with what is recomputed in them. Raises
     InfeasibleError where the step does not fit into the memory."""
     first = _recomputing(problem, plan, level, "none" if wanted == "auto" else wanted)
@@ -359,7 +359,7 @@ def _given(
 
 def _forced(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
-) -> tuple[Division, Plan]:
+) -> tuple[StageDivision, Plan]:
     """Stages that fit only if something is recomputed."""
     memories = problem.memories
     free = [reserved(problem, plan)] * len(memories)
@@ -377,14 +377,14 @@ def _forced(
         free = list(_freer(problem, free, over))
 
 
-def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
+def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
     """Stages that are not the programme's, with the seconds that its formula predicts."""
     data, order = data_under(problem, plan, level), outline(plan)
     found = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
-    return Division(tuple(stage_of), "given", found.objective, 0.0, 1.0)
+    return StageDivision(tuple(stage_of), "given", found.objective, 0.0, 1.0)
 
 
-def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Division:
+def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
     """Stages that are not the programme's. Raises InfeasibleError where the step does not fit."""
     division = _priced(problem, plan, level, stage_of)
     memory = estimate(problem, _decided(problem, plan, level, division)).peak_memory
@@ -417,7 +417,7 @@ def reconsidered(problem: Problem, plan: Plan) -> Plan:
     return dataclasses.replace(plan, solution=_solution(division))
 
 
-def _reevaluated(problem: Problem, plan: Plan) -> Division:
+def _reevaluated(problem: Problem, plan: Plan) -> StageDivision:
     """The division of a finished plan, as one that was given."""
     assert plan.granularity is not None
     assert plan.stages is not None
@@ -427,12 +427,12 @@ def _reevaluated(problem: Problem, plan: Plan) -> Division:
     return _evaluated(problem, plan, plan.granularity, stage_of)
 
 
-def _solution(division: Division) -> Solution:
+def _solution(division: StageDivision) -> Solution:
     """What is known of a division."""
     return Solution(division.status, division.objective, division.bound, division.gap)
 
 
-def _decided(problem: Problem, plan: Plan, level: int, division: Division) -> Plan:
+def _decided(problem: Problem, plan: Plan, level: int, division: StageDivision) -> Plan:
     """The plan with the division in it."""
     found = placed(problem, plan, level, division.stage_of)
     return dataclasses.replace(found, solution=_solution(division))

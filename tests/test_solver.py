@@ -8,17 +8,24 @@ from collections.abc import Iterator
 import pytest
 
 from parcompiler.errors import InfeasibleError, InputError, PlanError
-from parcompiler.solver import Model, Solution, UndecidedError, relative_gap, satisfies, solve
+from parcompiler.solver import (
+    SolverModel,
+    SolverResult,
+    UndecidedError,
+    relative_gap,
+    satisfies,
+    solve,
+)
 
 
-def random_model(seed: int, *, whole: bool) -> Model:
+def random_model(seed: int, *, whole: bool) -> SolverModel:
     """Six variables, three constraints; about a quarter of these models are infeasible."""
     chance = random.Random(seed)
 
     def number() -> float:
         return chance.randint(-9, 9) if whole else chance.uniform(-9, 9)
 
-    model = Model()
+    model = SolverModel()
     variables = [model.binary(f"x[{i}]") for i in range(4)]
     variables += [model.integer(f"n[{i}]", -2, 2) for i in range(2)]
     for _ in range(3):
@@ -28,13 +35,13 @@ def random_model(seed: int, *, whole: bool) -> Model:
     return model
 
 
-def all_values(model: Model) -> Iterator[tuple[int, ...]]:
+def all_values(model: SolverModel) -> Iterator[tuple[int, ...]]:
     """Every point within the bounds."""
     spans = [range(int(v.low), int(v.high) + 1) for v in model.variables]
     return itertools.product(*spans)
 
 
-def least(model: Model) -> float:
+def least(model: SolverModel) -> float:
     """The smallest objective, found by trying everything; infinity when nothing satisfies."""
     objectives = [
         math.fsum([model.constant, *(a * values[v.index] for a, v in model.objective)])
@@ -67,9 +74,9 @@ def test_the_optimum_is_that_of_trying_everything(whole: bool, relax: bool) -> N
     assert outcomes == {"optimal", "infeasible"}
 
 
-def assignment(size: int) -> Model:
+def assignment(size: int) -> SolverModel:
     """Workers to jobs: the linear relaxation is whole."""
-    model = Model()
+    model = SolverModel()
     x = {ij: model.binary(f"x[{ij}]") for ij in itertools.product(range(size), repeat=2)}
     for i in range(size):
         model.constrain([(1, x[i, j]) for j in range(size)], 1, 1)
@@ -78,10 +85,10 @@ def assignment(size: int) -> Model:
     return model
 
 
-def partition(size: int) -> Model:
+def partition(size: int) -> SolverModel:
     """Numbers of thirty bits into two halves of nearly equal sum: search, and little to learn."""
     chance = random.Random(0)
-    model = Model()
+    model = SolverModel()
     x = [model.binary(f"x[{i}]") for i in range(size)]
     sizes = [chance.getrandbits(30) for _ in x]
     larger = model.integer("larger", 0, sum(sizes))
@@ -99,16 +106,16 @@ def test_a_whole_relaxation_is_the_answer(relax: bool) -> None:
 
 
 def test_a_relaxation_that_is_not_whole_is_where_the_search_begins() -> None:
-    model = Model()
+    model = SolverModel()
     x = [model.binary(f"x[{i}]") for i in range(3)]
     for one, other in itertools.combinations(x, 2):
         model.constrain([(1, one), (1, other)], high=1)
     model.minimize([(-1, v) for v in x])
-    assert solve(model, relax=True) == Solution("optimal", -1, -1, solve(model).values)
+    assert solve(model, relax=True) == SolverResult("optimal", -1, -1, solve(model).values)
 
 
 def test_continuous_variables_are_real() -> None:
-    model = Model()
+    model = SolverModel()
     x, y = model.continuous("x"), model.continuous("y", high=1.25)
     model.constrain([(2, x), (1, y)], low=3)
     model.minimize([(3, x), (1, y)], 10)
@@ -119,7 +126,7 @@ def test_continuous_variables_are_real() -> None:
 
 
 def test_whole_and_continuous_variables_go_together() -> None:
-    model = Model()
+    model = SolverModel()
     n, x = model.integer("n", 0, 10), model.continuous("x", high=0.75)
     model.constrain([(1, n), (1, x)], low=3.5)
     model.minimize([(2, n), (1, x)])
@@ -130,7 +137,7 @@ def test_whole_and_continuous_variables_go_together() -> None:
 
 
 @pytest.mark.parametrize("model", [partition(16), assignment(5)])
-def test_the_same_model_has_the_same_solution(model: Model) -> None:
+def test_the_same_model_has_the_same_solution(model: SolverModel) -> None:
     assert solve(model) == solve(model)
 
 
@@ -160,7 +167,7 @@ def test_a_search_cut_short_before_a_solution_is_undecided() -> None:
     assert not isinstance(caught.value, InfeasibleError)
 
 
-def contradiction(model: Model, *, whole: bool) -> Model:
+def contradiction(model: SolverModel, *, whole: bool) -> SolverModel:
     x = model.binary("x") if whole else model.continuous("x")
     model.constrain([(1, x)], low=1)
     model.constrain([(1, x)], high=0.5)
@@ -170,34 +177,34 @@ def contradiction(model: Model, *, whole: bool) -> Model:
 @pytest.mark.parametrize("relax", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_constraints_that_contradict_each_other_are_refused(whole: bool, relax: bool) -> None:
-    model = contradiction(Model(), whole=whole)
+    model = contradiction(SolverModel(), whole=whole)
     with pytest.raises(InfeasibleError, match=r"constraints \(1 variables, 2 constraints\)"):
         solve(model, relax=relax)
 
 
 def test_an_objective_without_a_bound_is_refused() -> None:
-    model = Model()
+    model = SolverModel()
     model.minimize([(-1, model.continuous("x"))])
     with pytest.raises(InputError, match="the objective has no lower bound"):
         solve(model)
 
 
 def test_numbers_beyond_the_solver_are_refused() -> None:
-    model = Model()
+    model = SolverModel()
     model.minimize([(2**62, model.integer("x", 0, 2**40))])
     with pytest.raises(InputError, match=r"the solver refuses the model .*: use smaller numbers"):
         solve(model)
 
 
 def test_a_model_without_objective_asks_only_for_values() -> None:
-    model = Model()
+    model = SolverModel()
     x = model.integer("x", 0, 9)
     model.constrain([(2, x)], 7, 9)
-    assert solve(model) == Solution("optimal", 0, 0, (4,))
+    assert solve(model) == SolverResult("optimal", 0, 0, (4,))
 
 
 def test_a_model_prints_as_it_would_be_written() -> None:
-    model = Model()
+    model = SolverModel()
     x, n = model.binary("x[block3,1]"), model.integer("n", 0, 9)
     model.constrain([(1, x), (-2.5, n)], high=4)
     model.constrain([(-1, x), (1, n)], 1, 1)

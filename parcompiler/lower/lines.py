@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.lowered import Spread, Stage, Value
 from parcompiler.schedules.action import NOWHERE, Action
-from parcompiler.timeline.collectives import Layers
+from parcompiler.timeline.collectives import SharedLayers
 from parcompiler.timeline.embeddings import Moment, inserted, whole_walk
-from parcompiler.timeline.lists import Names
-from parcompiler.timeline.order import Link, walked
+from parcompiler.timeline.lists import InstructionNames
+from parcompiler.timeline.order import StageLink, walked
 
 Orders = Sequence[Sequence[Action]]
 
@@ -28,11 +28,11 @@ def written(
     names = [value.name for value in _between(values) for _ in _links(value)]
     untrained = frozenset(stage.index for stage in stages if not stage.trained)
     if spread is None:
-        return Names(names).lists(walked(placement, orders, links), untrained)
+        return InstructionNames(names).lists(walked(placement, orders, links), untrained)
     embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
     head = (spread.head.value, placement[spread.head.stage]) if spread.head else ("", NOWHERE)
     walk = whole_walk(placement, orders, links, _layers(spread, training=training))
-    return Names(names, embedded, head).lists(walk, untrained)
+    return InstructionNames(names, embedded, head).lists(walk, untrained)
 
 
 def with_head(
@@ -54,7 +54,9 @@ def with_head(
     return inserted(orders, walk.spans, moments)
 
 
-def _wired(stages: Sequence[Stage], values: Mapping[str, Value]) -> tuple[list[int], list[Link]]:
+def _wired(
+    stages: Sequence[Stage], values: Mapping[str, Value]
+) -> tuple[list[int], list[StageLink]]:
     """The ranks of the stages, and what goes between these."""
     links = [link for value in _between(values) for link in _links(value)]
     return [stage.rank for stage in stages], links
@@ -65,14 +67,14 @@ def _between(values: Mapping[str, Value]) -> list[Value]:
     return [value for value in values.values() if value.producer != NOWHERE]
 
 
-def _links(value: Value) -> list[Link]:
+def _links(value: Value) -> list[StageLink]:
     """A value as messages say it: to stages from which its gradient comes back, and to others."""
     users = tuple(j for j in value.consumers if j != NOWHERE and j not in value.detached)
-    links = [Link(value.producer, users, value.differentiable)] if users else []
-    return [*links, *([Link(value.producer, value.detached, False)] if value.detached else [])]
+    links = [StageLink(value.producer, users, value.differentiable)] if users else []
+    return [*links, *([StageLink(value.producer, value.detached, False)] if value.detached else [])]
 
 
-def _layers(spread: Spread, *, training: bool) -> Layers:
+def _layers(spread: Spread, *, training: bool) -> SharedLayers:
     """The layers of the vocabulary as their collectives say it."""
     users = tuple(item.stage for item in spread.lookups)
-    return Layers(spread.method, users, spread.head.stage if spread.head else None, training)
+    return SharedLayers(spread.method, users, spread.head.stage if spread.head else None, training)

@@ -43,7 +43,7 @@ _OTHERS = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE
 _EXAMPLES = "for example 2F0, 2B0, 2I0 or 2W0"
 
 
-class Place(NamedTuple):
+class CsvCell(NamedTuple):
     """A cell, as a spreadsheet counts: from 1."""
 
     row: int
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return f"row {self.row}, column {self.column}"
 
 
-Found = Mapping[Action, Place]  # every action of a file, in its order
+CellOf = Mapping[Action, CsvCell]  # every action of a file, in its order
 
 
 def write_csv(path: str | os.PathLike[str], orders: Orders) -> None:
@@ -100,14 +100,16 @@ def _rows(text: str) -> list[list[str]]:
     return rows
 
 
-def _found(rows: Sequence[Sequence[str]]) -> tuple[dict[Action, Place], list[dict[Action, Place]]]:
+def _found(
+    rows: Sequence[Sequence[str]],
+) -> tuple[dict[Action, CsvCell], list[dict[Action, CsvCell]]]:
     """Every action of a stage, and by row those of the head: where they stand."""
-    stages: dict[Action, Place] = {}
-    shared: list[dict[Action, Place]] = [{} for _ in rows]
+    stages: dict[Action, CsvCell] = {}
+    shared: list[dict[Action, CsvCell]] = [{} for _ in rows]
     for row, cells in enumerate(rows, 1):
         for column, cell in enumerate(cells, 1):
             if cell:
-                place = Place(row, column)
+                place = CsvCell(row, column)
                 action = _parse(cell, place)
                 found = shared[row - 1] if action.kind in HEAD else stages
                 if action in found:
@@ -117,7 +119,7 @@ def _found(rows: Sequence[Sequence[str]]) -> tuple[dict[Action, Place], list[dic
     return stages, shared
 
 
-def _parse(cell: str, place: Place) -> Action:
+def _parse(cell: str, place: CsvCell) -> Action:
     """The action that a cell names."""
     match = _CELL.fullmatch(cell)
     stage, word, microbatch = match.groups() if match else (None, None, None)
@@ -134,9 +136,9 @@ def _parse(cell: str, place: Place) -> Action:
     return Action(kind, NOWHERE if stage is None else int(stage), int(microbatch))
 
 
-def _placement(found: Found, num_rows: int) -> tuple[int, ...]:
+def _placement(found: CellOf, num_rows: int) -> tuple[int, ...]:
     """The rank of every stage. Stages are 0, 1, ...; every rank has one, each stage one rank."""
-    first: dict[int, tuple[Action, Place]] = {}
+    first: dict[int, tuple[Action, CsvCell]] = {}
     for action, place in found.items():
         other, before = first.setdefault(action.stage, (action, place))
         if before.row != place.row:
@@ -155,7 +157,7 @@ def _placement(found: Found, num_rows: int) -> tuple[int, ...]:
     return tuple(first[j][1].row - 1 for j in range(len(first)))
 
 
-def _check_complete(found: Found, num_stages: int) -> None:
+def _check_complete(found: CellOf, num_stages: int) -> None:
     """Raise InputError unless all stages compute the same micro-batches 0, 1, ..., forth and back.
 
     A backward is whole or in two parts.
@@ -186,7 +188,7 @@ def _parts(stage: int, microbatch: int) -> set[Action]:
     return {backward_input(stage, microbatch), backward_weight(stage, microbatch)}
 
 
-def _missing(found: Found, stage: int, microbatch: int) -> Action | None:
+def _missing(found: CellOf, stage: int, microbatch: int) -> Action | None:
     """An action that a stage lacks for a micro-batch."""
     if forward(stage, microbatch) not in found:
         return forward(stage, microbatch)
@@ -196,7 +198,7 @@ def _missing(found: Found, stage: int, microbatch: int) -> Action | None:
     return backward(stage, microbatch) if len(parts) == 2 else parts[0] if parts else None
 
 
-def _check_order(found: Found) -> None:
+def _check_order(found: CellOf) -> None:
     """Raise InputError unless forwards stand before backwards, and I before W."""
     for action, place in found.items():
         for earlier in _before(action):
@@ -217,7 +219,7 @@ def _before(action: Action) -> Iterator[Action]:
         yield forward(j, i)
 
 
-def _orders(found: Found, shared: Sequence[Found]) -> Orders:
+def _orders(found: CellOf, shared: Sequence[CellOf]) -> Orders:
     """The actions of each row."""
     orders = [list(own.items()) for own in shared]
     for action, place in found.items():

@@ -19,7 +19,7 @@ from typing import Protocol
 from parcompiler.instruction import Kind
 
 
-class Line(Protocol):
+class ScheduledLine(Protocol):
     """A compute instruction, or an action of a schedule."""
 
     @property
@@ -32,18 +32,18 @@ class Line(Protocol):
     def microbatch(self) -> int | None: ...
 
 
-def staleness(lines: Iterable[Line], stage: int) -> int:
+def staleness(lines: Iterable[ScheduledLine], stage: int) -> int:
     """The most updates of a stage between the forward of a micro-batch and its own update."""
     return max((age for age, _ in _updates(lines, stage)), default=0)
 
 
-def versions(lines: Iterable[Line], stage: int) -> int:
+def versions(lines: Iterable[ScheduledLine], stage: int) -> int:
     """The most versions of the weights of a stage that must be kept at once, the current among
     them: that of every micro-batch in flight."""
     return max((count for _, count in _updates(lines, stage)), default=1)
 
 
-def _updates(lines: Iterable[Line], stage: int) -> Iterator[tuple[int, int]]:
+def _updates(lines: Iterable[ScheduledLine], stage: int) -> Iterator[tuple[int, int]]:
     """For each update its number less that of its forward's version, and the versions after it."""
     current, used = 0, dict[int | None, int]()
     for line in lines:

@@ -46,7 +46,7 @@ def v_stages(rank: int, ranks: int) -> tuple[int, int]:
 def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
     """Whole orders from those up to the last forward of each rank."""
     size = len(heads)
-    ranks = [_Rank(head, v_stages(r, size), microbatches) for r, head in enumerate(heads)]
+    ranks = [_VRank(head, v_stages(r, size), microbatches) for r, head in enumerate(heads)]
     ended: set[Action] = set()
     while any(rank.unfinished for rank in ranks):
         slot = [rank.take(ended, last=2 * size - 1) for rank in ranks]
@@ -55,7 +55,7 @@ def finish(heads: Sequence[Sequence[Action]], microbatches: int) -> Orders:
     return tuple(tuple(rank.order) for rank in ranks)
 
 
-class _Rank:
+class _VRank:
     """What one rank has done and has left to do."""
 
     def __init__(self, head: Sequence[Action], stages: tuple[int, int], microbatches: int) -> None:

@@ -29,7 +29,7 @@ from parcompiler.schedules.action import Action
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.vocabulary_interlaced import interlaced
 from parcompiler.schedules.vocabulary_one_f_one_b import one_f_one_b
-from parcompiler.schedules.vocabulary_walk import METHODS, Walk, slots
+from parcompiler.schedules.vocabulary_walk import METHODS, SlotWalk, slots
 
 # Whole intervals between the last forward and the last backward: one for each barrier.
 INTERVALS = {"vocab-2": 1, "vocab-1": 2, "naive": 3}
@@ -81,7 +81,7 @@ def _orders(schedule: Schedule, method: str) -> Sequence[Sequence[Action]]:
         list(delay(order, k * schedule.placement.count(r)))
         for r, order in enumerate(schedule.orders)
     ]
-    return Walk(schedule.placement, delayed, method, slots(method, m, together=alone)).orders()
+    return SlotWalk(schedule.placement, delayed, method, slots(method, m, together=alone)).orders()
 
 
 def delay(order: Sequence[Action], more: int) -> Iterator[Action]:

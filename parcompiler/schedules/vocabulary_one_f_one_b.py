@@ -26,7 +26,7 @@ def one_f_one_b(ranks: int, microbatches: int, barriers: int) -> Orders:
     """The order for at least p + k micro-batches and k = 1 or 2 barriers."""
     late = _late(ranks)
     return tuple(
-        tuple(_Rank(r, ranks - r, microbatches, barriers).order(late[r], _pause(late, r)))
+        tuple(_DelayedRank(r, ranks - r, microbatches, barriers).order(late[r], _pause(late, r)))
         for r in range(ranks)
     )
 
@@ -51,7 +51,7 @@ def _pause(late: list[bool], rank: int) -> int:
     return sum(not (late[r + 1] and not late[r]) for r in range(rank, len(late) - 1))
 
 
-class _Rank:
+class _DelayedRank:
     """What one rank has done."""
 
     def __init__(self, rank: int, warm: int, microbatches: int, barriers: int) -> None:

@@ -56,7 +56,7 @@ def barrier(method: str, kind: Kind) -> Kind:
     return Kind.S if method == "vocab-2" else Kind.T
 
 
-class Walk:
+class SlotWalk:
     """All ranks in time."""
 
     def __init__(

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parcompiler.instruction import Kind
-from parcompiler.schedules.staleness import Line
+from parcompiler.schedules.staleness import ScheduledLine
 
 _CHANGE = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
 
 
-def waiting(lines: Iterable[Line], stage: int) -> int:
+def waiting(lines: Iterable[ScheduledLine], stage: int) -> int:
     """The most micro-batches of a stage between their BACKWARD_INPUT and BACKWARD_WEIGHT."""
     now = most = 0
     for line in lines:

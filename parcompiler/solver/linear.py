@@ -1,6 +1,6 @@
 """The one door to OR-tools: a model in, the values of its variables or InfeasibleError out.
 
->>> model = Model()
+>>> model = SolverModel()
 >>> x = [model.binary(f"x[{i}]") for i in range(3)]
 >>> model.constrain([(1, x[0]), (1, x[1]), (1, x[2])], low=2)
 >>> model.minimize([(3, x[0]), (5, x[1]), (4, x[2])])
@@ -85,7 +85,7 @@ Term = tuple[float, Variable]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Constraint:
     """`low <= sum(coefficient * variable) <= high`."""
 
     terms: tuple[Term, ...]
@@ -102,11 +102,11 @@ class Row:
 
 
 @dataclass(slots=True)
-class Model:
+class SolverModel:
     """A linear programme, built row by row; it prints as it would be written."""
 
     variables: list[Variable] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Constraint] = field(default_factory=list)
     objective: tuple[Term, ...] = ()
     constant: float = 0
     hints: dict[Variable, float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Model:
         self, terms: Iterable[Term], low: float = -math.inf, high: float = math.inf
     ) -> None:
         """Demand `low <= sum(terms) <= high`."""
-        self.rows.append(Row(tuple(terms), low, high))
+        self.rows.append(Constraint(tuple(terms), low, high))
 
     def minimize(self, terms: Iterable[Term], constant: float = 0) -> None:
         """Set the objective. Whole coefficients keep it, its bound and its gap exact."""
@@ -149,7 +149,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class SolverResult:
     """Values of the variables, and how good they are.
 
     No solution has an objective below `bound`; `gap` is (objective - bound) / |objective|.
@@ -170,7 +170,7 @@ class Solution:
         return self.values[variable.index]
 
 
-def solve(model: Model, *, relax: bool = False, effort: float = EFFORT) -> Solution:
+def solve(model: SolverModel, *, relax: bool = False, effort: float = EFFORT) -> SolverResult:
     """Minimize the objective.
 
     Args:
@@ -189,7 +189,7 @@ def solve(model: Model, *, relax: bool = False, effort: float = EFFORT) -> Solut
     return _relax_first(model, effort) if relax else _propagate_first(model, effort)
 
 
-def _relax_first(model: Model, effort: float) -> Solution:
+def _relax_first(model: SolverModel, effort: float) -> SolverResult:
     """The linear relaxation when it is whole; else a search that begins there."""
     try:
         relaxed = _floating(model, effort, relaxed=True)
@@ -199,7 +199,7 @@ def _relax_first(model: Model, effort: float) -> Solution:
     objective = value_of(model, rounded)
     bound = min(objective, relaxed.objective)
     if satisfies(model, rounded) and relative_gap(objective, bound) <= PROVEN:
-        return Solution("optimal", objective, bound, rounded)
+        return SolverResult("optimal", objective, bound, rounded)
     near = {
         variable: whole
         for variable, whole in zip(model.variables, rounded, strict=True)
@@ -208,7 +208,7 @@ def _relax_first(model: Model, effort: float) -> Solution:
     return _exact(model, {**near, **model.hints}, RELAX, effort)
 
 
-def _propagate_first(model: Model, effort: float) -> Solution:
+def _propagate_first(model: SolverModel, effort: float) -> SolverResult:
     """A short search by propagation; if that does not finish, a long one with relaxations."""
     try:
         first = _exact(model, model.hints, PROPAGATE, effort / 4)
@@ -223,7 +223,7 @@ def _propagate_first(model: Model, effort: float) -> Solution:
         return first
     best = min(second, first, key=lambda solution: solution.objective)
     bound = min(best.objective, max(first.bound, second.bound))
-    return Solution(second.status, best.objective, bound, best.values)
+    return SolverResult(second.status, best.objective, bound, best.values)
 
 
 def relative_gap(objective: float, bound: float) -> float:
@@ -233,12 +233,12 @@ def relative_gap(objective: float, bound: float) -> float:
     return (objective - bound) / abs(objective) if objective else math.inf
 
 
-def value_of(model: Model, values: Sequence[float]) -> float:
+def value_of(model: SolverModel, values: Sequence[float]) -> float:
     """The objective at these values."""
     return _sum(model.objective, values) + model.constant
 
 
-def satisfies(model: Model, values: Sequence[float]) -> bool:
+def satisfies(model: SolverModel, values: Sequence[float]) -> bool:
     """Whether the values keep to every bound and constraint, exactly."""
     bounded = all(v.low <= x <= v.high for v, x in zip(model.variables, values, strict=True))
     return bounded and all(row.low <= _sum(row.terms, values) <= row.high for row in model.rows)
@@ -259,8 +259,8 @@ def _sum(terms: Iterable[Term], values: Sequence[float]) -> float:
 
 
 def _exact(
-    model: Model, hints: Mapping[Variable, float], linearization: int, effort: float
-) -> Solution:
+    model: SolverModel, hints: Mapping[Variable, float], linearization: int, effort: float
+) -> SolverResult:
     """Solve with CP-SAT: whole variables, whole coefficients."""
     target = cp_model.CpModel()
     variables = [target.new_int_var(int(v.low), int(v.high), v.name) for v in model.variables]
@@ -298,8 +298,10 @@ def _exact(
     values = tuple(int(solver.value(variable)) for variable in variables)
     found = value_of(model, values)
     if status == cp_model.OPTIMAL:
-        return Solution("optimal", found, min(bound, found) if objective.error else found, values)
-    return Solution("feasible", found, min(bound, found), values)
+        return SolverResult(
+            "optimal", found, min(bound, found) if objective.error else found, values
+        )
+    return SolverResult("feasible", found, min(bound, found), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,7 @@ class _WholeSum:
         coefficients = [round(Fraction(a) * scale) for a, _ in terms]
         return _WholeSum(indices, coefficients, scale, sum(reach, Fraction(0)) / 2)
 
-    def sides(self, row: Row) -> tuple[int, int]:
+    def sides(self, row: Constraint) -> tuple[int, int]:
         """The sides of a constraint in the same scale, widened by the error."""
         low, high = cp_model.INT_MIN, cp_model.INT_MAX
         if self.scale is ONE:  # most rows: fractions take long
@@ -336,7 +338,7 @@ class _WholeSum:
         return low, high
 
 
-def _floating(model: Model, effort: float, *, relaxed: bool) -> Solution:
+def _floating(model: SolverModel, effort: float, *, relaxed: bool) -> SolverResult:
     """Solve with GLOP, or with SCIP when some variables are whole and not `relaxed`."""
     whole = [variable.whole and not relaxed for variable in model.variables]
     target = model_builder.Model()  # type: ignore[no-untyped-call]
@@ -376,9 +378,9 @@ def _floating(model: Model, effort: float, *, relaxed: bool) -> Solution:
     )
     objective = value_of(model, values)
     bound = objective if proven else min(objective, float(solver.best_objective_bound))
-    return Solution("optimal" if proven else "feasible", objective, bound, values)
+    return SolverResult("optimal" if proven else "feasible", objective, bound, values)
 
 
-def _infeasible(model: Model) -> InfeasibleError:
+def _infeasible(model: SolverModel) -> InfeasibleError:
     counts = f"{len(model.variables)} variables, {len(model.rows)} constraints"
     return InfeasibleError(f"no values satisfy the constraints ({counts}): loosen one of them")

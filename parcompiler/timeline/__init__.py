@@ -4,16 +4,16 @@ from parcompiler.timeline.candidate import Timing, step_time, timing
 from parcompiler.timeline.costs import First, Made, Message, StageCost, VocabularyCost
 from parcompiler.timeline.program import Ends
 from parcompiler.timeline.simulate import free, simulate, simulate_lowered
-from parcompiler.timeline.timeline import Event, Timeline
+from parcompiler.timeline.timeline import Timeline, TimelineEvent
 
 __all__ = [
     "Ends",
-    "Event",
     "First",
     "Made",
     "Message",
     "StageCost",
     "Timeline",
+    "TimelineEvent",
     "Timing",
     "VocabularyCost",
     "free",

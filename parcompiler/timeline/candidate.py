@@ -23,15 +23,15 @@ from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import EMBEDDING, HEAD, Instruction
 from parcompiler.schedules.action import Orders
 from parcompiler.schedules.schedule import Schedule
-from parcompiler.timeline.collectives import Layers
+from parcompiler.timeline.collectives import SharedLayers
 from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
 from parcompiler.timeline.embeddings import whole_walk
-from parcompiler.timeline.lists import Names
+from parcompiler.timeline.lists import InstructionNames
 from parcompiler.timeline.memory import memory, peaks
-from parcompiler.timeline.order import Link, OrderMemory, OrderTasks, Send, Walk
+from parcompiler.timeline.order import OrderMemory, OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.program import Exchange, ProgramTasks, tasks_of
 from parcompiler.timeline.run import INFINITY, START, Moments, run
-from parcompiler.timeline.simulate import Prices, seconds_of
+from parcompiler.timeline.simulate import TaskPrices, seconds_of
 
 ROUNDS = 8, 16, 32  # of one micro-batch for each rank, in which a steady state is looked for
 MANY = 2  # times as many micro-batches are worth it
@@ -145,7 +145,7 @@ def _timed(
         walk, holding = _walk(schedule.placement, schedule.orders, links, untrained)
         return _timed_order(walk, holding, schedule.orders, costs, messages, period)
     source = vocabulary.source % len(schedule.placement) if has_head else None
-    layers = Layers(vocabulary.method, vocabulary.users, source)
+    layers = SharedLayers(vocabulary.method, vocabulary.users, source)
     program = _program(schedule.placement, schedule.orders, links, layers, untrained)
     prices = _prices(costs, messages, vocabulary)
     moments = run(program.tasks, program.orders, seconds_of(program, prices))
@@ -163,7 +163,7 @@ def _timed(
 
 
 def _timed_order(
-    walk: Walk,
+    walk: OrderWalk,
     holding: OrderMemory,
     orders: Orders,
     costs: Sequence[StageCost],
@@ -233,7 +233,7 @@ def order_peaks(
     messages: Sequence[Message],
 ) -> tuple[int, ...]:
     """The peaks of `timing` alone, sooner, for orders that end; no layers that all ranks share."""
-    walk = Walk(tasks, orders)
+    walk = OrderWalk(tasks, orders)
     step, _ = _timed_order(walk, walk.memory(_untrained(costs)), orders, costs, messages)
     return step.peak_memory
 
@@ -263,13 +263,15 @@ def _untrained(costs: Sequence[StageCost]) -> frozenset[int]:
     return frozenset(j for j, cost in enumerate(costs) if not cost.trained)
 
 
-def links_of(messages: Sequence[Message]) -> tuple[Link, ...]:
+def links_of(messages: Sequence[Message]) -> tuple[StageLink, ...]:
     """What joins the stages, whatever it takes."""
-    return tuple(Link(x.source, x.targets, x.gradient is not None) for x in messages)
+    return tuple(StageLink(x.source, x.targets, x.gradient is not None) for x in messages)
 
 
 @lru_cache(maxsize=32)
-def _tasks(placement: tuple[int, ...], links: tuple[Link, ...], microbatches: int) -> OrderTasks:
+def _tasks(
+    placement: tuple[int, ...], links: tuple[StageLink, ...], microbatches: int
+) -> OrderTasks:
     """Who waits for whom, whatever the order."""
     return OrderTasks(placement, links, microbatches)
 
@@ -278,12 +280,12 @@ def _tasks(placement: tuple[int, ...], links: tuple[Link, ...], microbatches: in
 def _walk(
     placement: tuple[int, ...],
     orders: Orders,
-    links: tuple[Link, ...],
+    links: tuple[StageLink, ...],
     untrained: frozenset[int],
-) -> tuple[Walk, OrderMemory]:
+) -> tuple[OrderWalk, OrderMemory]:
     """A walk through an order that ends, and what it holds, whatever its seconds are."""
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
-    walk = Walk(_tasks(placement, links, microbatches), orders)
+    walk = OrderWalk(_tasks(placement, links, microbatches), orders)
     _check_end(orders, walk.stuck)
     return walk, walk.memory(untrained)
 
@@ -299,8 +301,8 @@ class _Ends(NamedTuple):
 def _program(
     placement: tuple[int, ...],
     orders: Orders,
-    links: tuple[Link, ...],
-    layers: Layers,
+    links: tuple[StageLink, ...],
+    layers: SharedLayers,
     untrained: frozenset[int],
 ) -> ProgramTasks:
     """The tasks of the lists that lowering would write, whatever their seconds are."""
@@ -321,19 +323,19 @@ def _program(
     walk = whole_walk(placement, orders, links, layers)
     _check_end(orders, walk.stuck)
     ends = [_Ends(tuple(r), tuple(g)) for r, g in zip(receives, gives, strict=True)]
-    return tasks_of(Names(names, embedded, head).lists(walk, untrained), ends)
+    return tasks_of(InstructionNames(names, embedded, head).lists(walk, untrained), ends)
 
 
 def _prices(
     costs: Sequence[StageCost], messages: Sequence[Message], vocabulary: VocabularyCost
-) -> Prices:
+) -> TaskPrices:
     """Seconds and bytes by the names of `_program`."""
     sizes = {f"v{number}": x.nbytes for number, x in enumerate(messages)}
     lookups = max(1, len(vocabulary.users))
     sizes |= {f"e{k}": vocabulary.embedded_bytes // lookups for k in range(len(vocabulary.users))}
     pairs = {f"v{number}": pair for number, pair in enumerate(pairs_of(messages))}
     sizes["x"] = vocabulary.x_bytes
-    return Prices(
+    return TaskPrices(
         costs, sizes, lambda x: pairs[x.value][x.gradient], lambda _: 0.0, vocabulary, lookups
     )
 

@@ -26,7 +26,7 @@ from parcompiler.instruction import BACKWARDS, Kind
 from parcompiler.schedules.action import Action
 
 
-class Meeting(NamedTuple):
+class Collective(NamedTuple):
     """A collective for a micro-batch: `what` is x, x.grad, e, e.grad, or what is exchanged.
 
     `number` is that of an embedding.
@@ -38,7 +38,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class SharedLayers:
     """The layers that all ranks share: `users` of the embeddings, `source` of what the head takes.
 
     These are stages; `source` is None without a head.
@@ -66,25 +66,25 @@ def done(action: Action) -> Action:
     return action._replace(kind=Kind.BACKWARD) if action.kind in BACKWARDS else action
 
 
-def needs(action: Action, layers: Layers) -> Iterator[Meeting]:
+def needs(action: Action, layers: SharedLayers) -> Iterator[Collective]:
     """The collectives that must be over before an action."""
     kind, j, i = action
     if kind is Kind.FORWARD:
-        yield from (Meeting("e", k, i) for k, user in enumerate(layers.users) if user == j)
+        yield from (Collective("e", k, i) for k, user in enumerate(layers.users) if user == j)
     elif kind in BACKWARDS and j == layers.source:
-        yield Meeting("x.grad", 0, i)
+        yield Collective("x.grad", 0, i)
     elif kind is Kind.EMBED_BACKWARD:
-        yield Meeting("e.grad", j, i)
+        yield Collective("e.grad", j, i)
     elif kind is Kind.S:
-        yield Meeting("x", 0, i)
+        yield Collective("x", 0, i)
     elif kind is Kind.NORMALIZE:
-        yield Meeting(layers.exchanges[0], 0, i)
+        yield Collective(layers.exchanges[0], 0, i)
     elif kind is Kind.T:
-        yield Meeting(layers.exchanges[-1], 0, i)
+        yield Collective(layers.exchanges[-1], 0, i)
 
 
 def returned(
-    order: Iterable[Action], k: int, layers: Layers
+    order: Iterable[Action], k: int, layers: SharedLayers
 ) -> tuple[dict[int, list[int]], list[int]]:
     """Behind which S the gradients of an embedding go to all: the next one on the user's rank.
 
@@ -101,8 +101,8 @@ def returned(
 
 
 def placed(
-    placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: Layers
-) -> list[list[Action | Meeting]]:
+    placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: SharedLayers
+) -> list[list[Action | Collective]]:
     """The orders with all collectives."""
     stages = [*layers.users[:1]] if layers.source is None else [layers.source]
     homes = [placement[j] for j in layers.users]
@@ -119,7 +119,7 @@ def placed(
 class _Line(NamedTuple):
     """A collective behind what every rank gives for it, or `one` alone."""
 
-    meeting: Meeting
+    meeting: Collective
     given: Action | None
     one: Action | None = None
     last: bool = False  # whether the others do all else before
@@ -127,37 +127,37 @@ class _Line(NamedTuple):
 
 def _sequence(
     order: Iterable[Action],
-    layers: Layers,
+    layers: SharedLayers,
     gradients: Sequence[tuple[dict[int, list[int]], list[int]]],
 ) -> Iterator[_Line]:
     """The collectives that all ranks have in common, from the order of the rank that gives x."""
     for action in order:
         kind, j, i = action
         if kind is Kind.EMBED:
-            yield _Line(Meeting("e", j, i), action)
+            yield _Line(Collective("e", j, i), action)
         elif kind is Kind.EMBED_BACKWARD and layers.source is None:
-            yield _Line(Meeting("e.grad", j, i), None, Action(Kind.BACKWARD, layers.users[j], i))
+            yield _Line(Collective("e.grad", j, i), None, Action(Kind.BACKWARD, layers.users[j], i))
         elif kind is Kind.FORWARD and j == layers.source:
-            yield _Line(Meeting("x", 0, i), None, action)
+            yield _Line(Collective("x", 0, i), None, action)
         elif kind is Kind.S:
-            yield _Line(Meeting(layers.exchanges[0], 0, i), action)
+            yield _Line(Collective(layers.exchanges[0], 0, i), action)
         elif kind is Kind.NORMALIZE:
-            yield _Line(Meeting(layers.exchanges[-1], 0, i), action)
+            yield _Line(Collective(layers.exchanges[-1], 0, i), action)
         if kind is (Kind.S if layers.early else Kind.T) and layers.training:
-            yield _Line(Meeting("x.grad", 0, i), action)
+            yield _Line(Collective("x.grad", 0, i), action)
         if kind is Kind.S:
             for k, (found, _) in enumerate(gradients):
-                yield from (_Line(Meeting("e.grad", k, x), action) for x in found.get(i, ()))
+                yield from (_Line(Collective("e.grad", k, x), action) for x in found.get(i, ()))
     if layers.source is not None:
         for k, (_, rest) in enumerate(gradients):
             for i in rest:
                 one = Action(Kind.BACKWARD, layers.users[k], i)
-                yield _Line(Meeting("e.grad", k, i), None, one, last=True)
+                yield _Line(Collective("e.grad", k, i), None, one, last=True)
 
 
 def _own(
     line: _Line, order: Sequence[Action], rank: int, placement: Sequence[int]
-) -> tuple[Meeting, Action | None]:
+) -> tuple[Collective, Action | None]:
     """A collective with what a rank has it behind; None for nothing."""
     meeting, given, one, last = line
     if one is not None and placement[one.stage] == rank:
@@ -168,8 +168,8 @@ def _own(
 
 
 def _merged(
-    order: Sequence[Action], lines: Sequence[tuple[Meeting, Action | None]]
-) -> Iterator[Action | Meeting]:
+    order: Sequence[Action], lines: Sequence[tuple[Collective, Action | None]]
+) -> Iterator[Action | Collective]:
     """The order of one rank with each collective as early as it can be."""
     had: set[Action | None] = {None}
     k = 0

@@ -19,8 +19,8 @@ from operator import itemgetter
 
 from parcompiler.instruction import BACKWARDS, Kind
 from parcompiler.schedules.action import NOWHERE, Action
-from parcompiler.timeline.collectives import Layers, returned
-from parcompiler.timeline.order import Link, Span, Walk, walked
+from parcompiler.timeline.collectives import SharedLayers, returned
+from parcompiler.timeline.order import OrderWalk, Span, StageLink, walked
 
 Moment = tuple[float, Action]  # from when on
 
@@ -30,9 +30,9 @@ AFTER = 1  # how long a broadcast may take beside the compute
 def whole_walk(
     placement: Sequence[int],
     orders: Sequence[Sequence[Action]],
-    links: Sequence[Link],
-    layers: Layers | None = None,
-) -> Walk:
+    links: Sequence[StageLink],
+    layers: SharedLayers | None = None,
+) -> OrderWalk:
     """A walk through orders that have the head of `layers`, not the embeddings."""
     if layers is not None:
         orders = with_embeddings(placement, orders, links, layers)
@@ -42,8 +42,8 @@ def whole_walk(
 def with_embeddings(
     placement: Sequence[int],
     orders: Sequence[Sequence[Action]],
-    links: Sequence[Link],
-    layers: Layers,
+    links: Sequence[StageLink],
+    layers: SharedLayers,
 ) -> Sequence[Sequence[Action]]:
     """The orders with EMBED, and EMBED_BACKWARD in training, on every rank."""
     if not layers.users:
@@ -119,7 +119,7 @@ def _in_front(
 
 
 def _behind(
-    placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: Layers
+    placement: Sequence[int], orders: Sequence[Sequence[Action]], layers: SharedLayers
 ) -> tuple[dict[Action, list[Action]], list[Action]]:
     """The gradients of lookups behind each T, and those at the end."""
     behind: dict[Action, list[Action]] = {}

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from parcompiler.instruction import COMPUTE, EMBEDDING, Instruction, Kind
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.timeline.collectives import Meeting
-from parcompiler.timeline.order import Step, Transfer, Walk
+from parcompiler.timeline.collectives import Collective
+from parcompiler.timeline.order import OrderWalk, Step, TransferEnd
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class InstructionNames:
     """The names and ranks that instructions have: of the links' values, by embedding the value and
     the rank that uses it, and of what the head takes and the rank that gives it."""
 
@@ -23,9 +23,9 @@ class Names:
 
     def line(self, step: Step) -> Instruction:
         """The instruction of a step."""
-        if isinstance(step, Meeting):
+        if isinstance(step, Collective):
             return self._collective(step)
-        if isinstance(step, Transfer):
+        if isinstance(step, TransferEnd):
             number, gradient, peer, i, leaves = step
             kind, value = Kind.SEND if leaves else Kind.RECV, self.values[number]
             return Instruction(kind, value=value, gradient=gradient, microbatch=i, peer=peer)
@@ -35,7 +35,7 @@ class Names:
         return Instruction(kind, stage=None if j == NOWHERE else j, microbatch=i)
 
     def lists(
-        self, walk: Walk, untrained: AbstractSet[int] = frozenset()
+        self, walk: OrderWalk, untrained: AbstractSet[int] = frozenset()
     ) -> list[tuple[Instruction, ...]]:
         """The instructions of every rank, without backwards of the `untrained` stages: these would
         compute, send and receive nothing."""
@@ -50,7 +50,7 @@ class Names:
             for steps in walk.steps()
         ]
 
-    def _collective(self, meeting: Meeting) -> Instruction:
+    def _collective(self, meeting: Collective) -> Instruction:
         """The instruction of a collective."""
         what, k, i = meeting
         carried, _, gradient = what.partition(".")

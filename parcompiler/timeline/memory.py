@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
-from parcompiler.schedules.staleness import Line
+from parcompiler.schedules.staleness import ScheduledLine
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
 from parcompiler.timeline.run import START, Moments
 
@@ -34,7 +34,7 @@ class Buffer(NamedTuple):
     last: Sequence[int]
 
 
-class Held(Protocol):
+class MemoryUse(Protocol):
     """Tasks with what they hold: by task its rank and what it is, the buffers of exchanges, and the
     stages and micro-batches that go back."""
 
@@ -42,7 +42,9 @@ class Held(Protocol):
     def orders(self) -> Sequence[Sequence[int]]: ...
 
     @property
-    def lines(self) -> Mapping[int, tuple[int, Line]] | Sequence[tuple[int, Line]]: ...
+    def lines(
+        self,
+    ) -> Mapping[int, tuple[int, ScheduledLine]] | Sequence[tuple[int, ScheduledLine]]: ...
 
     @property
     def buffers(self) -> Sequence[Buffer]: ...
@@ -52,7 +54,7 @@ class Held(Protocol):
 
 
 def memory(
-    held: Held,
+    uses: MemoryUse,
     moments: Moments,
     placement: Sequence[int],
     costs: Sequence[StageCost],
@@ -61,14 +63,14 @@ def memory(
 ) -> list[list[Change]]:
     """By rank, what changes when: what is resident with the begin of the step, and what the
     optimizer's step takes with its end."""
-    ranks = len(held.orders)
+    ranks = len(uses.orders)
     changes: list[list[Change]] = [[(0.0, vocabulary.resident)] for _ in range(ranks)]
     for rank, cost in zip(placement, costs, strict=True):
         changes[rank].append((0.0, cost.early))
     made = Made()
-    for order, own in zip(held.orders, changes, strict=True):
-        own += _computing(held, order, moments, costs, vocabulary, made)
-    for rank, exchange, first, last in held.buffers:
+    for order, own in zip(uses.orders, changes, strict=True):
+        own += _computing(uses, order, moments, costs, vocabulary, made)
+    for rank, exchange, first, last in uses.buffers:
         nbytes = size(exchange)
         if nbytes:
             changes[rank].append((0.0 if first == START else moments.ends[first], nbytes))
@@ -83,7 +85,7 @@ def memory(
 
 
 def _computing(
-    held: Held,
+    uses: MemoryUse,
     order: Sequence[int],
     moments: Moments,
     costs: Sequence[StageCost],
@@ -91,7 +93,7 @@ def _computing(
     made: Made,
 ) -> Iterator[Change]:
     """What the compute of one rank takes and gives back."""
-    lines = [held.lines[task][1] for task in order]
+    lines = [uses.lines[task][1] for task in order]
     last = {line.microbatch: k for k, line in enumerate(lines) if line.kind in HEAD}
     for k, (task, line) in enumerate(zip(order, lines, strict=True)):
         begin, end = moments.begins[task], moments.ends[task]
@@ -99,7 +101,7 @@ def _computing(
             assert line.stage is not None
             taken, given = made.bytes(line.stage, costs[line.stage], line.kind)
             yield begin, taken
-            yield end, given if (line.stage, line.microbatch) in held.trained else -taken
+            yield end, given if (line.stage, line.microbatch) in uses.trained else -taken
         if line.kind is Kind.S:
             yield begin, vocabulary.saved
         if line.kind is vocabulary.softmax:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parcompiler.instruction import BACKWARDS, EMBEDDING, Kind
 from parcompiler.schedules.action import Action
-from parcompiler.timeline.collectives import Layers, Meeting, needs, placed
+from parcompiler.timeline.collectives import Collective, SharedLayers, needs, placed
 from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import START, Tasks, run
 
@@ -33,7 +33,7 @@ UNITS = {Kind.BACKWARD: 2, Kind.EMBED: 0, Kind.EMBED_BACKWARD: 0}  # everything 
 Span = tuple[float, float]  # begin and end
 
 
-class Link(NamedTuple):
+class StageLink(NamedTuple):
     """A value between stages, as a message says it."""
 
     source: int
@@ -53,7 +53,7 @@ def detached(source: int, users: Mapping[int, bool], placement: Sequence[int]) -
     return tuple(j for j in sorted(users) if placement[j] not in back)
 
 
-class Transfer(NamedTuple):
+class TransferEnd(NamedTuple):
     """One end of the message of link `number`, or of its gradient: to or from rank `peer`."""
 
     number: int
@@ -63,7 +63,7 @@ class Transfer(NamedTuple):
     leaves: bool  # whether this rank sends it
 
 
-Step = Action | Meeting | Transfer
+Step = Action | Collective | TransferEnd
 
 
 class Send(NamedTuple):
@@ -82,9 +82,9 @@ class OrderTasks:
     def __init__(
         self,
         placement: Sequence[int],
-        links: Sequence[Link],
+        links: Sequence[StageLink],
         microbatches: int,
-        layers: Layers | None = None,
+        layers: SharedLayers | None = None,
     ) -> None:
         self.placement, self.links, self.layers = placement, links, layers
         self.ranks = max(placement) + 1
@@ -102,7 +102,7 @@ class OrderTasks:
         for number, link in enumerate(links):
             self._connect(number, link)
 
-    def _connect(self, number: int, link: Link) -> None:
+    def _connect(self, number: int, link: StageLink) -> None:
         """The needs and sends of one value and its gradient."""
         m, maker = self.microbatches, 3 * link.source
         home = self.placement[link.source]
@@ -170,12 +170,12 @@ class OrderTasks:
 def walked(
     placement: Sequence[int],
     orders: Sequence[Sequence[Action]],
-    links: Sequence[Link],
-    layers: Layers | None = None,
-) -> Walk:
+    links: Sequence[StageLink],
+    layers: SharedLayers | None = None,
+) -> OrderWalk:
     """A walk through the orders; `layers` are what all ranks have for the vocabulary."""
     microbatches = 1 + max((action.microbatch for own in orders for action in own), default=-1)
-    return Walk(OrderTasks(placement, links, microbatches, layers), orders)
+    return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class OrderMemory:
     trained: AbstractSet[Place]
 
 
-class Walk:
+class OrderWalk:
     """All ranks' compute in one order of time (a forward takes 1, a backward 2), as it ends.
 
     Whenever something ends, what others need of it is written down at both ends:
@@ -205,7 +205,7 @@ class Walk:
     def __init__(self, pipeline: OrderTasks, orders: Sequence[Sequence[Action]]) -> None:
         self.pipeline = pipeline
         layers = pipeline.layers
-        self.items: Sequence[Sequence[Action | Meeting]] = (
+        self.items: Sequence[Sequence[Action | Collective]] = (
             orders if layers is None else placed(pipeline.placement, orders, layers)
         )
         self.codes = [
@@ -277,13 +277,13 @@ class Walk:
         begins, ends = self.moments.begins, self.moments.ends
         return [[(begins[code], ends[code]) for code in own] for own in self.codes]
 
-    def _with_collectives(self, layers: Layers) -> Tasks:
+    def _with_collectives(self, layers: SharedLayers) -> Tasks:
         """The tasks with the collectives of the vocabulary where each rank comes to them."""
         pipeline, tasks = self.pipeline, self.pipeline.tasks
         wants, joins = list(tasks.needs), list(tasks.joins)
         first = tasks.size + len(tasks.parties)
-        number: dict[Meeting, int] = {}
-        early: dict[Meeting, int] = {}
+        number: dict[Collective, int] = {}
+        early: dict[Collective, int] = {}
         for own, codes in zip(self.items, self.codes, strict=True):
             left = iter(codes)
             at: int | None = None
@@ -337,12 +337,12 @@ class Walk:
                     count = missing[row, i] = missing.get((row, i), self.pipeline.joint[row]) - 1
                     if count:
                         continue
-                steps[target].append(Transfer(number, gradient, source, i, leaves=False))
-                steps[source].append(Transfer(number, gradient, target, i, leaves=True))
+                steps[target].append(TransferEnd(number, gradient, source, i, leaves=False))
+                steps[source].append(TransferEnd(number, gradient, target, i, leaves=True))
             behind[rank] = self._collectives(steps[rank], left[rank])
         return steps
 
-    def _collectives(self, steps: list[Step], left: Iterator[Action | Meeting]) -> Action | None:
+    def _collectives(self, steps: list[Step], left: Iterator[Action | Collective]) -> Action | None:
         """Write the collectives that a rank comes to; the next action."""
         for item in left:
             if isinstance(item, Action):

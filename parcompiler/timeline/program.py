@@ -31,7 +31,7 @@ class Ends(Protocol):
     def gives(self) -> tuple[str, ...]: ...
 
 
-class Message(NamedTuple):
+class SendRecv(NamedTuple):
     """What a SEND and its RECV have in common."""
 
     source: int
@@ -45,7 +45,7 @@ class Message(NamedTuple):
         return f"{name} mb {self.microbatch} from rank {self.source}"
 
 
-Exchange = Message | Instruction  # an instruction is a collective
+Exchange = SendRecv | Instruction  # an instruction is a collective
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def _others(line: Instruction, present: dict[Exchange, set[int]], ranks: int) ->
     return f"rank {', '.join(map(str, sorted(others)))}"
 
 
-def message(rank: int, line: Instruction) -> Message:
+def message(rank: int, line: Instruction) -> SendRecv:
     """The message that a rank sends or receives."""
     assert line.value is not None and line.peer is not None
     source, target = (rank, line.peer) if line.kind is Kind.SEND else (line.peer, rank)
-    return Message(source, target, line.value, line.gradient, line.microbatch)
+    return SendRecv(source, target, line.value, line.gradient, line.microbatch)
 
 
 def tasks_of(
@@ -127,7 +127,7 @@ def tasks_of(
 
 
 @dataclass
-class _Rank:
+class _RankTasks:
     """What is known of one rank while its list is read."""
 
     rank: int
@@ -160,7 +160,7 @@ class _Builder:
 
     def build(self) -> ProgramTasks:
         """All ranks, one after another."""
-        orders = [self._rank(_Rank(rank), lines) for rank, lines in enumerate(self.programs)]
+        orders = [self._rank(_RankTasks(rank), lines) for rank, lines in enumerate(self.programs)]
         exchanges = list(self.number)
         lanes: dict[object, int] = {}
         occupied = [
@@ -181,7 +181,7 @@ class _Builder:
 
     def _parties(self, what: Exchange) -> int:
         """How many tasks take part in an exchange."""
-        if isinstance(what, Message):
+        if isinstance(what, SendRecv):
             return 1
         return len(what.ranks or self.programs)
 
@@ -192,14 +192,14 @@ class _Builder:
             self.members.append([])
         return self.number[what]
 
-    def _join(self, at: _Rank, what: Exchange) -> None:
+    def _join(self, at: _RankTasks, what: Exchange) -> None:
         """A rank takes part in an exchange by the task before."""
         number = self._exchange(what)
         self.members[number - self.size].append(at.last)
         if at.last != START:
             self.joins[at.last].append(number)
 
-    def _rank(self, at: _Rank, lines: Sequence[Instruction]) -> list[int]:
+    def _rank(self, at: _RankTasks, lines: Sequence[Instruction]) -> list[int]:
         """The tasks of one rank."""
         first = len(self.lines)
         leaving: dict[tuple[object, ...], list[int]] = {}
@@ -229,26 +229,26 @@ class _Builder:
             self.buffers.append(Buffer(at.rank, what, begin, last))
         return list(range(first, len(self.lines)))
 
-    def _task(self, at: _Rank, line: Instruction, needs: list[int]) -> None:
+    def _task(self, at: _RankTasks, line: Instruction, needs: list[int]) -> None:
         """A task of its own."""
         at.last = len(self.lines)
         self.lines.append((at.rank, line))
         self.needs.append(needs)
         self.joins.append([])
 
-    def _work(self, at: _Rank, line: Instruction) -> None:
+    def _work(self, at: _RankTasks, line: Instruction) -> None:
         """Something to compute, with all that it uses."""
         uses = self._of_stage(at, line) if line.kind in COMPUTE else [*_of_group(at, line)]
         self._task(at, line, [self._exchange(what) for what in uses])
         at.used.update(dict.fromkeys(uses, at.last))
 
-    def _post(self, at: _Rank, line: Instruction, what: Exchange) -> None:
+    def _post(self, at: _RankTasks, line: Instruction, what: Exchange) -> None:
         """Something is on its way to the stages of a rank."""
         name = None if self.stages is None else line.value
         at.posted[line.microbatch, line.gradient, name].append(what)
         at.buffers[what] = at.last
 
-    def _collective(self, at: _Rank, line: Instruction) -> None:
+    def _collective(self, at: _RankTasks, line: Instruction) -> None:
         """A collective of the vocabulary; of a sum, all but one rank hold their part until it is
         over."""
         self._join(at, line)
@@ -260,7 +260,7 @@ class _Builder:
             at.buffers[line] = at.last
         at.shared[line.microbatch].append(line)
 
-    def _of_stage(self, at: _Rank, line: Instruction) -> list[Exchange]:
+    def _of_stage(self, at: _RankTasks, line: Instruction) -> list[Exchange]:
         """What a compute instruction of a stage uses; a backward what its forward used too."""
         place, gradient = (line.stage, line.microbatch), line.kind in BACKWARDS
         if line.kind is not Kind.FORWARD and place not in at.forwards:
@@ -279,7 +279,7 @@ class _Builder:
         return uses + at.forwards[place]
 
 
-def _of_group(at: _Rank, line: Instruction) -> Iterator[Instruction]:
+def _of_group(at: _RankTasks, line: Instruction) -> Iterator[Instruction]:
     """What an instruction for the vocabulary waits for; those of the head keep x."""
     for other in at.shared[line.microbatch]:
         if line.kind is Kind.EMBED_BACKWARD:
@@ -298,7 +298,7 @@ def _names(line: Instruction, stages: Sequence[Ends]) -> tuple[str, ...]:
 
 def _lanes(what: Exchange) -> tuple[object, ...]:
     """What an exchange occupies: one at a time on a link, in the group, of the sums of a rank."""
-    if isinstance(what, Message):
+    if isinstance(what, SendRecv):
         return ((what.source, what.target),)
     if what.kind in GROUP:
         return ("vocabulary",)

@@ -27,9 +27,9 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.costs import StageCost, VocabularyCost
 from parcompiler.timeline.memory import levels, memory
-from parcompiler.timeline.program import Ends, Exchange, Message, ProgramTasks, tasks_of
+from parcompiler.timeline.program import Ends, Exchange, ProgramTasks, SendRecv, tasks_of
 from parcompiler.timeline.run import START, Moments, run
-from parcompiler.timeline.timeline import Event, Timeline, idle
+from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
 
 def free(*_: object) -> float:
@@ -38,19 +38,19 @@ def free(*_: object) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class TaskPrices:
     """What is asked for seconds and bytes; `lookups` are the embeddings that all ranks share."""
 
     costs: Sequence[StageCost]
     message_bytes: Mapping[str, int]
-    message_seconds: Callable[[Message], float]
+    message_seconds: Callable[[SendRecv], float]
     collective_seconds: Callable[[Instruction], float]
     vocabulary: VocabularyCost
     lookups: int
 
     def seconds(self, what: Exchange) -> float:
         """Seconds of an instruction, or of an exchange."""
-        if isinstance(what, Message):
+        if isinstance(what, SendRecv):
             return self.message_seconds(what)
         match what.kind:
             case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS:
@@ -111,7 +111,7 @@ def simulate(
     embedded = {line.value for _, line in program.lines if line.kind is Kind.EMBED}
     shared = vocabulary or VocabularyCost()
     asked = cache(message_seconds)
-    prices = Prices(
+    prices = TaskPrices(
         costs, message_bytes, lambda x: asked(x.value, x.source, x.target), collective_seconds,
         shared, max(1, len(embedded)),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def simulate_lowered(
     )
 
 
-def seconds_of(program: ProgramTasks, prices: Prices) -> list[float]:
+def seconds_of(program: ProgramTasks, prices: TaskPrices) -> list[float]:
     """By task and exchange; the wait for a loss takes none besides its exchange."""
     lines = (line for _, line in program.lines)
     compute = [0.0 if line.kind is Kind.SHARE_LOSS else prices.seconds(line) for line in lines]
@@ -207,22 +207,22 @@ def _check_vocabulary(
         raise InputError(message)
 
 
-def _events(program: ProgramTasks, moments: Moments) -> Iterator[Event]:
+def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
     """An event for each task, and for each exchange on the rank that sends or on all of its."""
     ranks = range(len(program.orders))
     for task, (rank, line) in enumerate(program.lines):
         if line.kind is not Kind.SHARE_LOSS:
-            yield Event(rank, moments.begins[task], moments.ends[task], line)
+            yield TimelineEvent(rank, moments.begins[task], moments.ends[task], line)
     for x, what in enumerate(program.exchanges, program.tasks.size):
         begin, end = moments.begins[x], moments.ends[x]
-        if isinstance(what, Message):
-            yield Event(what.source, begin, end, _send(what))
+        if isinstance(what, SendRecv):
+            yield TimelineEvent(what.source, begin, end, _send(what))
         else:
             for rank in what.ranks or ranks:
-                yield Event(rank, begin, end, what)
+                yield TimelineEvent(rank, begin, end, what)
 
 
-def _send(sent: Message) -> Instruction:
+def _send(sent: SendRecv) -> Instruction:
     """The instruction that sends a message."""
     return Instruction(
         Kind.SEND, value=sent.value, gradient=sent.gradient, microbatch=sent.microbatch,
@@ -230,7 +230,7 @@ def _send(sent: Message) -> Instruction:
     )  # fmt: skip
 
 
-def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[Event, ...]:
+def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[TimelineEvent, ...]:
     """From the begin of the step to what ends last, each begun by the end of the one before."""
     begins, ends, size = moments.begins, moments.ends, program.tasks.size
     before = {task: previous for order in program.orders for previous, task in pairwise(order)}
@@ -264,7 +264,7 @@ def _is_shown(program: ProgramTasks, x: int) -> bool:
     )
 
 
-def _event(program: ProgramTasks, moments: Moments, x: int) -> Event:
+def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:
     """The event of a task; of an exchange on the rank that came last."""
     if x < program.tasks.size:
         rank, line = program.lines[x]
@@ -274,6 +274,6 @@ def _event(program: ProgramTasks, moments: Moments, x: int) -> Event:
             program.exchanges[x - program.tasks.size],
         )
         last = max(members, key=lambda task: 0.0 if task == START else moments.ends[task])
-        rank = what.source if isinstance(what, Message) else program.lines[last][0]
-        line = _send(what) if isinstance(what, Message) else what
-    return Event(rank, moments.begins[x], moments.ends[x], line)
+        rank = what.source if isinstance(what, SendRecv) else program.lines[last][0]
+        line = _send(what) if isinstance(what, SendRecv) else what
+    return TimelineEvent(rank, moments.begins[x], moments.ends[x], line)

@@ -14,7 +14,7 @@ DRAWN = COMPUTE | HEAD
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """Seconds from the begin of the step: compute and collectives on `rank`, a SEND on its link."""
 
     rank: int
@@ -37,8 +37,8 @@ class Timeline:
     step_time: float
     bubble: tuple[float, ...]
     peak_memory: tuple[int, ...]
-    events: tuple[Event, ...] = field(repr=False)
-    critical_path: tuple[Event, ...] = field(repr=False)
+    events: tuple[TimelineEvent, ...] = field(repr=False)
+    critical_path: tuple[TimelineEvent, ...] = field(repr=False)
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(repr=False)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Timeline:
             yield f"{numbers}  {''.join(drawn[rank])}"
 
 
-def idle(events: Iterable[Event], step_time: float, ranks: int) -> tuple[float, ...]:
+def idle(events: Iterable[TimelineEvent], step_time: float, ranks: int) -> tuple[float, ...]:
     """The fraction of the step that each rank does not compute."""
     busy = [0.0] * ranks
     for event in events:

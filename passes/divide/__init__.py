@@ -62,11 +62,11 @@ from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.bounds import crowded, least_slowest
 from parcompiler.passes.divide.data import (
-    Division,
     Evaluation,
     Flow,
     Load,
-    Part,
+    MemoryPart,
+    StageDivision,
     evaluate,
     memory_parts,
 )
@@ -75,13 +75,16 @@ from parcompiler.passes.divide.programme import is_large, lay_out, limit_memory,
 from parcompiler.passes.divide.refusal import too_little_memory
 from parcompiler.passes.divide.runs import fastest_runs, nothing_better
 from parcompiler.passes.divide.spans import Spans
-from parcompiler.passes.divide.task import Task, check_task
+from parcompiler.passes.divide.task import DivisionTask, check_task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import EFFORT, UndecidedError, relative_gap, solve
 
 SHORTER = 0.2  # of the effort, where there is a division to begin with that is rarely improved
 
-__all__ = ["Division", "Evaluation", "Flow", "Load", "Part", "divide", "evaluate", "memory_parts"]
+__all__ = [
+    "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide", "evaluate",
+    "memory_parts",
+]  # fmt: skip
 
 
 def divide(
@@ -97,7 +100,7 @@ def divide(
     explain: bool = True,
     besides: Sequence[int] = (),
     memory: Sequence[int] = (),
-) -> Division:
+) -> StageDivision:
     """The division of blocks into stages whose step takes the fewest seconds.
 
     Args:
@@ -120,7 +123,7 @@ def divide(
         UndecidedError: the search ended with no division and no proof that there is none.
         InputError: the data are no such problem.
     """
-    task = Task(loads, flows, placement, microbatches, held, limits)
+    task = DivisionTask(loads, flows, placement, microbatches, held, limits)
     check_task(task)
     try:
         stage_of, bound, runs = _fastest(task, effort)
@@ -131,14 +134,14 @@ def divide(
     objective = task.evaluate(stage_of).objective
     others = () if runs in (None, stage_of) else (runs,)
     if bound is None:
-        return Division(stage_of, "optimal", objective, objective, 0.0, others)
+        return StageDivision(stage_of, "optimal", objective, objective, 0.0, others)
     least = min(objective, bound * task.unit / task.each)
     gap = relative_gap(objective, least)
-    return Division(stage_of, "feasible", objective, least, gap, others)
+    return StageDivision(stage_of, "feasible", objective, least, gap, others)
 
 
 def _fastest(
-    task: Task, effort: float
+    task: DivisionTask, effort: float
 ) -> tuple[tuple[int, ...], float | None, tuple[int, ...] | None]:
     """The best division; a lower bound of the objective in units, None when it is optimal; and the
     runs that the search began with."""

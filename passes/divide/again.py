@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parcompiler.passes.divide.data import Flow, Load, blocks_on, received_on, sizes
-from parcompiler.passes.divide.task import Task
-from parcompiler.passes.divide.twice import Kind, cheapest
+from parcompiler.passes.divide.task import DivisionTask
+from parcompiler.passes.divide.twice import BlockKind, cheapest
 
 
 class Alike(NamedTuple):
@@ -31,7 +31,7 @@ class Repeatable:
     A block that runs twice takes `extra` units longer on a rank.
     """
 
-    task: Task
+    task: DivisionTask
     again: tuple[Load | None, ...]
 
     @cached_property
@@ -70,14 +70,14 @@ class Repeatable:
         times = self.extra[:1] if self.task.is_uniform else self.extra
         return Alike(tuple(own[i] for own in times), bare, twice)
 
-    def under(self, twice: Collection[int]) -> Task:
+    def under(self, twice: Collection[int]) -> DivisionTask:
         """The task in which these blocks run twice."""
         chosen = (self.again[i] if i in twice else None for i in range(len(self.again)))
         pairs = zip(chosen, self.task.loads, strict=True)
         return dataclasses.replace(self.task, loads=[other or load for other, load in pairs])
 
     @cached_property
-    def leanest(self) -> Task:
+    def leanest(self) -> DivisionTask:
         """A task that is easier than whatever one chooses: blocks with the least of both bytes."""
         loads = [
             load
@@ -143,12 +143,12 @@ class Repeatable:
         pairs = zip(choice.counts, groups.values(), strict=True)
         return {i for count, own in pairs for i in own[:count]}
 
-    def kind(self, number: int, count: int, flying: Sequence[int], rank: int) -> Kind:
+    def kind(self, number: int, count: int, flying: Sequence[int], rank: int) -> BlockKind:
         """Blocks of a kind on a stage, with its micro-batches in flight in each vector."""
         extra, load, twice = self.kinds[number]
         if twice is None:
-            return Kind(count, None, (0,) * len(flying), load.moment, 0)
+            return BlockKind(count, None, (0,) * len(flying), load.moment, 0)
         fixed, saved = load.resident - twice.resident, load.saved - twice.saved
         freed = tuple(fixed + k * saved for k in flying)
         again = extra[rank if len(extra) > 1 else 0]
-        return Kind(count, again, freed, load.moment, twice.moment)
+        return BlockKind(count, again, freed, load.moment, twice.moment)

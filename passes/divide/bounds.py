@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 
 SIZES = 16  # distinct sizes of blocks that `overfull` counts in
 
 
-def reach(task: Task) -> tuple[list[int], list[int]]:
+def reach(task: DivisionTask) -> tuple[list[int], list[int]]:
     """The first and the last stage of each block by the order alone, as no stage is empty.
 
     Stages beside a block's take blocks that are not above, or not below it.
@@ -21,7 +21,7 @@ def reach(task: Task) -> tuple[list[int], list[int]]:
     return first, last
 
 
-def least_received(task: Task, first: Sequence[int], last: Sequence[int]) -> list[int]:
+def least_received(task: DivisionTask, first: Sequence[int], last: Sequence[int]) -> list[int]:
     """Units that each stage receives at least: what its first block is sure to receive.
 
     With one stage per rank that is all that the block consumes. With several, its rank may have
@@ -36,21 +36,21 @@ def least_received(task: Task, first: Sequence[int], last: Sequence[int]) -> lis
     ]
 
 
-def _sure(task: Task) -> list[int]:
+def _sure(task: DivisionTask) -> list[int]:
     """Units that each block receives, whatever the division, when it is the first of its stage."""
     if task.each == 1:
         return [sum(task.move[f] for f in flows) for flows in task.arriving]
     return [sum(task.move[f] for f in flows) for flows in task.links or [set()] * len(task.loads)]
 
 
-def overfull(task: Task, capacity: Sequence[int]) -> bool:
+def overfull(task: DivisionTask, capacity: Sequence[int]) -> bool:
     """Whether the blocks cannot fit into ranks of these units (of `compute`), wherever they are.
 
     A block of c units is c // size pieces of that size, and a rank has room for its units // size
     of them. Of 9 blocks of 10 units, 4 ranks of 29 units take 8: total and largest block say less.
 
     >>> from parcompiler.passes.divide.data import Load
-    >>> task = Task([Load(1.0, 0, 0)] * 9, [], range(4), 1, [[(1,)]] * 4, [1] * 4)
+    >>> task = DivisionTask([Load(1.0, 0, 0)] * 9, [], range(4), 1, [[(1,)]] * 4, [1] * 4)
     >>> [overfull(task, [units * task.compute[0] // 10] * 4) for units in (29, 30)]
     [True, False]
     """
@@ -66,7 +66,7 @@ def overfull(task: Task, capacity: Sequence[int]) -> bool:
     )
 
 
-def crowded(task: Task) -> bool:
+def crowded(task: DivisionTask) -> bool:
     """Whether the memory of the ranks is too small for the blocks, wherever they are put.
 
     A rank keeps what its blocks save as often as its least busy stage has micro-batches in flight,
@@ -75,7 +75,8 @@ def crowded(task: Task) -> bool:
 
     >>> from parcompiler.passes.divide.data import Load
     >>> held = [[(2,)], [(1,)]]
-    >>> tasks = [Task([Load(1.0, 10, 5)] * 3, [], (0, 1), 4, held, [size] * 2) for size in (29, 30)]
+    >>> loads = [Load(1.0, 10, 5)] * 3
+    >>> tasks = [DivisionTask(loads, [], (0, 1), 4, held, [size] * 2) for size in (29, 30)]
     >>> list(map(crowded, tasks))
     [True, False]
     """
@@ -95,7 +96,7 @@ def crowded(task: Task) -> bool:
     return False
 
 
-def least_slowest(task: Task) -> int:
+def least_slowest(task: DivisionTask) -> int:
     """Units that the slowest rank has at least, by what `overfull` sees."""
     received = least_received(task, *reach(task))
     fixed = [sum(received[j] for j in stages) for stages in task.on]

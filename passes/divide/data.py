@@ -50,7 +50,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class StageDivision:
     """The stage of each block. No division has an objective (seconds) below `bound`.
 
     `status` is "optimal", or "feasible" when the work limit came before the proof; `gap` is
@@ -79,7 +79,7 @@ class Evaluation:
     objective: float
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """A share of a rank's memory, in bytes and in words."""
 
     size: int
@@ -124,7 +124,7 @@ def memory_parts(
     held: Sequence[Sequence[tuple[int, ...]]],
     rank: int,
     names: Sequence[str] = (),
-) -> tuple[Part, ...]:
+) -> tuple[MemoryPart, ...]:
     """What the memory of one rank consists of, when it is fullest; the sizes add up to that."""
     names = names or [f"block {i}" for i in range(len(loads))]
     stages = stages_on(placement)[rank]
@@ -139,21 +139,23 @@ def memory_parts(
 
     counts = max(held[rank], key=growing)
     blocks = [i for group in here for i in group]
-    states = [Part(loads[i].resident, names[i]) for i in blocks]
+    states = [MemoryPart(loads[i].resident, names[i]) for i in blocks]
     tensors = sorted({item for i in blocks for item in loads[i].shared})
-    shared = [Part(size, name) for name, size in tensors]
+    shared = [MemoryPart(size, name) for name, size in tensors]
     saved = [
-        Part(k * loads[i].saved, names[i])
+        MemoryPart(k * loads[i].saved, names[i])
         for k, group in zip(counts, here, strict=True)
         for i in group
     ]
     copies = [
-        Part((k + 1) * flow.saved, names[flow.producer])
+        MemoryPart((k + 1) * flow.saved, names[flow.producer])
         for k, j in zip(counts, stages, strict=True)
         for flow in received[j]
     ]
     flying = " + ".join(map(str, counts))
-    moment = max((Part(loads[i].moment, names[i]) for i in blocks), default=Part(0, "nothing"))
+    moment = max(
+        (MemoryPart(loads[i].moment, names[i]) for i in blocks), default=MemoryPart(0, "nothing")
+    )
     return (
         _total("parameters and optimizer states, most of them of", states),
         _total("shared parameters and their optimizer states, most of them of", shared),
@@ -162,7 +164,9 @@ def memory_parts(
             f"values received for {flying} micro-batches in flight and one more, most of them from",
             copies,
         ),
-        Part(moment.size, f"what is alive at once while a block computes, most in {moment.what}"),
+        MemoryPart(
+            moment.size, f"what is alive at once while a block computes, most in {moment.what}"
+        ),
     )
 
 
@@ -211,9 +215,9 @@ def stages_on(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _total(what: str, parts: Sequence[Part]) -> Part:
-    largest = max(parts, key=lambda part: part.size, default=Part(0, "nothing"))
-    return Part(sum(part.size for part in parts), f"{what} {largest.what}")
+def _total(what: str, parts: Sequence[MemoryPart]) -> MemoryPart:
+    largest = max(parts, key=lambda part: part.size, default=MemoryPart(0, "nothing"))
+    return MemoryPart(sum(part.size for part in parts), f"{what} {largest.what}")
 
 
 def received_on(

@@ -19,25 +19,34 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from parcompiler.passes.divide.data import Flow, Load
-from parcompiler.passes.divide.glimpse import Glimpse, glimpses
-from parcompiler.passes.divide.ledger import Ledger
+from parcompiler.passes.divide.ledger import DivisionCosts
+from parcompiler.passes.divide.move_delta import MoveDelta, move_deltas
 from parcompiler.passes.divide.pairs import tighten
-from parcompiler.passes.divide.runs import Run, all_runs, best_runs, ends_within, generous, snug
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.runs import (
+    BlockRun,
+    all_runs,
+    best_runs,
+    ends_within,
+    generous,
+    snug,
+)
+from parcompiler.passes.divide.task import DivisionTask
 
-Measure = Callable[[Ledger], tuple[float, ...]]
-Sight = Callable[[Ledger | Glimpse], tuple[float, ...]]  # a measure of what a glimpse says too
+Measure = Callable[[DivisionCosts], tuple[float, ...]]
+DeltaMeasure = Callable[
+    [DivisionCosts | MoveDelta], tuple[float, ...]
+]  # a measure that move deltas suffice for
 SWEEPS = 60  # over all cuts; a dozen is usual
 
 
-def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float]:
+def balanced_runs(task: DivisionTask, least: int) -> tuple[tuple[int, ...] | None, float]:
     """A good division into runs, and its objective in units; none when none found fits.
 
     `least` are units that the slowest rank takes at least.
     """
     runs = all_runs(task)
     for start in (even_runs, lean_runs):
-        book = Ledger(task, start(task))
+        book = DivisionCosts(task, start(task))
         descend(book, overload := partial(_overload, least=least), overload)
         descend(book, _step, _step)
         if max(book.busy) > least and tighten(book, runs, least):
@@ -47,32 +56,32 @@ def balanced_runs(task: Task, least: int) -> tuple[tuple[int, ...] | None, float
     return None, math.inf
 
 
-def slimmed(task: Task, stage_of: tuple[int, ...]) -> tuple[int, ...]:
+def slimmed(task: DivisionTask, stage_of: tuple[int, ...]) -> tuple[int, ...]:
     """The runs after moves that lower the largest share of a memory limit."""
     room = [max(1, limit) for limit in task.room]
 
-    def share(book: Ledger) -> tuple[float, ...]:
+    def share(book: DivisionCosts) -> tuple[float, ...]:
         return tuple(
             sorted((book.memory(rank) / size for rank, size in enumerate(room)), reverse=True)
         )
 
-    book = Ledger(task, stage_of)
+    book = DivisionCosts(task, stage_of)
     descend(book, share)
     return tuple(book.at)
 
 
-def _overload(book: Ledger | Glimpse, least: int) -> tuple[float, ...]:
+def _overload(book: DivisionCosts | MoveDelta, least: int) -> tuple[float, ...]:
     """Memory above the limits, then squared seconds above `least`, then unevenness."""
     above = sum((units - least) ** 2 for units in book.busy if units > least)
     return book.excess(), above, book.squares()
 
 
-def _step(book: Ledger | Glimpse) -> tuple[float, ...]:
+def _step(book: DivisionCosts | MoveDelta) -> tuple[float, ...]:
     """Memory above the limits, then the step, then unevenness."""
     return book.excess(), book.objective(), book.squares()
 
 
-def even_runs(task: Task) -> tuple[int, ...]:
+def even_runs(task: DivisionTask) -> tuple[int, ...]:
     """The runs whose seconds are most even, whatever their memory."""
     placement = tuple(task.placement)
     if task.is_uniform:  # then it is no matter which rank a stage is on
@@ -88,11 +97,11 @@ def _even_runs(
     """The same, of blocks without bytes."""
     ranks = max(placement) + 1
     held = [[(1,) * (len(placement) // ranks)]] * ranks
-    task = Task(loads, flows, placement, microbatches, held, [math.inf] * ranks)
+    task = DivisionTask(loads, flows, placement, microbatches, held, [math.inf] * ranks)
     runs = all_runs(task)
     for most in (snug(task), generous(task), math.inf):
 
-        def weigh(j: int, run: Run, most: float = most) -> float | None:
+        def weigh(j: int, run: BlockRun, most: float = most) -> float | None:
             units = run.on(task.placement[j])
             return units if units <= most else None
 
@@ -103,7 +112,7 @@ def _even_runs(
     raise AssertionError  # there are enough blocks
 
 
-def lean_runs(task: Task) -> tuple[int, ...]:
+def lean_runs(task: DivisionTask) -> tuple[int, ...]:
     """The runs whose largest share of a limit is smallest; the start for little memory."""
     runs = all_runs(task)
     room = [max(1, task.room[rank]) for rank in task.placement]
@@ -117,7 +126,7 @@ def lean_runs(task: Task) -> tuple[int, ...]:
         for j, (a, b) in enumerate(even)
     )
 
-    def share(j: int, run: Run) -> float | None:
+    def share(j: int, run: BlockRun) -> float | None:
         part = (run.fixed + factor[j] * run.scaled) / room[j]
         return part if part <= most else None
 
@@ -127,37 +136,42 @@ def lean_runs(task: Task) -> tuple[int, ...]:
     return found[0]
 
 
-def descend(book: Ledger, measure: Measure, sight: Sight | None = None) -> None:
+def descend(
+    book: DivisionCosts, measure: Measure, delta_measure: DeltaMeasure | None = None
+) -> None:
     """Move cuts until the measure falls no further.
 
-    `sight` is the measure if a glimpse can tell it: nothing is moved in vain then, as a rule.
+    `delta_measure` is the measure if move deltas suffice for it: then, as a rule, only moves that
+    lower it are made.
     """
     if not book.task.is_chain:
-        sight = None
+        delta_measure = None
     best = measure(book)
     for _ in range(SWEEPS):
         before = best
         for j in range(1, book.task.stages):
-            best = _shift(book, range(j, book.task.stages), 0, best, measure, sight)
-            best = _shift(book, range(j, 0, -1), 1, best, measure, sight)
+            best = _shift(book, range(j, book.task.stages), 0, best, measure, delta_measure)
+            best = _shift(book, range(j, 0, -1), 1, best, measure, delta_measure)
         if best == before:
             return
 
 
 def _shift(
-    book: Ledger,
+    book: DivisionCosts,
     cuts: Sequence[int],
     side: int,
     best: tuple[float, ...],
     measure: Measure,
-    sight: Sight | None,
+    delta_measure: DeltaMeasure | None,
 ) -> tuple[float, ...]:
     """Move the first few of these cuts, as many as is best, by a block; the measure then.
 
     With side 0 the block behind cut j goes to the stage before it, j - 1; with side 1 the block
     before it goes to the stage behind it, j.
     """
-    if sight is not None and all(sight(seen) >= best for seen in glimpses(book, cuts, side)):
+    if delta_measure is not None and all(
+        delta_measure(seen) >= best for seen in move_deltas(book, cuts, side)
+    ):
         return best
     moved: list[tuple[int, int]] = []  # blocks and their stages before
     kept = 0

@@ -29,10 +29,10 @@ from functools import lru_cache
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide import SHORTER, divide
 from parcompiler.passes.divide.again import Repeatable
-from parcompiler.passes.divide.data import Division, Flow, Load
+from parcompiler.passes.divide.data import Flow, Load, StageDivision
 from parcompiler.passes.divide.programme import LARGE, Layout, lay_out, minimize_time
-from parcompiler.passes.divide.spans import Found, Spans
-from parcompiler.passes.divide.task import Task, check_task
+from parcompiler.passes.divide.spans import RunsTwice, Spans
+from parcompiler.passes.divide.task import DivisionTask, check_task
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import EFFORT, Term, UndecidedError, Variable, relative_gap, solve
 
@@ -41,7 +41,7 @@ from parcompiler.solver import EFFORT, Term, UndecidedError, Variable, relative_
 class Joint:
     """A division, and the blocks that run twice in it."""
 
-    division: Division
+    division: StageDivision
     twice: frozenset[int]
 
 
@@ -62,7 +62,7 @@ def divide_twice(
     is as for `divide`. Raises InfeasibleError when nothing fits (it does not look for what would),
     UndecidedError when the search found nothing and did not prove that, InputError as `divide`.
     """
-    task = Task(loads, flows, placement, microbatches, held, limits)
+    task = DivisionTask(loads, flows, placement, microbatches, held, limits)
     check_task(task)
     result = _divide_twice(task, again, effort)
     free = [_free(task, effort)] if task.each > 1 else []
@@ -72,7 +72,7 @@ def divide_twice(
     return Joint(division, result.twice)
 
 
-def _divide_twice(task: Task, again: Sequence[Load | None], effort: float) -> Joint:
+def _divide_twice(task: DivisionTask, again: Sequence[Load | None], effort: float) -> Joint:
     """The best division and the blocks that run twice in it."""
     free = _free(task, effort) if task.each > 1 else None
     if free is not None and _fits(task, free.stage_of):
@@ -93,7 +93,7 @@ def _divide_twice(task: Task, again: Sequence[Load | None], effort: float) -> Jo
     return Joint(_proven(joint, plain, bound), frozenset())
 
 
-def _plain(task: Task, effort: float) -> Division | None:
+def _plain(task: DivisionTask, effort: float) -> StageDivision | None:
     """The best division in which nothing runs twice, if there is one."""
     given = task.loads, task.flows, task.placement, task.microbatches, task.held, task.limits
     with suppress(InfeasibleError, UndecidedError):
@@ -101,12 +101,12 @@ def _plain(task: Task, effort: float) -> Division | None:
     return None
 
 
-def _is_large(task: Task) -> bool:
+def _is_large(task: DivisionTask) -> bool:
     """Whether memory binds a task of several stages a rank that is too large to search."""
     return task.each > 1 and len(task.loads) * task.stages > LARGE and task.most > min(task.room)
 
 
-def _is_unbound(task: Task, plain: Division, effort: float) -> bool:
+def _is_unbound(task: DivisionTask, plain: StageDivision, effort: float) -> bool:
     """Whether more memory would not shorten the step."""
     if task.most <= min(task.room):
         return True
@@ -114,7 +114,7 @@ def _is_unbound(task: Task, plain: Division, effort: float) -> bool:
     return free is not None and plain.objective <= free.bound
 
 
-def _free(task: Task, effort: float) -> Division | None:
+def _free(task: DivisionTask, effort: float) -> StageDivision | None:
     """The best division if memory were no matter, if there is one."""
     given = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
     return _unlimited(*given, effort)
@@ -127,29 +127,29 @@ def _unlimited(
     placement: tuple[int, ...],
     microbatches: int,
     effort: float,
-) -> Division | None:
+) -> StageDivision | None:
     """The same."""
     ranks = max(placement) + 1
     held = [((1,) * (len(placement) // ranks),)] * ranks
     limits = [math.inf] * ranks
-    return _plain(Task(loads, flows, placement, microbatches, held, limits), effort)
+    return _plain(DivisionTask(loads, flows, placement, microbatches, held, limits), effort)
 
 
-def _fits(task: Task, stage_of: Sequence[int]) -> bool:
+def _fits(task: DivisionTask, stage_of: Sequence[int]) -> bool:
     """Whether a division takes no more memory than there is."""
     memory = task.evaluate(stage_of).memory
     return all(size <= limit for size, limit in zip(memory, task.limits, strict=True))
 
 
-def _made(joint: Repeatable, found: Found, bound: float | None) -> Joint:
+def _made(joint: Repeatable, found: RunsTwice, bound: float | None) -> Joint:
     """The result; `bound` is in units, None where nothing is better."""
     stage_of, twice = found
     objective = joint.under(twice).evaluate(stage_of).objective
-    given = Division(stage_of, "optimal", objective, objective, 0.0)
+    given = StageDivision(stage_of, "optimal", objective, objective, 0.0)
     return Joint(given if bound is None else _proven(joint, given, bound), twice)
 
 
-def _proven(joint: Repeatable, division: Division, bound: float | None) -> Division:
+def _proven(joint: Repeatable, division: StageDivision, bound: float | None) -> StageDivision:
     """A division of which it is known that no other is below a bound in units."""
     objective = division.objective
     if bound is None:
@@ -160,13 +160,13 @@ def _proven(joint: Repeatable, division: Division, bound: float | None) -> Divis
 
 
 def _searched(
-    joint: Repeatable, known: float, plain: Division | None, effort: float
-) -> tuple[Found | None, float | None]:
+    joint: Repeatable, known: float, plain: StageDivision | None, effort: float
+) -> tuple[RunsTwice | None, float | None]:
     """The best found that is below `known` units, and a bound; None when it is proven.
 
     Raises UndecidedError when nothing is found or known, and no proof that there is nothing.
     """
-    best: Found | None = None
+    best: RunsTwice | None = None
     for stage_of in _starts(joint, plain, effort):
         twice = joint.spared(stage_of)
         if twice is not None and (units := joint.objective(stage_of, twice)) < known:
@@ -210,7 +210,7 @@ def _bound(joint: Repeatable) -> float:
     return float(total + joint.task.further * total / joint.task.pace(range(joint.task.ranks)))
 
 
-def _starts(joint: Repeatable, plain: Division | None, effort: float) -> list[tuple[int, ...]]:
+def _starts(joint: Repeatable, plain: StageDivision | None, effort: float) -> list[tuple[int, ...]]:
     """Stages to begin with: those without what runs twice, and those where all that can does."""
     every = [i for i, twice in enumerate(joint.again) if twice is not None]
     full = _plain(joint.under(every), effort)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import mul
 
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 
 
-class Ledger:
+class DivisionCosts:
     """A division and its costs, in the whole numbers of the task.
 
     `seconds` and `saved` (bytes per micro-batch in flight) are by stage; `busy` (seconds) and
@@ -17,7 +17,7 @@ class Ledger:
     others, and how uneven the stages are, are remembered.
     """
 
-    def __init__(self, task: Task, stage_of: Sequence[int]) -> None:
+    def __init__(self, task: DivisionTask, stage_of: Sequence[int]) -> None:
         self.task = task
         self.at = list(stage_of)
         self.seconds, self.saved = [0] * task.stages, [0] * task.stages

@@ -14,8 +14,8 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 
-from parcompiler.passes.divide.ledger import Ledger
-from parcompiler.passes.divide.runs import Run
+from parcompiler.passes.divide.ledger import DivisionCosts
+from parcompiler.passes.divide.runs import BlockRun
 
 PRECISION = 1000  # the bound is sought to one part in so many; the search does the rest
 SHIFTS = (0, -1, 1, -2, 2, -3, 3, -4, 4)  # of the cut between the laps
@@ -24,7 +24,7 @@ Seconds = Sequence[Sequence[int]]  # of each run on one rank, as `all_runs` has 
 Cut = tuple[int, int]  # the ends of what is taken of both laps
 
 
-def tighten(book: Ledger, runs: Sequence[Sequence[Run]], least: int) -> bool:
+def tighten(book: DivisionCosts, runs: Sequence[Sequence[BlockRun]], least: int) -> bool:
     """Lower the slowest rank by placing the cuts of two laps anew; whether that worked."""
     improved = False
     seconds = _by_rank(book, runs)
@@ -39,7 +39,7 @@ def tighten(book: Ledger, runs: Sequence[Sequence[Run]], least: int) -> bool:
     return improved
 
 
-def _by_rank(book: Ledger, runs: Sequence[Sequence[Run]]) -> list[Seconds]:
+def _by_rank(book: DivisionCosts, runs: Sequence[Sequence[BlockRun]]) -> list[Seconds]:
     """The seconds of all runs on each rank."""
     ranks = range(book.task.ranks)
     if book.task.is_uniform:
@@ -47,7 +47,7 @@ def _by_rank(book: Ledger, runs: Sequence[Sequence[Run]]) -> list[Seconds]:
     return [[[run.on(r) for run in longer] for longer in runs] for r in ranks]
 
 
-def _laps(book: Ledger) -> Iterator[tuple[range, range]]:
+def _laps(book: DivisionCosts) -> Iterator[tuple[range, range]]:
     """Pairs of laps with the ranks in the same order, or the second in the opposite one."""
     task = book.task
     laps = [range(j, j + task.ranks) for j in range(0, task.stages, task.ranks)]
@@ -60,7 +60,9 @@ def _laps(book: Ledger) -> Iterator[tuple[range, range]]:
                 yield one, two[::-1]
 
 
-def _place(book: Ledger, seconds: Sequence[Seconds], one: range, two: range, bound: int) -> bool:
+def _place(
+    book: DivisionCosts, seconds: Sequence[Seconds], one: range, two: range, bound: int
+) -> bool:
     """Place the cuts so that no rank takes longer than the bound, and the memory as before."""
     before, peak, excess = list(book.at), max(book.busy), book.excess()
     for ends, meeting in _ends(book, one, two):
@@ -79,7 +81,9 @@ def _place(book: Ledger, seconds: Sequence[Seconds], one: range, two: range, bou
     return False
 
 
-def _ends(book: Ledger, one: range, two: range) -> Iterator[tuple[tuple[int, int, int, int], bool]]:
+def _ends(
+    book: DivisionCosts, one: range, two: range
+) -> Iterator[tuple[tuple[int, int, int, int], bool]]:
     """The ends that `_search` is given, and whether the laps meet there."""
     begin, middle = (bisect.bisect_left(book.at, j) for j in (one[0], one[-1] + 1))
     start, end = (bisect.bisect_left(book.at, j) for j in (min(two), max(two) + 1))
@@ -92,14 +96,14 @@ def _ends(book: Ledger, one: range, two: range) -> Iterator[tuple[tuple[int, int
             yield (begin, middle + shift, start + shift, end), False
 
 
-def _put(book: Ledger, i: int, j: int) -> None:
+def _put(book: DivisionCosts, i: int, j: int) -> None:
     """Put block i on stage j, unless it is there."""
     if book.at[i] != j:
         book.move(i, j)
 
 
 def _search(
-    book: Ledger,
+    book: DivisionCosts,
     seconds: Sequence[Seconds],
     one: range,
     two: range,

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.passes.divide.windows import Windows
-from parcompiler.solver import Model, Term, Variable
+from parcompiler.solver import SolverModel, Term, Variable
 
 LARGE = 1500  # variables
 
@@ -18,9 +18,9 @@ LARGE = 1500  # variables
 class Layout:
     """The programme and its variables, which exist only where they can be 1."""
 
-    task: Task
+    task: DivisionTask
     windows: Windows
-    model: Model
+    model: SolverModel
     free: dict[tuple[int, int], Variable]
     always: Variable
     never: Variable
@@ -79,13 +79,13 @@ def _sum(
     return [(a, variables[i, j]) for i, a in coefficients if a and (i, j) in variables]
 
 
-def is_large(task: Task, windows: Windows) -> bool:
+def is_large(task: DivisionTask, windows: Windows) -> bool:
     """Whether the layout would be large by the places of its blocks alone: quickly said."""
     places = sum(b - a + 1 for a, b in zip(windows.first, windows.last, strict=True))
     return task.each > 1 and 2 * places - len(task.loads) > LARGE
 
 
-def lay_out(task: Task, windows: Windows) -> Layout:
+def lay_out(task: DivisionTask, windows: Windows) -> Layout:
     """The variables, and what every division satisfies."""
     layout = _place(task, windows)
     _flow_forward(layout)
@@ -97,9 +97,9 @@ def lay_out(task: Task, windows: Windows) -> Layout:
     return layout
 
 
-def _place(task: Task, windows: Windows) -> Layout:
+def _place(task: DivisionTask, windows: Windows) -> Layout:
     """The variables inside the windows."""
-    model = Model()
+    model = SolverModel()
     always, never = model.integer("1", 1, 1), model.integer("0", 0, 0)
     spans = [range(a, b + 1) for a, b in zip(windows.first, windows.last, strict=True)]
     free = {(i, j): model.binary(f"y[{i},{j}]") for i, span in enumerate(spans) for j in span[1:]}

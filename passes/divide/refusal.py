@@ -12,7 +12,7 @@ from parcompiler.passes.divide.data import memory_parts
 from parcompiler.passes.divide.improve import lean_runs, slimmed
 from parcompiler.passes.divide.programme import Layout, lay_out, limit_memory
 from parcompiler.passes.divide.runs import nothing_better
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.passes.divide.windows import find_windows
 from parcompiler.solver import UndecidedError, solve
 
@@ -20,7 +20,7 @@ SHOWN = 8  # ranks that an error lists: those that take most
 
 
 def too_little_memory(
-    task: Task,
+    task: DivisionTask,
     names: Sequence[str],
     effort: float,
     besides: Sequence[int] = (),
@@ -73,7 +73,7 @@ def _in_short(names: Sequence[str]) -> str:
     return f"{', '.join(names[:2])}, ..., {names[-1]} ({len(names)} blocks)"
 
 
-def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
+def _leanest(task: DivisionTask, effort: float) -> tuple[tuple[int, ...], bool]:
     """The division that needs the smallest multiple of the limits; and whether that is proven.
 
     Each round asks for a division strictly below the last, until there is none.
@@ -92,7 +92,7 @@ def _leanest(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
     return stage_of, False
 
 
-def _leaner(task: Task, effort: float) -> tuple[tuple[int, ...], bool]:
+def _leaner(task: DivisionTask, effort: float) -> tuple[tuple[int, ...], bool]:
     """A division of little memory within the limits; and whether the solver finished."""
     windows = find_windows(task, math.inf)
     if windows is None:

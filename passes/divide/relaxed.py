@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.data import Load
-from parcompiler.passes.divide.task import Task
-from parcompiler.solver import Model, Term, UndecidedError, Variable, solve
+from parcompiler.passes.divide.task import DivisionTask
+from parcompiler.solver import SolverModel, Term, UndecidedError, Variable, solve
 
 
 class _Way(NamedTuple):
@@ -39,13 +39,13 @@ class _Way(NamedTuple):
         return self.seconds[rank if len(self.seconds) > 1 else 0]
 
 
-def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
+def least_slowest_rank(task: DivisionTask, again: Sequence[Load | None]) -> float:
     """Seconds of a micro-batch on the slowest rank at least; infinite when nothing fits.
 
     `again` has, for each block, what it is when it runs twice; None for one that must not.
 
     >>> heavy, twice = Load(1.0, resident=0, saved=4), Load(1.5, resident=0, saved=1)
-    >>> task = Task([heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0])
+    >>> task = DivisionTask([heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0])
     >>> least_slowest_rank(task, [None] * 4)
     inf
     >>> round(least_slowest_rank(task, [twice] * 4), 6)
@@ -56,7 +56,7 @@ def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
         return 0.0
     if task.is_uniform and _even_parts_fit(task):
         return total / task.ranks
-    model = Model()
+    model = SolverModel()
     slowest = model.continuous("T")
     here = _divide(model, task, again)
     for rank, limit in enumerate(task.limits):
@@ -78,7 +78,7 @@ def least_slowest_rank(task: Task, again: Sequence[Load | None]) -> float:
         return total / task.ranks
 
 
-def _even_parts_fit(task: Task) -> bool:
+def _even_parts_fit(task: DivisionTask) -> bool:
     """Whether every stage can have as much of every block as all others, which is the optimum."""
     resident = sum(load.resident for load in task.loads) / task.ranks
     saved = sum(load.saved for load in task.loads) / task.stages
@@ -88,7 +88,7 @@ def _even_parts_fit(task: Task) -> bool:
 
 
 def _divide(
-    model: Model, task: Task, again: Sequence[Load | None]
+    model: SolverModel, task: DivisionTask, again: Sequence[Load | None]
 ) -> list[list[tuple[_Way, Variable]]]:
     """The blocks of every kind are somewhere: by stage, how many of them run in which way."""
     pairs = zip(task.loads, again, strict=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled.
 
     All that comes from outside counts as received; what one block takes for a moment is fixed.
@@ -37,7 +37,7 @@ class _Label(NamedTuple):
     squares: float
 
 
-def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
+def fastest_runs(task: DivisionTask) -> tuple[tuple[int, ...] | None, float]:
     """A good division into runs, as even as its slowest stage allows; its objective in units."""
 
     def objective(label: _Label) -> float:
@@ -57,7 +57,7 @@ def fastest_runs(task: Task) -> tuple[tuple[int, ...] | None, float]:
     return None, math.inf
 
 
-def snug(task: Task) -> int:
+def snug(task: DivisionTask) -> int:
     """Units that the slowest stage of even ones needs, if memory does not bind: tried first.
 
     So the runs that are looked at grow with the number of blocks, and not with its square.
@@ -67,7 +67,7 @@ def snug(task: Task) -> int:
     return average + max(map(max, costs)) + max(task.move, default=0)
 
 
-def _slowest(task: Task, objective: float) -> float:
+def _slowest(task: DivisionTask, objective: float) -> float:
     """Units that no stage is above in a division that is as good."""
     if task.microbatches == 1:
         return math.inf
@@ -90,21 +90,21 @@ def ends_within(weights: Sequence[int], stages: int, cap: float) -> list[range]:
     return found
 
 
-def generous(task: Task) -> int:
+def generous(task: DivisionTask) -> int:
     """Units of a stage that no good division is above, as a rule: longer runs are tried last."""
     costs = [task.compute] if task.is_uniform else task.cost
     average = sum(map(sum, costs)) // len(costs) // task.stages
     return 2 * average + max(map(max, costs)) + max(task.move, default=0)
 
 
-def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
+def _seconds(task: DivisionTask, cap: float) -> Callable[[int, BlockRun], float | None]:
     """Units of time of a run on a stage, where they and its bytes are within the limits."""
 
-    def weigh(j: int, run: Run) -> float | None:
+    def weigh(j: int, run: BlockRun) -> float | None:
         fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[task.placement[j]]
         return run.seconds if fits and run.seconds <= cap else None
 
-    def by_rank(j: int, run: Run) -> float | None:
+    def by_rank(j: int, run: BlockRun) -> float | None:
         rank = task.placement[j]
         units, fits = run.on(rank), run.fixed + task.in_flight[j] * run.scaled <= task.room[rank]
         return units if fits and units <= cap else None
@@ -112,27 +112,27 @@ def _seconds(task: Task, cap: float) -> Callable[[int, Run], float | None]:
     return weigh if task.is_uniform else by_rank
 
 
-class Longer(Sequence[Run]):
+class Longer(Sequence[BlockRun]):
     """The runs that begin with a block, each longer than the one before; found when asked for."""
 
-    def __init__(self, task: Task, a: int) -> None:
+    def __init__(self, task: DivisionTask, a: int) -> None:
         self._size = len(task.loads) - a
-        self._known: list[Run] = []
+        self._known: list[BlockRun] = []
         self._more = _runs_from(task, a)
 
     def __len__(self) -> int:
         return self._size
 
     @overload
-    def __getitem__(self, n: int) -> Run: ...
+    def __getitem__(self, n: int) -> BlockRun: ...
     @overload
-    def __getitem__(self, n: slice) -> list[Run]: ...
-    def __getitem__(self, n: int | slice) -> Run | list[Run]:
+    def __getitem__(self, n: slice) -> list[BlockRun]: ...
+    def __getitem__(self, n: int | slice) -> BlockRun | list[BlockRun]:
         last = n.indices(self._size)[1] if isinstance(n, slice) else n
         self._find(last if last >= 0 else self._size)
         return self._known[n]
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[BlockRun]:
         yield from self._known
         for n in range(len(self._known), self._size):
             self._find(n)
@@ -143,14 +143,14 @@ class Longer(Sequence[Run]):
         self._known += itertools.islice(self._more, max(0, n + 1 - len(self._known)))
 
 
-def all_runs(task: Task) -> Sequence[Sequence[Run]]:
+def all_runs(task: DivisionTask) -> Sequence[Sequence[BlockRun]]:
     """`runs[a][n]` are the blocks a … a + n. Each number grows with n."""
     if task.is_uniform:
         return [Longer(task, a) for a in range(len(task.loads))]
     return [_by_rank(task, a, list(_runs_from(task, a))) for a in range(len(task.loads))]
 
 
-def _by_rank(task: Task, a: int, runs: Sequence[Run]) -> list[Run]:
+def _by_rank(task: DivisionTask, a: int, runs: Sequence[BlockRun]) -> list[BlockRun]:
     """The runs that begin with block a, with their units on each rank."""
     sums = [list(itertools.accumulate(own[a:])) for own in (task.compute, *task.cost)]
     moved = [run.seconds - units for run, units in zip(runs, sums[0], strict=True)]
@@ -160,7 +160,7 @@ def _by_rank(task: Task, a: int, runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def _runs_from(task: Task, a: int) -> Iterator[Run]:
+def _runs_from(task: DivisionTask, a: int) -> Iterator[BlockRun]:
     seconds = fixed = scaled = moment = 0
     received: set[int] = set()
     held: set[tuple[str, int]] = set()
@@ -174,13 +174,13 @@ def _runs_from(task: Task, a: int) -> Iterator[Run]:
         moment = max(moment, load.moment)
         received |= new
         held.update(load.shared)
-        yield Run(seconds, fixed + moment, scaled)
+        yield BlockRun(seconds, fixed + moment, scaled)
 
 
 def best_runs(
     stages: int,
-    runs: Sequence[Sequence[Run]],
-    weigh: Callable[[int, Run], float | None],
+    runs: Sequence[Sequence[BlockRun]],
+    weigh: Callable[[int, BlockRun], float | None],
     rank: Callable[[_Label], tuple[float, ...]],
     ends: Sequence[range] = (),
 ) -> tuple[tuple[int, ...], _Label] | None:

@@ -18,7 +18,7 @@ from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.twice import Choice, cheapest
 
 
-class Span(NamedTuple):
+class KindedRun(NamedTuple):
     """Consecutive blocks as one stage: units of time, bytes fixed + in_flight * scaled, kinds.
 
     `kinds` are pairs of a kind's number and its count. What a block takes for a moment is left out.
@@ -50,7 +50,7 @@ class Label(NamedTuple):
     twice: tuple[int, ...]
 
 
-Found = tuple[tuple[int, ...], frozenset[int]]
+RunsTwice = tuple[tuple[int, ...], frozenset[int]]
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Spans:
     """The runs of a task with one stage per rank, and what they cost where they must fit."""
 
     joint: Repeatable
-    known: dict[tuple[Span, int, int, int], Choice | None] = field(default_factory=dict)
+    known: dict[tuple[KindedRun, int, int, int], Choice | None] = field(default_factory=dict)
 
-    def best(self, known: float) -> Found | None:
+    def best(self, known: float) -> RunsTwice | None:
         """The stage of each block and the blocks that run twice, if that is better than `known`,
         an objective in units."""
         spans = [list(self._from(a)) for a in range(len(self.joint.again))]
@@ -75,7 +75,7 @@ class Spans:
         """Units of a step."""
         return label.total + self.joint.task.further * label.largest
 
-    def _from(self, a: int) -> Iterator[Span]:
+    def _from(self, a: int) -> Iterator[KindedRun]:
         """The runs that begin with block a."""
         task, of = self.joint.task, self.joint.kind_of
         seconds = fixed = scaled = moved = 0
@@ -96,9 +96,9 @@ class Spans:
             held.update(load.shared)
             counts[of[i]] = counts.get(of[i], 0) + 1
             own = tuple(units + moved for units in ranks)
-            yield Span(seconds + moved, fixed, scaled, tuple(sorted(counts.items())), own)
+            yield KindedRun(seconds + moved, fixed, scaled, tuple(sorted(counts.items())), own)
 
-    def _fitted(self, span: Span, j: int) -> Choice | None:
+    def _fitted(self, span: KindedRun, j: int) -> Choice | None:
         """What must run twice of a run on a stage."""
         task = self.joint.task
         rank = task.placement[j]
@@ -109,7 +109,7 @@ class Spans:
             self.known[key] = cheapest(kinds, [span.fixed + k * span.scaled - room])
         return self.known[key]
 
-    def _walk(self, spans: list[list[Span]], known: float, keep: int | None) -> Label | None:
+    def _walk(self, spans: list[list[KindedRun]], known: float, keep: int | None) -> Label | None:
         """The best label of all blocks below `known`, of `keep` labels for the same blocks."""
         task = self.joint.task
         best: dict[int, list[Label]] = {0: [Label(0, 0, 0, None, 0, ())]}
@@ -134,7 +134,7 @@ class Spans:
             return None
         return min(final, key=lambda label: (self._objective(label), label.squares))
 
-    def _ends(self, spans: list[Span], a: int, j: int) -> Iterator[tuple[int, int, Choice]]:
+    def _ends(self, spans: list[KindedRun], a: int, j: int) -> Iterator[tuple[int, int, Choice]]:
         """The runs from block a that fit on stage j and leave a block for each stage behind: where
         they end, what they take, and what runs twice."""
         task, blocks = self.joint.task, len(self.joint.again)
@@ -151,7 +151,7 @@ class Spans:
         units, and the slowest of them `slowest`, at least."""
         return label.total + rest + self.joint.task.further * max(label.largest, slowest)
 
-    def _read(self, label: Label) -> Found:
+    def _read(self, label: Label) -> RunsTwice:
         """The division of a label: of blocks of one kind the first ones run twice."""
         of, end = self.joint.kind_of, len(self.joint.again)
         starts: list[int] = []

@@ -15,7 +15,7 @@ RESOLUTION = 2**56  # sums of whole seconds stay below it, and well inside 64 bi
 
 
 @dataclass(frozen=True)
-class Task:
+class DivisionTask:
     """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes."""
 
     loads: Sequence[Load]
@@ -98,7 +98,7 @@ class Task:
         """Units of `least_on` that some ranks do together in one unit, at most.
 
         >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0, 4.0))
-        >>> task = Task([slow] * 6, [], range(3), 1, [[(1,)]] * 3, [1] * 3)
+        >>> task = DivisionTask([slow] * 6, [], range(3), 1, [[(1,)]] * 3, [1] * 3)
         >>> [round(float(pace), 9) for pace in (*task.worth, task.pace([0, 1]), task.pace([1, 2]))]
         [1.0, 0.5, 0.25, 1.5, 1.5]
         """
@@ -232,7 +232,7 @@ def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | F
     return [known[tuple(own)] for own in costs]
 
 
-def check_task(task: Task) -> None:
+def check_task(task: DivisionTask) -> None:
     """Refuse data that are no division problem, and more stages than blocks."""
     fault = next(_faults(task), None)
     if fault is not None:
@@ -249,12 +249,12 @@ def check_task(task: Task) -> None:
         raise InfeasibleError(message)
 
 
-def _by_rank(task: Task) -> Iterator[tuple[float, ...]]:
+def _by_rank(task: DivisionTask) -> Iterator[tuple[float, ...]]:
     """The seconds by rank of each block that has them."""
     return (load.by_rank for load in task.loads if load.by_rank)
 
 
-def _faults(task: Task) -> Iterator[str]:
+def _faults(task: DivisionTask) -> Iterator[str]:
     """What is wrong; what follows a fault may rely on its absence."""
     placement, blocks = task.placement, len(task.loads)
     if not placement or task.microbatches < 1:

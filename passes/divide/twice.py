@@ -13,7 +13,7 @@ Subject to  over - sum(s[t] n[t]) + a <= 0
 There are few kinds, as layers repeat, and so all choices are tried; where they are many the solver
 is asked. A rank with several stages has a row for each vector of micro-batches in flight.
 
->>> layers = Kind(4, again=3, freed=(10,), moment=2, moment_again=5)
+>>> layers = BlockKind(4, again=3, freed=(10,), moment=2, moment_again=5)
 >>> [cheapest([layers], [over]) for over in (-2, 1, 36)]
 [Choice(seconds=0, counts=(0,)), Choice(seconds=3, counts=(1,)), None]
 """
@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.solver import Model, Variable, solve
+from parcompiler.solver import SolverModel, Variable, solve
 
 CHOICES = 4096  # that are tried one by one
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """Blocks of a rank that are alike; `again` are the units to run one a second time, or None.
 
     `freed` has a number of bytes for each vector of micro-batches in flight.
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     counts: tuple[int, ...]
 
 
-def cheapest(kinds: Sequence[Kind], over: Sequence[int]) -> Choice | None:
+def cheapest(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     """The cheapest choice that fits, of equals that of the first counts; None if none fits."""
     most = [
         sum(kind.blocks * max(0, kind.freed[v]) for kind in kinds if kind.again is not None)
@@ -70,12 +70,12 @@ def cheapest(kinds: Sequence[Kind], over: Sequence[int]) -> Choice | None:
     return None if best is None else Choice(best[0], best[2])
 
 
-def _seconds(kinds: Sequence[Kind], counts: Sequence[int]) -> int:
+def _seconds(kinds: Sequence[BlockKind], counts: Sequence[int]) -> int:
     """Units of time of a choice."""
     return sum(n * (kind.again or 0) for n, kind in zip(counts, kinds, strict=True))
 
 
-def _fits(kinds: Sequence[Kind], over: Sequence[int], counts: Sequence[int]) -> bool:
+def _fits(kinds: Sequence[BlockKind], over: Sequence[int], counts: Sequence[int]) -> bool:
     """Whether a choice fits."""
     moment = 0
     for n, kind in zip(counts, kinds, strict=True):
@@ -89,9 +89,9 @@ def _fits(kinds: Sequence[Kind], over: Sequence[int], counts: Sequence[int]) -> 
     )
 
 
-def _solved(kinds: Sequence[Kind], over: Sequence[int]) -> Choice | None:
+def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
     """The same by the solver."""
-    model = Model()
+    model = SolverModel()
     most = max(max(kind.moment, kind.moment_again) for kind in kinds)
     a = model.integer("a", 0, most)
     n: list[Variable] = []

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from parcompiler.passes.divide.bounds import least_received, overfull, reach
-from parcompiler.passes.divide.task import Task, mirrored
+from parcompiler.passes.divide.task import DivisionTask, mirrored
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Resource:
         )
 
 
-def find_windows(task: Task, best: float) -> Windows | None:
+def find_windows(task: DivisionTask, best: float) -> Windows | None:
     """The windows of the divisions better than `best`; None when there is no such division."""
     blocks, final = len(task.loads), task.stages - 1
     mirrored_below = [mirrored(group, blocks - 1) for group in reversed(task.below)]
@@ -67,7 +67,7 @@ def find_windows(task: Task, best: float) -> Windows | None:
         first, last = narrowed
 
 
-def _slowest(task: Task, best: float, received: int) -> int:
+def _slowest(task: DivisionTask, best: float, received: int) -> int:
     """The most units of a rank in a division better than `best`; negative when there is none."""
     total = sum(task.compute)
     if best == math.inf:
@@ -78,7 +78,7 @@ def _slowest(task: Task, best: float, received: int) -> int:
     return math.ceil(best) - 1 if slack >= 0 else -1
 
 
-def _resources(task: Task, seconds: Sequence[int]) -> list[_Resource]:
+def _resources(task: DivisionTask, seconds: Sequence[int]) -> list[_Resource]:
     """Time and, where it can run short, memory. Copies and shared tensors are left out."""
     none, zero = [0] * len(task.loads), [0] * task.stages
     time = _Resource(task.compute, none, zero, seconds, task.placement)

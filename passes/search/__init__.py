@@ -8,7 +8,7 @@ Decide      the order of F[j,i], I[j,i], W[j,i] on each rank
 Minimize    the end of the last action
 Subject to  a rank does one thing at once, a link carries one message at once      `timing`
             F[j,i] waits for the values, I[j,i] for the gradients that it needs    `timing`
-            micro-batches in flight take no more than L[r]                         `Task.has_room`
+            micro-batches in flight take no more than L[r]                         `has_room`
 
 [1] The schedules given and one made up (`greedy`) are annealed, the most promising for longest
 (`anneal`). [2] What comes out is mostly optimal: often simple bounds say so (`bounds`), else CP-SAT
@@ -30,7 +30,7 @@ from parcompiler.passes.search.bounds import simple_bound
 from parcompiler.passes.search.greedy import greedy
 from parcompiler.passes.search.merge import merged
 from parcompiler.passes.search.programme import prove
-from parcompiler.passes.search.task import Task, Word
+from parcompiler.passes.search.task import SearchTask, Word
 from parcompiler.schedules import Schedule
 from parcompiler.solver import Status, relative_gap
 from parcompiler.timeline import Message, StageCost, timing
@@ -43,7 +43,7 @@ NAMED = 2  # how many of the given schedules are tried on each placement
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """A schedule, and how good it is.
 
     No order with a placement that was given takes less than `bound` seconds; `gap` is what is left
@@ -60,14 +60,14 @@ class Found:
 
 
 @dataclass(slots=True)
-class _Best:
+class _Incumbent:
     """The shortest so far: a schedule given, or words found."""
 
     step_time: float = float("inf")
     schedule: Schedule | None = None
-    words: tuple[Task, Sequence[Word]] | None = None
+    words: tuple[SearchTask, Sequence[Word]] | None = None
 
-    def offer(self, task: Task, walked: Walked) -> None:
+    def offer(self, task: SearchTask, walked: Walked) -> None:
         """Take words when they are strictly shorter."""
         if walked.step_time < self.step_time:
             self.step_time, self.words = walked.step_time, (task, walked.words)
@@ -79,7 +79,7 @@ def search(
     messages: Sequence[Message],
     limits: Sequence[float],
     effort: float = EFFORT,
-) -> Found:
+) -> SearchResult:
     """The shortest schedule found with the stages and placements of the schedules in `start`.
 
     Args:
@@ -100,10 +100,14 @@ def search(
     tasks = [
         task
         for placement in placements
-        if not _lacking(task := Task(placement, tuple(costs), tuple(messages), tuple(limits), m))
+        if not _lacking(
+            task := SearchTask(placement, tuple(costs), tuple(messages), tuple(limits), m)
+        )
     ]
     if not tasks:
-        raise _refusal(Task(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m))
+        raise _refusal(
+            SearchTask(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m)
+        )
     best = _named(start, tasks)
     best_named = best.schedule.name if best.schedule is not None else ""
     bounds = [_improve(task, start, best, effort / len(tasks)) for task in tasks]
@@ -115,7 +119,7 @@ def search(
     bound = min(step_time, *bounds)
     gap = relative_gap(step_time, bound)
     status: Status = "optimal" if gap <= PROVEN else "feasible"
-    return Found(found, step_time, bound, gap, status, best_named)
+    return SearchResult(found, step_time, bound, gap, status, best_named)
 
 
 def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
@@ -133,9 +137,9 @@ def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:
         raise InputError(message)
 
 
-def _named(start: Sequence[Schedule], tasks: Sequence[Task]) -> _Best:
+def _named(start: Sequence[Schedule], tasks: Sequence[SearchTask]) -> _Incumbent:
     """The shortest schedule given that fits into the memory."""
-    best = _Best()
+    best = _Incumbent()
     for task in tasks:
         for schedule in start:
             if schedule.placement == task.placement:
@@ -146,7 +150,7 @@ def _named(start: Sequence[Schedule], tasks: Sequence[Task]) -> _Best:
     return best
 
 
-def _improve(task: Task, start: Sequence[Schedule], best: _Best, effort: float) -> float:
+def _improve(task: SearchTask, start: Sequence[Schedule], best: _Incumbent, effort: float) -> float:
     """Offer better schedules of one placement; returns seconds that none of it falls below.
 
     One half of the effort is for all starts, the other for what came out best.
@@ -174,7 +178,7 @@ def _improve(task: Task, start: Sequence[Schedule], best: _Best, effort: float) 
 
 
 def _walk(
-    task: Task, starts: Sequence[Sequence[Word]], bound: float, effort: float
+    task: SearchTask, starts: Sequence[Sequence[Word]], bound: float, effort: float
 ) -> Walked | None:
     """The best that comes of annealing each of the starts, up to one that reaches the bound."""
     steps = int(effort * ACTIONS / len(starts) / sum(map(len, starts[0])))
@@ -193,7 +197,7 @@ def _shorter(one: Walked | None, other: Walked | None) -> Walked | None:
     return other if other.step_time < one.step_time else one
 
 
-def _starts(task: Task, start: Sequence[Schedule]) -> list[list[Word]]:
+def _starts(task: SearchTask, start: Sequence[Schedule]) -> list[list[Word]]:
     """The words to begin with: the shortest of the given schedules, and orders made up."""
     given = [task.words(s) for s in start if s.placement == task.placement]
     given = [words for words in given if task.has_rooms(words)]
@@ -204,12 +208,12 @@ def _starts(task: Task, start: Sequence[Schedule]) -> list[list[Word]]:
     ]
 
 
-def _lacking(task: Task) -> bool:
+def _lacking(task: SearchTask) -> bool:
     """Whether one micro-batch alone is too much for a rank."""
     return any(need > limit for need, limit in zip(_least(task), task.limits, strict=True))
 
 
-def _least(task: Task) -> tuple[int, ...]:
+def _least(task: SearchTask) -> tuple[int, ...]:
     """The bytes of one micro-batch in flight on each rank, and all that is always there."""
     return tuple(
         size + sum(task.sizes[j] for j, at in enumerate(task.placement) if at == rank)
@@ -217,7 +221,7 @@ def _least(task: Task) -> tuple[int, ...]:
     )
 
 
-def _refusal(task: Task) -> InfeasibleError:
+def _refusal(task: SearchTask) -> InfeasibleError:
     """What to say when no order fits: the rank that lacks most."""
     words = task.one_at_a_time()
     least = _least(task) if _lacking(task) else task.peaks(words)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from parcompiler.passes.search.task import INFINITY, Task, Word, last_end
+from parcompiler.passes.search.task import INFINITY, SearchTask, Word, last_end
 
 HOT, COLD = 0.05, 0.0005  # temperatures at the begin and the end, relative to the step time
 ENOUGH = 20  # steps per action for the highest temperature; fewer steps begin colder
@@ -34,7 +34,7 @@ class Walked:
     words: tuple[Word, ...] = field(repr=False)
 
 
-def anneal(task: Task, start: Sequence[Word], steps: int, target: float) -> Walked | None:
+def anneal(task: SearchTask, start: Sequence[Word], steps: int, target: float) -> Walked | None:
     """The best words found in some steps that fit into the memory; None if there are none.
 
     Stops when the step takes `target` seconds, but for rounding.
@@ -54,7 +54,7 @@ def anneal(task: Task, start: Sequence[Word], steps: int, target: float) -> Walk
 class _Walk:
     """The state of an annealing."""
 
-    def __init__(self, task: Task, start: Sequence[Word]) -> None:
+    def __init__(self, task: SearchTask, start: Sequence[Word]) -> None:
         self.task = task
         self.chance = random.Random(0)
         self.words = [list(word) for word in start]
@@ -114,7 +114,7 @@ class _Walk:
         return new
 
     def _may_swap(self, first: int, second: int) -> bool:
-        """Whether two neighbours on a rank need not stand in this order: see `Task`."""
+        """Whether two neighbours on a rank need not stand in this order: see `SearchTask`."""
         m = self.task.microbatches
         kind, other = first // m, second // m
         return kind != other and not (kind // 3 == other // 3 and first % m == second % m)

@@ -15,14 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from parcompiler.passes.search.task import Task
+from parcompiler.passes.search.task import SearchTask
 
 
 @dataclass(frozen=True)
 class _Ways:
     """By stage, the longest chains of actions and messages around its forward and backward."""
 
-    task: Task
+    task: SearchTask
 
     @cached_property
     def head(self) -> list[float]:
@@ -82,7 +82,7 @@ class _Ways:
         )
 
 
-def simple_bound(task: Task) -> float:
+def simple_bound(task: SearchTask) -> float:
     """The largest of the bounds of all ranks, and the way of one micro-batch."""
     ways = _Ways(task)
     alone = max(
@@ -92,7 +92,7 @@ def simple_bound(task: Task) -> float:
     return max(alone, *(_rank_bound(task, ways, r) for r in range(task.pipeline.ranks)))
 
 
-def _rank_bound(task: Task, ways: _Ways, rank: int) -> float:
+def _rank_bound(task: SearchTask, ways: _Ways, rank: int) -> float:
     """What the work and the memory of one rank say."""
     stages = [j for j, at in enumerate(task.placement) if at == rank]
     if not stages:
@@ -121,7 +121,7 @@ def _rank_bound(task: Task, ways: _Ways, rank: int) -> float:
     return max(bounds)
 
 
-def _most(task: Task, stages: list[int], rank: int, seconds: dict[int, float]) -> float:
+def _most(task: SearchTask, stages: list[int], rank: int, seconds: dict[int, float]) -> float:
     """The most seconds of actions of which each takes memory, as fractions of a knapsack."""
     room = task.rooms[rank]
     total = 0.0

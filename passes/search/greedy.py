@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompiler.passes.search.task import INFINITY, Task, Word
+from parcompiler.passes.search.task import INFINITY, SearchTask, Word
 
 ORDERS = ((1, 0, 2), (0, 1, 2), (1, 2, 0))  # kinds, the most urgent first
 
 
-def greedy(task: Task) -> Iterator[list[Word]]:
+def greedy(task: SearchTask) -> Iterator[list[Word]]:
     """Words that fit into the rooms, one for each order of urgency."""
     for urgency in ORDERS:
         yield _Making(task, [urgency.index(kind) for kind in range(3)]).words()
@@ -23,7 +23,7 @@ def greedy(task: Task) -> Iterator[list[Word]]:
 class _Making:
     """The state of words while they are made."""
 
-    def __init__(self, task: Task, urgency: list[int]) -> None:
+    def __init__(self, task: SearchTask, urgency: list[int]) -> None:
         self.task = task
         self.urgency = urgency
         pipeline = task.pipeline

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from parcompiler.passes.search.task import Task, Word, last_end
+from parcompiler.passes.search.task import SearchTask, Word, last_end
 from parcompiler.schedules import Schedule
 
 TRIALS = 500
 
 
-def merged(task: Task, words: Sequence[Word]) -> Schedule:
+def merged(task: SearchTask, words: Sequence[Word]) -> Schedule:
     """The schedule that words stand for, with as many whole backwards as do not lengthen it."""
     limit = task.step_time(words)
     whole: set[int] = set()  # codes of I that stand for a whole backward
@@ -37,7 +37,7 @@ def merged(task: Task, words: Sequence[Word]) -> Schedule:
     return task.schedule(words, whole)
 
 
-def _mergeable(task: Task, words: Sequence[Word], stage: int) -> list[int]:
+def _mergeable(task: SearchTask, words: Sequence[Word], stage: int) -> list[int]:
     """The codes of I that their W follows at once."""
     m, word = task.microbatches, words[task.placement[stage]]
     return [
@@ -45,7 +45,7 @@ def _mergeable(task: Task, words: Sequence[Word], stage: int) -> list[int]:
     ]
 
 
-def _is_as_good(task: Task, words: Sequence[Word], whole: set[int], limit: float) -> bool:
+def _is_as_good(task: SearchTask, words: Sequence[Word], whole: set[int], limit: float) -> bool:
     """Whether the step is no longer with these whole backwards, and the memory suffices."""
     m, seconds = task.microbatches, list(task.seconds)
     for code in whole:

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.search.anneal import Walked
-from parcompiler.passes.search.task import Task, Word
+from parcompiler.passes.search.task import SearchTask, Word
 from parcompiler.solver import Agenda, UndecidedError, agree
 
 UNITS = 1 << 24  # of time in the step that is known
@@ -28,7 +28,7 @@ SHARES = 1 << 12  # of the memory of a rank
 class _Draft:
     """An agenda, and its tasks by code."""
 
-    task: Task
+    task: SearchTask
     unit: float
     agenda: Agenda
     number: dict[int, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class _Draft:
         return int(seconds / self.unit)
 
 
-def prove(task: Task, best: Walked, effort: float) -> tuple[list[Word] | None, float]:
+def prove(task: SearchTask, best: Walked, effort: float) -> tuple[list[Word] | None, float]:
     """Words that may be better than the best ones, and seconds that none can fall below."""
     draft = _draft(task, best)
     agenda = draft.agenda
@@ -55,13 +55,13 @@ def prove(task: Task, best: Walked, effort: float) -> tuple[list[Word] | None, f
     return words, found.bound * draft.unit
 
 
-def _place(task: Task, code: int) -> tuple[int, int]:
+def _place(task: SearchTask, code: int) -> tuple[int, int]:
     """Ties of actions that take no time: micro-batch by micro-batch, forwards first."""
     kind, i = divmod(code, task.microbatches)
     return i, kind % 3
 
 
-def _draft(task: Task, best: Walked) -> _Draft:
+def _draft(task: SearchTask, best: Walked) -> _Draft:
     """The agenda of a task; all that is known to be no better is out of its horizon."""
     draft = _Draft(task, best.step_time / UNITS, Agenda(horizon=UNITS))
     m = task.microbatches

@@ -26,7 +26,7 @@ KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """One placement of the stages, for a number of micro-batches. Limits are bytes per rank."""
 
     placement: tuple[int, ...]
@@ -234,4 +234,4 @@ def last_end(words: Sequence[Word], arrived: Sequence[float]) -> float:
     return max((arrived[word[-1]] for word in words if word), default=0.0)
 
 
-__all__ = ["INFINITY", "Task", "Word", "last_end"]
+__all__ = ["INFINITY", "SearchTask", "Word", "last_end"]

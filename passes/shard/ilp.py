@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parcompiler.plan import Solution
-from parcompiler.solver import Model, Term, Variable, solve
+from parcompiler.solver import SolverModel, Term, Variable, solve
 from parcompiler.spmd import Placement
 
 Pair = tuple[Placement, Placement]
@@ -135,7 +135,7 @@ class LinearModel:
 
     def __init__(self, data: Programme) -> None:
         self.data = data
-        self.model = Model()
+        self.model = SolverModel()
         self.seconds: list[Term] = []
         self.bytes: list[Term] = []
         self.variables = [self._choose(decision) for decision in data.decisions]

@@ -14,16 +14,16 @@ import pytest
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.divide import (
-    Division,
     Evaluation,
     Flow,
     Load,
+    StageDivision,
     divide,
     evaluate,
     memory_parts,
 )
-from parcompiler.passes.divide.runs import Run
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.runs import BlockRun
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import UndecidedError
 
 
@@ -46,7 +46,7 @@ class Case:
     def ranks(self) -> int:
         return 1 + max(self.placement)
 
-    def divide(self, effort: float = 10, names: Sequence[str] = ()) -> Division:
+    def divide(self, effort: float = 10, names: Sequence[str] = ()) -> StageDivision:
         return divide(
             self.loads,
             self.flows,
@@ -516,7 +516,7 @@ def test_layers_that_differ_are_near_an_even_share(
     assert max(busy(case, division)) <= 1.03 * even
 
 
-def busy(case: Case, division: Division) -> list[float]:
+def busy(case: Case, division: StageDivision) -> list[float]:
     """The seconds of each rank."""
     seconds = case.evaluate(division.stage_of).seconds
     pairs = list(zip(case.placement, seconds, strict=True))
@@ -593,17 +593,19 @@ def test_long_chains_are_divided_by_looking_at_runs_near_the_even_length(
     """All runs of 700 blocks are 245,000, and so are the sets of all that is above them too."""
     looked = 0
 
-    def counted(*fields: Any) -> Run:
+    def counted(*fields: Any) -> BlockRun:
         nonlocal looked
         looked += 1
-        return Run(*fields)
+        return BlockRun(*fields)
 
-    monkeypatch.setattr("parcompiler.passes.divide.runs.Run", counted)
+    monkeypatch.setattr("parcompiler.passes.divide.runs.BlockRun", counted)
     case = chain(700, 4)
     found = case.divide()
     assert looked < 50 * 700
     assert max(found.stage_of.count(j) for j in range(4)) <= 180
-    task = Task(case.loads, case.flows, case.placement, case.microbatches, case.held, case.limits)
+    task = DivisionTask(
+        case.loads, case.flows, case.placement, case.microbatches, case.held, case.limits
+    )
     assert task.above[-1] == task.below[0] == range(700)
 
 

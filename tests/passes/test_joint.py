@@ -17,8 +17,8 @@ import parcompiler as pc
 from parcompiler.passes.divide import Flow, Load, evaluate
 from parcompiler.passes.divide.joint import Joint, divide_twice
 from parcompiler.passes.divide.relaxed import least_slowest_rank
-from parcompiler.passes.divide.task import Task
-from parcompiler.passes.divide.twice import Kind, _solved, cheapest
+from parcompiler.passes.divide.task import DivisionTask
+from parcompiler.passes.divide.twice import BlockKind, _solved, cheapest
 
 CASES = 12  # cases in each of the random tests
 
@@ -114,7 +114,7 @@ def _flows(rng: random.Random, blocks: int) -> list[Flow]:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_no_division_is_better_than_one_in_fractions(seed: int) -> None:
     case = random_case(random.Random(seed))
-    least = least_slowest_rank(Task(case.loads, *case[2:]), case.again)
+    least = least_slowest_rank(DivisionTask(case.loads, *case[2:]), case.again)
     each = len(case.placement) // len(case.limits)
     total = math.fsum(load.seconds for load in case.loads)
     bound = total / each + (case.microbatches - 1) * least if least < math.inf else math.inf
@@ -171,7 +171,7 @@ def test_the_solver_and_trying_all_choose_equally_well() -> None:
     fitting = 0
     for _ in range(60):
         kinds = [
-            Kind(rng.randint(1, 4), rng.choice((None, rng.randint(0, 9))),
+            BlockKind(rng.randint(1, 4), rng.choice((None, rng.randint(0, 9))),
                  (rng.randint(0, 9), rng.randint(0, 9)), rng.randint(0, 5), rng.randint(0, 8))
             for _ in range(rng.randint(1, 3))
         ]  # fmt: skip

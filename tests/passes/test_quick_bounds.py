@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 from parcompiler.passes.divide.bounds import crowded
 from parcompiler.passes.divide.data import Flow, Load
-from parcompiler.passes.divide.glimpse import glimpses
-from parcompiler.passes.divide.ledger import Ledger
+from parcompiler.passes.divide.ledger import DivisionCosts
+from parcompiler.passes.divide.move_delta import move_deltas
 from parcompiler.passes.divide.runs import all_runs
-from parcompiler.passes.divide.task import Task
+from parcompiler.passes.divide.task import DivisionTask
 
 
-def chain(draw: random.Random, blocks: int, ranks: int, each: int) -> Task:
+def chain(draw: random.Random, blocks: int, ranks: int, each: int) -> DivisionTask:
     """Blocks of two sizes one after the other, and memory that may not do."""
     kinds = [Load(1.0, draw.randint(0, 9), draw.randint(0, 5)) for _ in range(2)]
     loads = [draw.choice(kinds) for _ in range(blocks)]
@@ -25,10 +25,10 @@ def chain(draw: random.Random, blocks: int, ranks: int, each: int) -> Task:
     ]
     held = [moments[rank::ranks] for rank in range(ranks)]
     limits = [draw.randint(1, 80)] * ranks
-    return Task(loads, flows, tuple(range(ranks)) * each, 4, held, limits)
+    return DivisionTask(loads, flows, tuple(range(ranks)) * each, 4, held, limits)
 
 
-def fits(task: Task) -> bool:
+def fits(task: DivisionTask) -> bool:
     """Whether any division into runs fits, by trying them all."""
     blocks, stages = len(task.loads), task.stages
     for cuts in itertools.combinations(range(1, blocks), stages - 1):
@@ -53,17 +53,17 @@ def test_a_ledger_remembers_what_a_new_one_finds() -> None:
     draw = random.Random(1)
     for _ in range(30):
         task = chain(draw, 9, 2, 2)
-        book = Ledger(task, sorted(draw.randrange(task.stages) for _ in range(9)))
+        book = DivisionCosts(task, sorted(draw.randrange(task.stages) for _ in range(9)))
         for _ in range(12):
             book.excess()
             book.move(draw.randrange(9), draw.randrange(task.stages))
-            new = Ledger(task, book.at)
+            new = DivisionCosts(task, book.at)
             assert book.excess() == new.excess()
             assert book.squares() == new.squares() == sum(s * s for s in book.seconds)
             assert [book.memory(r) for r in range(2)] == [new.memory(r) for r in range(2)]
 
 
-def moved(book: Ledger, cuts: range, side: int) -> Iterator[tuple[object, ...]]:
+def moved(book: DivisionCosts, cuts: range, side: int) -> Iterator[tuple[object, ...]]:
     """What a ledger says while cuts move one after the other, where no stage is empty."""
     for j in cuts:
         book.move(bisect.bisect_left(book.at, j) - side, j - 1 + side)
@@ -71,7 +71,7 @@ def moved(book: Ledger, cuts: range, side: int) -> Iterator[tuple[object, ...]]:
             yield list(book.busy), book.objective(), book.squares()
 
 
-def test_a_glimpse_says_of_moved_cuts_what_a_ledger_says_after_the_moves() -> None:
+def test_move_deltas_say_of_moved_cuts_what_the_costs_say_after_the_moves() -> None:
     draw, seen = random.Random(2), 0
     for _ in range(40):
         task = chain(draw, 11, 2, draw.randint(1, 3))
@@ -81,9 +81,9 @@ def test_a_glimpse_says_of_moved_cuts_what_a_ledger_says_after_the_moves() -> No
         at = [bisect.bisect_right(ends, i) for i in range(11)]
         for j in range(1, task.stages):
             for side, cuts in enumerate((range(j, task.stages), range(j, 0, -1))):
-                told = glimpses(Ledger(task, at), cuts, side)
+                told = move_deltas(DivisionCosts(task, at), cuts, side)
                 found = [(list(x.busy), x.objective(), x.squares()) for x in told]
-                assert found == list(moved(Ledger(task, at), cuts, side))
+                assert found == list(moved(DivisionCosts(task, at), cuts, side))
                 seen += len(found)
     assert seen > 300
 

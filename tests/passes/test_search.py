@@ -9,10 +9,10 @@ import pytest
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.instruction import Kind
-from parcompiler.passes.search import Found, search
+from parcompiler.passes.search import SearchResult, search
 from parcompiler.passes.search.bounds import simple_bound
 from parcompiler.passes.search.greedy import greedy
-from parcompiler.passes.search.task import Task, Word
+from parcompiler.passes.search.task import SearchTask, Word
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import Action
 from parcompiler.timeline import Message, StageCost, timing
@@ -41,12 +41,12 @@ class Case:
     def seconds(self, schedule: Schedule) -> float:
         return timing(schedule, self.costs, self.messages).step_time
 
-    def search(self, effort: float = QUICK) -> Found:
+    def search(self, effort: float = QUICK) -> SearchResult:
         return search(self.start, self.costs, self.messages, self.limits, effort)
 
-    def task(self) -> Task:
+    def task(self) -> SearchTask:
         m = self.start[0].microbatches
-        return Task(self.start[-1].placement, self.costs, self.messages, self.limits, m)
+        return SearchTask(self.start[-1].placement, self.costs, self.messages, self.limits, m)
 
 
 def case(
@@ -84,7 +84,7 @@ def case(
     return Case(start, tuple(costs), tuple(messages), limits)
 
 
-def check(given: Case, found: Found) -> None:
+def check(given: Case, found: SearchResult) -> None:
     """What is found is whole, fits, takes what it says, and is never longer than what is given."""
     wanted = {(j, i) for j in range(len(given.costs)) for i in range(given.start[0].microbatches)}
     actions = [action for order in found.schedule.orders for action in order]
@@ -158,12 +158,12 @@ def test_the_best_of_all_orders_is_found(seed: int, m: int) -> None:
     assert found.status == "optimal"
 
 
-def all_words(task: Task) -> Iterator[tuple[Word, ...]]:
+def all_words(task: SearchTask) -> Iterator[tuple[Word, ...]]:
     """Every order of two ranks with one parted stage each that fits into the memory."""
     return itertools.product(*(list(rank_words(task, rank)) for rank in (0, 1)))
 
 
-def rank_words(task: Task, rank: int) -> Iterator[Word]:
+def rank_words(task: SearchTask, rank: int) -> Iterator[Word]:
     """Every order of a rank in which F stands before I and I before W."""
     m = task.microbatches
 

@@ -15,7 +15,7 @@ from parcompiler.instruction import COMPUTE, Instruction, Kind, parse
 from parcompiler.lower import Lowered, Stage, Value, communicate
 from parcompiler.schedules import Action, build
 from parcompiler.schedules.schedule import backward, forward
-from parcompiler.timeline import Event, StageCost, Timeline, simulate, simulate_lowered
+from parcompiler.timeline import StageCost, Timeline, TimelineEvent, simulate, simulate_lowered
 
 F, B = 1.0, 2.0  # seconds of every stage in the tests with closed formulas
 ONE = StageCost(forward=F, backward=B, resident=0, saved=1)  # memory counts activations
@@ -380,7 +380,7 @@ def test_a_second_simulation_finds_the_same_step_time(name: str, p: int, m: int)
 
 @pytest.mark.parametrize(("name", "p", "m"), UNEVEN)
 def test_one_thing_at_a_time_on_each_rank_and_on_each_link(name: str, p: int, m: int) -> None:
-    lanes: dict[tuple[int, int | None], list[Event]] = {}
+    lanes: dict[tuple[int, int | None], list[TimelineEvent]] = {}
     for event in simulate_uneven(name, p, m).events:
         peer = event.instruction.peer if event.instruction.kind is Kind.SEND else None
         lanes.setdefault((event.rank, peer), []).append(event)

@@ -13,16 +13,16 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 
-from parcompiler.passes.divide.ledger import Ledger
+from parcompiler.passes.divide.ledger import DivisionCosts
 
 
-class Glimpse:
+class MoveDelta:
     """The seconds of a division while its cuts move; a measure of it is never above the ledger's.
 
     `busy` are units by rank.
     """
 
-    def __init__(self, book: Ledger) -> None:
+    def __init__(self, book: DivisionCosts) -> None:
         self._task = book.task
         self._seconds = list(book.seconds)
         self.busy = list(book.busy)
@@ -48,14 +48,14 @@ class Glimpse:
         self.busy[self._task.placement[j]] += units
 
 
-def glimpses(book: Ledger, cuts: Sequence[int], side: int) -> Iterator[Glimpse]:
+def move_deltas(book: DivisionCosts, cuts: Sequence[int], side: int) -> Iterator[MoveDelta]:
     """The division after the first of these cuts has moved by a block, after two, and so on, where
-    no stage is empty then. It is one glimpse, which changes.
+    no stage is empty then. It is one object, which changes.
 
     With side 0 the block behind cut j goes to the stage before it; with side 1 that before it goes
-    to the stage behind. Values go to the next block alone (`Task.is_chain`).
+    to the stage behind. Values go to the next block alone (`DivisionTask.is_chain`).
     """
-    task, seen = book.task, Glimpse(book)
+    task, seen = book.task, MoveDelta(book)
     for j in cuts:
         i = bisect.bisect_left(book.at, j) - side
         old, new = (j, j - 1) if side == 0 else (j - 1, j)
