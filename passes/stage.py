@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import ClassVar
 
 from parcompiler.capture.blocks import why_so_few
@@ -162,18 +162,24 @@ class StagePass(Pass):
 def _alternatives(
     problem: Problem, plan: Plan, level: int | None, others: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Granularities and stages to compare with the programme's at `level`; without that, stages
-    that are even in seconds or in bytes."""
+    """Granularities and stages to compare with the programme's at `level`: what it began with, and
+    stages that are even in layers or in blocks; where it failed, also in seconds and in bytes."""
     stages = len(outline(plan).placement)
     if level is not None:
         yield from ((level, stage_of) for stage_of in others)
     with suppress(InputError):  # too few layers
         yield given.division(problem, "even", stages)
+    sizes = {k: len(problem.priced(k).cut.blocks) for k in problem.levels}
+    coarsest = next((k for k, blocks in sizes.items() if blocks >= stages), None)
+    if coarsest is None:
+        return
+    each, rest = divmod(sizes[coarsest], stages)
+    for more in (range(rest), range(stages - rest, stages)):  # the rest first or last
+        counts = (each + (j in more) for j in range(stages))
+        yield coarsest, tuple(j for j, count in enumerate(counts) for _ in range(count))
     if level is None:
-        coarse = (k for k in problem.levels if len(problem.priced(k).cut.blocks) >= stages)
-        for k in islice(coarse, 1):
-            task = task_of(problem, as_asked(problem, plan, k), k)[0]
-            yield from ((k, start(task)) for start in (even_runs, lean_runs))
+        task = task_of(problem, as_asked(problem, plan, coarsest), coarsest)[0]
+        yield from ((coarsest, start(task)) for start in (even_runs, lean_runs))
 
 
 @dataclass
@@ -193,7 +199,6 @@ class _Shortest:
 
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
         """Take a plan that fits if its step is shorter."""
-        self.considered.add((level, stage_of))
         seconds = estimate(self.problem, plan).step_time
         if seconds >= (1 - TINY) * self.seconds:
             return False

@@ -78,7 +78,7 @@ def step(
     try:
         program = pc.compile(
             captured(name), mesh, schedule=schedule, stages=stages, microbatches=2 * pipeline,
-            progress=False,
+            vocabulary="whole", progress=False,
         )  # fmt: skip
     except (pc.InfeasibleError, pc.InputError):
         return None
