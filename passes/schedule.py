@@ -21,10 +21,12 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.estimate import estimate
-from parcompiler.passes.even import even_step
-from parcompiler.passes.quick import quick_step
-from parcompiler.passes.stage import StagePass
+from parcompiler.passes.divide.again import Repeatable
+from parcompiler.passes.divide.improve import even_runs, lean_runs
+from parcompiler.passes.estimate import alone, estimate
+from parcompiler.passes.even import as_asked, even_step, task_of
+from parcompiler.passes.forced import names_of
+from parcompiler.passes.stage import StagePass, placed
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
@@ -202,6 +204,34 @@ def _briefly(problem: Problem, plan: Plan) -> Problem:
     if not problem.explain or not _is_large(problem, plan):
         return problem
     return dataclasses.replace(problem, explain=False)
+
+
+def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float | None:
+    """Seconds of a step with stages that are quickly found: even ones, and what they recompute;
+    None where these do not fit.
+
+    The stage pass finds better ones, which takes it a second for a large model and schedule. Its
+    choice among schedules hardly depends on that: where the quick stages are far slower than stages
+    that were found under another schedule, the best ones are as well.
+
+    Where the stages alone take `below` seconds or more, it is their seconds, without those of a
+    vocabulary on all ranks.
+    """
+    level = problem.levels[0]
+    trial = as_asked(problem, plan, level)
+    task, again = task_of(problem, trial, level)
+    if task.stages > len(task.loads):
+        return None
+    for start in (even_runs, lean_runs):
+        stage_of = start(task)
+        twice = Repeatable(task, tuple(again)).spared(stage_of)
+        if twice is not None:
+            names = (*(trial.recompute or ()), *names_of(problem, level, twice))
+            found = dataclasses.replace(trial, recompute=names)
+            trial = placed(problem, found, level, stage_of)
+            least = alone(problem, trial) if below < math.inf else 0.0
+            return least if least >= below else estimate(problem, trial).step_time
+    return None
 
 
 def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:

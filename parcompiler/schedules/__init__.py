@@ -7,11 +7,9 @@ from functools import lru_cache
 
 from parcompiler.errors import InputError
 from parcompiler.schedules.action import Action, Orders
-from parcompiler.schedules.gpipe import gpipe
 from parcompiler.schedules.interleaved import interleaved
-from parcompiler.schedules.naive import naive
-from parcompiler.schedules.one_f_one_b import one_f_one_b
 from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.single_stage import gpipe, naive, one_f_one_b
 from parcompiler.schedules.v_shape import v_placement
 from parcompiler.schedules.v_slots import v_half, v_min
 from parcompiler.schedules.zb_v import zb_v

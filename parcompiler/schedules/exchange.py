@@ -8,7 +8,7 @@ of different lengths, and ignores where the idle slots are, as we do: they follo
 Its extended format, with communication in the cells, is refused: lowering adds communication.
 
 Our own plans have cells more, which torch does not know: S3, N3 and T3 in every row are what all
-ranks do for the head of micro-batch 3 (`exchange_head`).
+ranks do for the head of micro-batch 3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ from parcompiler.schedules.action import (
     backward_weight,
     forward,
 )
-from parcompiler.schedules.exchange_head import check_head
 
 _CELL = re.compile(r"([0-9]{1,9})?([A-Z_]+)([0-9]{1,9})?")
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -84,7 +83,7 @@ def read_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], Orders]
     placement = _placement(found, len(rows))
     _check_complete(found, len(placement))
     _check_order(found)
-    check_head(shared, 1 + max(action.microbatch for action in found))
+    _check_head(shared, 1 + max(action.microbatch for action in found))
     return placement, _orders(found, shared)
 
 
@@ -227,3 +226,40 @@ def _orders(found: CellOf, shared: Sequence[CellOf]) -> Orders:
     return tuple(
         tuple(action for action, _ in sorted(order, key=itemgetter(1))) for order in orders
     )
+
+
+def _check_head(rows: Sequence[Iterable[Action]], microbatches: int) -> None:
+    """Raise InputError unless all rows have S and T, or S, N and T, of every micro-batch, or none.
+
+    Those of a micro-batch stand in this order.
+
+    >>> own = [Action(Kind.S, NOWHERE, 0), Action(Kind.T, NOWHERE, 0)]
+    >>> _check_head([own, own], 1)
+    >>> _check_head([own, own[:1]], 1)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    parcompiler.errors.InputError: rows 1 and 2 differ in S, N and T: ...
+    """
+    first, *others = map(list, rows)
+    for row, own in enumerate(others, 2):
+        if own != first:
+            message = f"rows 1 and {row} differ in S, N and T: all ranks have them in one order"
+            raise InputError(message)
+    if not first:
+        return
+    normalized = any(action.kind is Kind.NORMALIZE for action in first)
+    phases = (Kind.S, Kind.NORMALIZE, Kind.T) if normalized else (Kind.S, Kind.T)
+    for i in range(microbatches):
+        wanted = [Action(kind, NOWHERE, i) for kind in phases]
+        missing = [action.cell for action in wanted if action not in first]
+        if missing:
+            message = f"{missing[0]} is missing: every rank does its part of every micro-batch"
+            raise InputError(message)
+        found = sorted(wanted, key=first.index)
+        if found != wanted:
+            names = " ".join(action.cell for action in found)
+            message = f"{names} stand in this order, and each needs the one before it in S, N, T"
+            raise InputError(message)
+    for action in first:
+        if action.microbatch >= microbatches:
+            message = f"{action.cell} is of a micro-batch that no stage computes"
+            raise InputError(message)

@@ -10,8 +10,8 @@ from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.schedule import Schedule
+from parcompiler.schedules.staleness import waiting
 from parcompiler.schedules.vocabulary import spread
-from parcompiler.schedules.waiting import waiting
 
 Found = TypeVar("Found")
 

@@ -18,6 +18,8 @@ from typing import Protocol
 
 from parcompiler.instruction import Kind
 
+_CHANGE = {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}
+
 
 class ScheduledLine(Protocol):
     """A compute instruction, or an action of a schedule."""
@@ -55,3 +57,21 @@ def _updates(lines: Iterable[ScheduledLine], stage: int) -> Iterator[tuple[int, 
             age = current - used.pop(line.microbatch)
             current += 1
             yield age, len({*used.values(), current})
+
+
+def waiting(lines: Iterable[ScheduledLine], stage: int) -> int:
+    """The most micro-batches of a stage between their BACKWARD_INPUT and BACKWARD_WEIGHT.
+
+        stage 1 of 2   F0 I0 F1 I1 W0 W1
+        waiting            1     2  1  0
+
+    >>> from parcompiler.schedules import build
+    >>> [waiting(build(name, 4, 8).orders[3], 3) for name in ("1f1b", "zb-h1")]
+    [0, 4]
+    """
+    now = most = 0
+    for line in lines:
+        if line.stage == stage:
+            now += _CHANGE.get(line.kind, 0)
+            most = max(most, now)
+    return most

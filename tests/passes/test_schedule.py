@@ -11,8 +11,7 @@ import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import even_step
-from parcompiler.passes.quick import quick_step
-from parcompiler.passes.schedule import CANDIDATES, DOUBT
+from parcompiler.passes.schedule import CANDIDATES, DOUBT, quick_step
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
 from parcompiler.problem import Problem

@@ -5,7 +5,7 @@ import pytest
 from parcompiler.plan import Plan, Shape, VocabularyChoice
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.planned import held, left, outline, planned
-from parcompiler.schedules.waiting import waiting
+from parcompiler.schedules.staleness import waiting
 
 
 @pytest.mark.parametrize("method", ["whole", "naive", "interlaced", "vocab-1", "vocab-2"])
