@@ -39,8 +39,8 @@ Little of the proof needs search. With one stage per rank, a dynamic programme f
 into runs of consecutive blocks; with several, runs become good by moving cuts (`improve`, `pairs`).
 Every better division has each block on one of a few stages, its window; often the windows
 contradict each other, or the blocks do not fit into the ranks however they are put (`bounds`), and
-the runs are optimal. Else the programme is solved inside the windows; but not a large one with
-several stages per rank, for which the search does nothing in a few seconds: there the gap is told.
+the runs are optimal. Else the programme is solved inside the windows; but with several stages per
+rank only a small one: there the gap is told, and the stage pass improves the runs on the timeline.
 
 Where ranks differ in speed, a bound that counts a block where it takes least is weak. A chain with
 one stage per rank is then divided by the exact dynamic programme of `spans`.

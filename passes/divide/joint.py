@@ -30,7 +30,7 @@ from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide import SHORTER, divide
 from parcompiler.passes.divide.again import Repeatable
 from parcompiler.passes.divide.data import Flow, Load, StageDivision
-from parcompiler.passes.divide.programme import LARGE, Layout, lay_out, minimize_time
+from parcompiler.passes.divide.programme import LARGE, LARGEST, Layout, lay_out, minimize_time
 from parcompiler.passes.divide.spans import RunsTwice, Spans
 from parcompiler.passes.divide.task import DivisionTask, check_task
 from parcompiler.passes.divide.windows import find_windows
@@ -64,17 +64,20 @@ def divide_twice(
     """
     task = DivisionTask(loads, flows, placement, microbatches, held, limits)
     check_task(task)
-    result = _divide_twice(task, again, effort)
-    free = [_free(task, effort)] if task.each > 1 else []
-    tried = {x for one in free if one is not None for x in (one.stage_of, *one.others)}
-    tried = tried.union(result.division.others) - {result.division.stage_of}
-    division = dataclasses.replace(result.division, others=tuple(sorted(tried)))
+    tried: set[tuple[int, ...]] = set()
+    result = _divide_twice(task, again, effort, tried)
+    others = tried.union(result.division.others) - {result.division.stage_of}
+    division = dataclasses.replace(result.division, others=tuple(sorted(others)))
     return Joint(division, result.twice)
 
 
-def _divide_twice(task: DivisionTask, again: Sequence[Load | None], effort: float) -> Joint:
-    """The best division and the blocks that run twice in it."""
+def _divide_twice(
+    task: DivisionTask, again: Sequence[Load | None], effort: float, tried: set[tuple[int, ...]]
+) -> Joint:
+    """The best division and the blocks that run twice in it; what was `tried` is added to that."""
     free = _free(task, effort) if task.each > 1 else None
+    if free is not None:
+        tried.update((free.stage_of, *free.others))
     if free is not None and _fits(task, free.stage_of):
         return Joint(free, frozenset())
     plain, joint = _plain(task, effort), Repeatable(task, tuple(again))
@@ -84,7 +87,7 @@ def _divide_twice(task: DivisionTask, again: Sequence[Load | None], effort: floa
     if task.each == 1 and task.links is not None:
         found, bound = Spans(joint).best(known), None
     else:
-        found, bound = _searched(joint, known, plain, effort)
+        found, bound = _searched(joint, known, plain, effort, tried)
     if found is not None:
         return _made(joint, found, bound)
     if plain is None:
@@ -160,7 +163,11 @@ def _proven(joint: Repeatable, division: StageDivision, bound: float | None) -> 
 
 
 def _searched(
-    joint: Repeatable, known: float, plain: StageDivision | None, effort: float
+    joint: Repeatable,
+    known: float,
+    plain: StageDivision | None,
+    effort: float,
+    tried: set[tuple[int, ...]],
 ) -> tuple[RunsTwice | None, float | None]:
     """The best found that is below `known` units, and a bound; None when it is proven.
 
@@ -168,6 +175,7 @@ def _searched(
     """
     best: RunsTwice | None = None
     for stage_of in _starts(joint, plain, effort):
+        tried.add(stage_of)
         twice = joint.spared(stage_of)
         if twice is not None and (units := joint.objective(stage_of, twice)) < known:
             best, known = (tuple(stage_of), twice), units
@@ -181,7 +189,8 @@ def _searched(
     bare = [dataclasses.replace(load, moment=0) for load in joint.task.loads]
     layout = lay_out(dataclasses.replace(joint.task, loads=bare), windows)
     layout = dataclasses.replace(layout, task=joint.task)
-    if len(layout.model.variables) > LARGE and known < math.inf:
+    most = LARGE if joint.task.each > 1 else LARGEST
+    if len(layout.model.variables) > most and known < math.inf:
         return best, _bound(joint)
     twice_at = _run_twice(layout, joint)
     _limit_memory(layout, joint, twice_at)

@@ -493,9 +493,11 @@ def laps_chain(
     return Case(loads, flows, tuple(placement), 64, held, (limit,) * ranks)
 
 
-@pytest.mark.parametrize("place", [interleaved, zigzag])
-@pytest.mark.parametrize(("blocks", "ranks", "layers"), [(130, 16, 9), (34, 8, 5)])
-def test_a_long_chain_on_several_stages_per_rank_is_proven_optimal(
+@pytest.mark.parametrize(
+    ("blocks", "ranks", "layers", "place"),
+    [(130, 16, 9, interleaved), (130, 16, 9, zigzag), (13, 3, 5, interleaved), (34, 8, 5, zigzag)],
+)
+def test_a_chain_on_several_stages_per_rank_is_proven_optimal(
     blocks: int, ranks: int, layers: int, place: Callable[[int, int], tuple[int, ...]]
 ) -> None:
     case = laps_chain(blocks, place(ranks, 2))
