@@ -21,6 +21,7 @@ from parcompiler.options import Options
 from parcompiler.problem import Priced, Problem
 
 VALUE = 400
+TRAINED = "trained_{}"  # a node of each block by which it has a backward; values have no gradient
 
 
 def small(memory: int = 10**12, latency: float = 0.0) -> Device:
@@ -90,7 +91,7 @@ def chain(
         inputs=(),
         loss=whole.cut.blocks[-1].nodes[0],
         tensors={},
-        differentiable=frozenset(),
+        differentiable=frozenset(TRAINED.format(b) for b in range(2 * count)),
     )
     problem = Problem(
         graph,
@@ -121,12 +122,13 @@ def _priced(
         nodes.append(node)
     blocks = []
     for b, name in enumerate(names):
+        inner = graph.create_node("call_function", torch.relu, name=TRAINED.format(b))
         owners = [b, shared[0]] if b in shared and b != shared[0] else [b]
         blocks.append(
             Block(
                 name=name,
                 template=name,
-                nodes=(nodes[b],),
+                nodes=(nodes[b], inner),
                 inputs=tuple(nodes[b].all_input_nodes),
                 outputs=(nodes[b],) if nodes[b].users else (),
                 tensors=tuple(Binding(f"w{k}", f"{names[o]}.weight") for k, o in enumerate(owners)),
