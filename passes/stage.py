@@ -19,7 +19,7 @@ from itertools import chain
 from typing import ClassVar
 
 from parcompiler.capture.blocks import why_so_few
-from parcompiler.errors import InfeasibleError, InputError
+from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts
@@ -416,7 +416,12 @@ def reconsidered(problem: Problem, plan: Plan) -> Plan:
 
     Raises InfeasibleError when a rank does not fit into the memory.
     """
-    division = _reevaluated(problem, plan)
+    try:
+        division = _reevaluated(problem, plan)
+    except InfeasibleError:
+        raise
+    except PlanError:  # an order that never ends: the verifier says why
+        return plan
     if plan.solution is not None and plan.solution.objective == division.objective:
         return plan
     return dataclasses.replace(plan, solution=_solution(division))
