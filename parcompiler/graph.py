@@ -63,7 +63,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class BatchInput:
     """A tensor of the batch: `key` is where it stands there, `shape` that of one micro-batch.
 
     Integers that index a table or name a class are below `high`; None where nothing says. `label`
@@ -106,7 +106,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class EmbeddingLookup:
     """An embedding whose table all ranks hold rows of; `node` yields the rows that are looked up.
 
     `indices` computes them from tensors of the batch (placeholders of the same names).
@@ -119,7 +119,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class VocabularyHead:
     """The product with the vocabulary and the loss: `node` reads `x` [n, h] and is the loss.
 
     loss = scale · cross_entropy(logits(x Wᵀ + bias), targets) for a weight [V, h]. `targets`
@@ -140,11 +140,11 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabularyLayers:
     """The layers that stand on no stage: all ranks hold rows of their tables."""
 
-    lookups: tuple[Lookup, ...] = ()
-    head: Head | None = None
+    lookups: tuple[EmbeddingLookup, ...] = ()
+    head: VocabularyHead | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -205,7 +205,7 @@ class Graph:
     name: str
     fx_graph: fx.Graph
     parameters: tuple[Parameter, ...]
-    inputs: tuple[Input, ...]
+    inputs: tuple[BatchInput, ...]
     loss: fx.Node
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     differentiable: frozenset[str] = field(repr=False)
@@ -213,7 +213,7 @@ class Graph:
     fingerprint: str = ""
     positional: bool = False
     random: bool = False
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyLayers | None = None
     narrow: torch.dtype | None = None
     modes: Modes = Modes()
     hooks: Mapping[str, Hook] = field(default_factory=dict)

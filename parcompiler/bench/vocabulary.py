@@ -16,12 +16,11 @@ from torch import fx, nn
 
 from parcompiler import pieces
 from parcompiler.cost.times import Clock, medians
-from parcompiler.graph import Graph, Head, Lookup
+from parcompiler.graph import EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.plan import VocabularyTime
 from parcompiler.runtime import head as passes
 from parcompiler.runtime import lookup
-from parcompiler.runtime.vocabulary import Head as OwnHead
-from parcompiler.runtime.vocabulary import Vocabulary
+from parcompiler.runtime.vocabulary import Head, Vocabulary
 from parcompiler.runtime.vocabulary_passes import ASKS_FIRST
 
 SPREAD = 0.02  # the standard deviation of weights
@@ -80,7 +79,7 @@ class RandomData:
 class HeadPasses:
     """S, NORMALIZE and T of one rank, micro-batch after micro-batch."""
 
-    def __init__(self, data: RandomData, head: Head, method: str) -> None:
+    def __init__(self, data: RandomData, head: VocabularyHead, method: str) -> None:
         """Make rows, inputs and labels."""
         self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", data.ranks
         self.head = passes.rows_of_head(_vocabulary(data, head))
@@ -140,7 +139,7 @@ class HeadPasses:
 class LookupPasses:
     """EMBED and EMBED_BACKWARD of one embedding on one rank."""
 
-    def __init__(self, data: RandomData, item: Lookup) -> None:
+    def __init__(self, data: RandomData, item: EmbeddingLookup) -> None:
         """Make rows, words, and the gradient of their embeddings."""
         size = data.graph.by_name[item.weight].shape[0]
         self.weight = data.rows(item.weight, 0)
@@ -159,11 +158,11 @@ class LookupPasses:
         return middle - start, clock() - middle
 
 
-def _vocabulary(data: RandomData, head: Head) -> Vocabulary:
+def _vocabulary(data: RandomData, head: VocabularyHead) -> Vocabulary:
     """The class that an exported folder has for a vocabulary, for the head alone."""
     classes = data.graph.by_name[head.weight].shape[0]
     names = {"weight": head.weight, "bias": head.bias, "class_weight": head.class_weight}
-    runtime_head = OwnHead(
+    runtime_head = Head(
         x="x",
         weight="weight",
         inputs=(),

@@ -21,7 +21,7 @@ from parcompiler.capture.inputs import Batch, flat
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.modes import modes_of
 from parcompiler.errors import CaptureError
-from parcompiler.graph import Graph, Input, Parameter, dtype_of, shape_of
+from parcompiler.graph import BatchInput, Graph, Parameter, dtype_of, shape_of
 
 
 def read(
@@ -75,7 +75,7 @@ class _Placeholders:
         self, whole: WithLoss, exported: torch.export.ExportedProgram, graph: fx.Graph
     ) -> None:
         self.parameters: dict[str, Parameter] = {}
-        self.inputs: list[Input] = []
+        self.inputs: list[BatchInput] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
         self._exported, self._graph, self._model = exported, graph, whole.model
@@ -95,7 +95,9 @@ class _Placeholders:
         if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
             bound = high(node) or high_of_example(example)
             label = _label(self._model, key)
-            self.inputs.append(Input(key, node.name, shape_of(node), dtype_of(node), bound, label))
+            self.inputs.append(
+                BatchInput(key, node.name, shape_of(node), dtype_of(node), bound, label)
+            )
         elif node is not None:
             self._graph.erase_node(node)  # a constant: already burnt in
 

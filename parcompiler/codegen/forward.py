@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import Loop, sources
-from parcompiler.lower.lowered import Call, Stage
+from parcompiler.lower.lowered import Call, StageProgram
 from parcompiler.naming.source import spoken_name
 
 ALWAYS = 1 << 30  # later than any call of a round
@@ -23,7 +23,7 @@ class Forward:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageProgram,
         loops: Sequence[Loop],
         taken: Collection[str],
         paths: Mapping[str, str],

@@ -14,14 +14,14 @@ from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import loops
 from parcompiler.graph import Block
-from parcompiler.lower.lowered import Call, Lowered, Stage
+from parcompiler.lower.lowered import Call, Lowered, StageProgram
 from parcompiler.lower.names import short_names
 
 
 class StageLayers:
     """Where each layer of a stage stands; `paths` has the expression for each block: `h[0]`."""
 
-    def __init__(self, lowered: Lowered, stage: Stage) -> None:
+    def __init__(self, lowered: Lowered, stage: StageProgram) -> None:
         self.short = short_names(call.block.name for s in lowered.stages for call in s.calls)
         self.blocks = {call.block.name: call.block for call in stage.calls}
         self.instances = _instances(stage.calls)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parcompiler.lower.lowered import Call, Stage
+from parcompiler.lower.lowered import Call, StageProgram
 
 PERIODS = range(1, 9)  # a layer has at most so many pieces
 
@@ -40,7 +40,7 @@ class Loop:
         return tuple(call for part in self.rounds for call in part)
 
 
-def loops(stage: Stage, instances: Mapping[str, str]) -> Iterator[Loop]:
+def loops(stage: StageProgram, instances: Mapping[str, str]) -> Iterator[Loop]:
     """The calls of a stage in order; `instances` names for each block the layer that it runs."""
     calls = list(stage.calls)
     start = 0
@@ -52,7 +52,7 @@ def loops(stage: Stage, instances: Mapping[str, str]) -> Iterator[Loop]:
         start += len(best.calls)
 
 
-def _longest(stage: Stage, instances: Mapping[str, str], start: int, period: int) -> Loop:
+def _longest(stage: StageProgram, instances: Mapping[str, str], start: int, period: int) -> Loop:
     """The loop of most rounds that begins at a call and has so many calls a round."""
     calls = stage.calls[start:]
     rounds = [tuple(calls[:period])]
@@ -117,7 +117,7 @@ def sources(calls: Sequence[Call], before: Sequence[Call]) -> list[Source]:
     return places
 
 
-def _is_read_elsewhere(loop: Loop, stage: Stage) -> bool:
+def _is_read_elsewhere(loop: Loop, stage: StageProgram) -> bool:
     """Whether something after the loop reads a value of a round that is not the last."""
     inside = {name for part in loop.rounds[:-1] for call in part for name in call.results}
     blocks = {call.block.name for call in loop.calls}

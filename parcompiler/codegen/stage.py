@@ -23,7 +23,7 @@ from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
 from parcompiler.graph import Block, Graph, Parameter
-from parcompiler.lower.lowered import Lowered, Stage
+from parcompiler.lower.lowered import Lowered, StageProgram
 from parcompiler.naming.source import Frame, frames
 from parcompiler.naming.variables import argument_names
 from parcompiler.report.names import ranges
@@ -32,7 +32,7 @@ from parcompiler.report.names import ranges
 class StageWriter:
     """Writes the file of one stage."""
 
-    def __init__(self, lowered: Lowered, stage: Stage, device: str) -> None:
+    def __init__(self, lowered: Lowered, stage: StageProgram, device: str) -> None:
         self.lowered = lowered
         self.graph = lowered.graph
         self.stage = stage
@@ -177,7 +177,7 @@ def block_class(
     kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
     parameters = "".join(f", {name}: Tensor" for name in arguments.values())
     parts = [
-        f"class {block.template}(runtime.Block):",
+        f"class {block.template}(runtime.Layer):",
         f'    """{paragraph(title, 4)}"""',
         "",
         *names_table(attributes.names),

@@ -23,7 +23,7 @@ from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import seconds
 from parcompiler.cost.stand_in import stand_in
 from parcompiler.device import Device
-from parcompiler.graph import Graph, Head, Lookup, Parameter, nbytes_of
+from parcompiler.graph import EmbeddingLookup, Graph, Parameter, VocabularyHead, nbytes_of
 from parcompiler.pieces import rows
 
 ASKING = ("naive", "interlaced")  # they ask for the largest logit of all before they compute powers
@@ -92,7 +92,7 @@ def _piece(item: Parameter, ranks: int) -> Parameter:
     )
 
 
-def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
+def _head(graph: Graph, head: VocabularyHead, ranks: int, method: str) -> Operations:
     """What S, NORMALIZE and T run."""
     x, weight = stand_in(head.x.meta["val"]), _piece_of(graph, head.weight, ranks)
     recorder, operations = Recorder(), {}
@@ -123,7 +123,7 @@ def _head(graph: Graph, head: Head, ranks: int, method: str) -> Operations:
     return operations
 
 
-def _softmax(head: Head, y: Tensor, recorder: Recorder) -> None:
+def _softmax(head: VocabularyHead, y: Tensor, recorder: Recorder) -> None:
     """P' of the logits where they lie; 16 bits are widened for it, and narrowed again."""
     logits, slope = _logits(head, y, recorder)
     values = logits.to(_precision(y))
@@ -141,7 +141,7 @@ def _precision(y: Tensor) -> torch.dtype:
     return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
-def _logits(head: Head, y: Tensor, recorder: Recorder) -> tuple[Tensor, Tensor | None]:
+def _logits(head: VocabularyHead, y: Tensor, recorder: Recorder) -> tuple[Tensor, Tensor | None]:
     """What stands between product and loss, and its derivative where it is not one."""
     if head.logits is None:
         return y, None
@@ -164,7 +164,7 @@ def _input_gradient(powers: Tensor, weight: Tensor) -> None:
     product.addcmul_(product.new_empty(len(product), 1), torch.empty_like(product))
 
 
-def _lookup(graph: Graph, item: Lookup, ranks: int) -> Operations:
+def _lookup(graph: Graph, item: EmbeddingLookup, ranks: int) -> Operations:
     """What EMBED and EMBED_BACKWARD run: rows that are found, and zeros for all others."""
     weight, like = _piece_of(graph, item.weight, ranks), stand_in(item.node.meta["val"])
     recorder, operations = Recorder(), {}
@@ -185,7 +185,7 @@ def _piece_of(graph: Graph, name: str, ranks: int) -> Tensor:
     return made
 
 
-def _saved(graph: Graph, head: Head, ranks: int) -> int:
+def _saved(graph: Graph, head: VocabularyHead, ranks: int) -> int:
     """Bytes of a micro-batch from S to T, without x: P', and some numbers of each row.
 
     Where the logits are functions of the product and labels are smoothed, their derivatives too.
@@ -197,7 +197,7 @@ def _saved(graph: Graph, head: Head, ranks: int) -> int:
     return int(count * (matrices * weight.shape[0] * weight.dtype.itemsize + numbers))
 
 
-def _widened(graph: Graph, head: Head, ranks: int) -> int:
+def _widened(graph: Graph, head: VocabularyHead, ranks: int) -> int:
     """Bytes in which 16 bits are widened for the softmax of a block of rows (`runtime.softmax`)."""
     weight = _piece(graph.by_name[head.weight], ranks)
     if weight.dtype.itemsize >= torch.float32.itemsize:

@@ -1,6 +1,6 @@
 """Plan -> Lowered: what every rank does, as stages and instruction lists."""
 
 from parcompiler.lower.lower import lower
-from parcompiler.lower.lowered import Call, Lowered, Stage, Tied, Value
+from parcompiler.lower.lowered import Call, Lowered, StageProgram, StageValue, TiedTensor
 
-__all__ = ["Call", "Lowered", "Stage", "Tied", "Value", "lower"]
+__all__ = ["Call", "Lowered", "StageProgram", "StageValue", "TiedTensor", "lower"]

@@ -10,7 +10,7 @@
 A parameter that several stages of a rank read is final after the last of their backwards. The
 order inside a stage is that in which a backward makes gradients final: the reverse of the order in
 which the forward reads the parameters. A tensor that several ranks hold is summed over all of
-their data replicas at once, as `Tied`, and is in no bucket.
+their data replicas at once, as `TiedTensor`, and is in no bucket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from parcompiler.graph import Graph, Parameter
 from parcompiler.instruction import MESSAGES, Instruction, Kind
-from parcompiler.lower.lowered import Bucket, Spread, Stage, Tied
+from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
 from parcompiler.problem import BUCKET
 from parcompiler.schedules.action import NOWHERE
 
@@ -31,8 +31,8 @@ EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # what adds to gradients of rows of 
 
 def buckets(
     graph: Graph,
-    stages: Sequence[Stage],
-    tied: Iterable[Tied],
+    stages: Sequence[StageProgram],
+    tied: Iterable[TiedTensor],
     lists: Sequence[Lines],
     spread: Spread | None = None,
 ) -> tuple[Bucket, ...]:
@@ -85,7 +85,9 @@ def _last(lines: Lines) -> dict[int, int]:
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
-def _final(graph: Graph, stages: Sequence[Stage], rank: int, lines: Lines) -> dict[int, list[str]]:
+def _final(
+    graph: Graph, stages: Sequence[StageProgram], rank: int, lines: Lines
+) -> dict[int, list[str]]:
     """By stage of a rank, the parameters that are final after its last backward, in order."""
     own = {stage.index: stage for stage in stages if stage.rank == rank}
     homes: dict[str, int] = {}
@@ -99,7 +101,7 @@ def _final(graph: Graph, stages: Sequence[Stage], rank: int, lines: Lines) -> di
     return found
 
 
-def _read(graph: Graph, stage: Stage) -> list[str]:
+def _read(graph: Graph, stage: StageProgram) -> list[str]:
     """The trained parameters that a stage reads, by their first use."""
     operands = (
         graph.by_node.get(operand.name)

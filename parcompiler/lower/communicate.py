@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower.lines import with_head, written
-from parcompiler.lower.lowered import Spread, Stage, Tied, Value
+from parcompiler.lower.lowered import Spread, StageProgram, StageValue, TiedTensor
 from parcompiler.schedules import Action
 
 Lists = tuple[tuple[Instruction, ...], ...]
@@ -23,9 +23,9 @@ Lists = tuple[tuple[Instruction, ...], ...]
 
 def training(
     orders: Sequence[Sequence[Action]],
-    stages: Sequence[Stage],
-    values: Mapping[str, Value],
-    tied: Sequence[Tied],
+    stages: Sequence[StageProgram],
+    values: Mapping[str, StageValue],
+    tied: Sequence[TiedTensor],
     spread: Spread | None = None,
     *,
     asynchronous: bool = False,
@@ -47,8 +47,8 @@ def training(
 def evaluation(
     ranks: int,
     microbatches: int,
-    stages: Sequence[Stage],
-    values: Mapping[str, Value],
+    stages: Sequence[StageProgram],
+    values: Mapping[str, StageValue],
     spread: Spread | None = None,
 ) -> Lists:
     """The instruction list of every rank for one evaluation: forwards only."""
@@ -81,14 +81,14 @@ def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
     yield from pending
 
 
-def _loss_rank(stages: Sequence[Stage], spread: Spread | None) -> int:
+def _loss_rank(stages: Sequence[StageProgram], spread: Spread | None) -> int:
     """The rank of the stage that computes the loss, or gives what the head takes."""
     if spread is not None and spread.head is not None:
         return stages[spread.head.stage].rank
     return next(stage.rank for stage in stages if stage.loss is not None)
 
 
-def _reductions(rank: int, tied: Sequence[Tied]) -> Iterator[Instruction]:
+def _reductions(rank: int, tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
     """The sums of gradients that a rank takes part in, in the same order on all ranks."""
     for item in tied:
         if rank in item.ranks:

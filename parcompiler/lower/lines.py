@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.lower.lowered import Spread, Stage, Value
+from parcompiler.lower.lowered import Spread, StageProgram, StageValue
 from parcompiler.schedules.action import NOWHERE, Action
 from parcompiler.timeline.collectives import SharedLayers
 from parcompiler.timeline.embeddings import Moment, inserted, whole_walk
@@ -17,8 +17,8 @@ Orders = Sequence[Sequence[Action]]
 
 def written(
     orders: Orders,
-    stages: Sequence[Stage],
-    values: Mapping[str, Value],
+    stages: Sequence[StageProgram],
+    values: Mapping[str, StageValue],
     spread: Spread | None,
     *,
     training: bool = True,
@@ -36,7 +36,7 @@ def written(
 
 
 def with_head(
-    orders: Orders, stages: Sequence[Stage], values: Mapping[str, Value], spread: Spread
+    orders: Orders, stages: Sequence[StageProgram], values: Mapping[str, StageValue], spread: Spread
 ) -> Orders:
     """Forwards alone, with what every rank computes of the head behind that of its stage."""
     if spread.head is None:
@@ -55,19 +55,19 @@ def with_head(
 
 
 def _wired(
-    stages: Sequence[Stage], values: Mapping[str, Value]
+    stages: Sequence[StageProgram], values: Mapping[str, StageValue]
 ) -> tuple[list[int], list[StageLink]]:
     """The ranks of the stages, and what goes between these."""
     links = [link for value in _between(values) for link in _links(value)]
     return [stage.rank for stage in stages], links
 
 
-def _between(values: Mapping[str, Value]) -> list[Value]:
+def _between(values: Mapping[str, StageValue]) -> list[StageValue]:
     """The values that stages make."""
     return [value for value in values.values() if value.producer != NOWHERE]
 
 
-def _links(value: Value) -> list[StageLink]:
+def _links(value: StageValue) -> list[StageLink]:
     """A value as messages say it: to stages from which its gradient comes back, and to others."""
     users = tuple(j for j in value.consumers if j != NOWHERE and j not in value.detached)
     links = [StageLink(value.producer, users, value.differentiable)] if users else []

@@ -13,14 +13,14 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from parcompiler.graph import Block, Graph, Head, Lookup
+from parcompiler.graph import Block, EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class StageValue:
     """A tensor that one stage makes and others use; `shape` is that of one micro-batch.
 
     `order` are its dimensions as they lie in memory, the outermost first, if not in their order.
@@ -58,7 +58,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageProgram:
     """The blocks on one pipeline stage, in order, and what goes in and out.
 
     `inputs` are tensors of the batch, `receives` values of earlier stages, `gives` values that
@@ -80,7 +80,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
+class TiedTensor:
     """A trainable tensor that several ranks hold: the sum of their gradients is its gradient."""
 
     label: str
@@ -115,7 +115,7 @@ class SpreadLookup:
     """
 
     value: str
-    lookup: Lookup
+    lookup: EmbeddingLookup
     stage: int
     inputs: tuple[str, ...]
 
@@ -125,7 +125,7 @@ class SpreadHead:
     """The head on all ranks: `value` is what it takes from `stage`, with `inputs` of the batch."""
 
     value: str
-    head: Head
+    head: VocabularyHead
     stage: int
     inputs: tuple[str, ...]
 
@@ -166,9 +166,9 @@ class Lowered:
 
     graph: Graph
     microbatches: int
-    stages: tuple[Stage, ...]
-    values: Mapping[str, Value]
-    tied: tuple[Tied, ...]
+    stages: tuple[StageProgram, ...]
+    values: Mapping[str, StageValue]
+    tied: tuple[TiedTensor, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     evaluation: tuple[tuple[Instruction, ...], ...]
     variables: Mapping[fx.Node, str] = field(repr=False)
@@ -190,7 +190,7 @@ class Lowered:
         return Grid(self.size, self.data, self.tensor)
 
     @property
-    def sums(self) -> tuple[Tied | Bucket, ...]:
+    def sums(self) -> tuple[TiedTensor | Bucket, ...]:
         """Everything whose gradients are summed over ranks."""
         return (*self.tied, *self.buckets)
 
@@ -211,6 +211,6 @@ class Lowered:
             if line.kind is Kind.BACKWARD_WEIGHT and line.stage is not None
         )
 
-    def on_rank(self, rank: int) -> tuple[Stage, ...]:
+    def on_rank(self, rank: int) -> tuple[StageProgram, ...]:
         """The stages of one rank, in order."""
         return tuple(stage for stage in self.stages if stage.rank == rank)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.graph import Head, Lookup
+from parcompiler.graph import EmbeddingLookup, VocabularyHead
 from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
 from parcompiler.lower.stages import Division
 
@@ -26,7 +26,7 @@ def spread(division: Division, method: str) -> Spread | None:
     )
 
 
-def _lookup(division: Division, item: Lookup) -> SpreadLookup:
+def _lookup(division: Division, item: EmbeddingLookup) -> SpreadLookup:
     """A lookup with the stage that uses it: its users are in one block."""
     (stage,) = {division.stage_of[user] for user in item.node.users if user in division.stage_of}
     return SpreadLookup(
@@ -37,7 +37,7 @@ def _lookup(division: Division, item: Lookup) -> SpreadLookup:
     )
 
 
-def _head(division: Division, item: Head) -> SpreadHead:
+def _head(division: Division, item: VocabularyHead) -> SpreadHead:
     """The head with the stage that gives what it takes."""
     return SpreadHead(
         value=division.variables[item.x],
@@ -56,7 +56,7 @@ def _inputs(division: Division, computed: fx.Graph) -> Iterator[str]:
 
 
 def _sizes(
-    division: Division, lookups: tuple[Lookup, ...], head: Head | None
+    division: Division, lookups: tuple[EmbeddingLookup, ...], head: VocabularyHead | None
 ) -> Iterator[tuple[str, int]]:
     """The tensors that are held in rows, each with the size of its vocabulary."""
     by_name = division.graph.by_name

@@ -10,7 +10,7 @@ from parcompiler.capture.blocks import Cut
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.prologue import cone
 from parcompiler.graph import Block, Graph, dtype_of, order_of, shape_of
-from parcompiler.lower.lowered import Call, Stage, Tied, Value
+from parcompiler.lower.lowered import Call, StageProgram, StageValue, TiedTensor
 from parcompiler.lower.names import variables
 from parcompiler.plan import Plan
 from parcompiler.schedules.action import NOWHERE
@@ -42,18 +42,18 @@ class Division:
         self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
         self.headed = spread.head.x if spread and spread.head else None  # what the head takes
 
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageProgram, ...]:
         """One program per stage."""
         return tuple(self._stage(j) for j in range(len(self.blocks)))
 
-    def values(self) -> dict[str, Value]:
+    def values(self) -> dict[str, StageValue]:
         """The values that cross stages, by name, in order of execution."""
         made = [(node, NOWHERE) for node in self.embedded]
         made += [(n, self.stage_of[n]) for block in self.cut.blocks for n in block.outputs]
         values = (self._value(node, producer) for node, producer in made)
         return {value.name: value for value in values if value.consumers}
 
-    def _value(self, node: fx.Node, producer: int) -> Value:
+    def _value(self, node: fx.Node, producer: int) -> StageValue:
         """A node's value and the other stages that use it."""
         leading = self.graph.differentiable
         users: dict[int, bool] = {}  # by stage: whether its use leads to the loss
@@ -63,7 +63,7 @@ class Division:
                 users[j] = users.get(j, False) or user.name in leading
         differentiable, made = node.name in leading, producer != NOWHERE
         apart = detached(producer, users, self.ranks) if differentiable and made else ()
-        return Value(
+        return StageValue(
             name=self.variables[node],
             shape=shape_of(node),
             dtype=dtype_of(node),
@@ -74,7 +74,7 @@ class Division:
             detached=apart,
         )
 
-    def tied(self) -> tuple[Tied, ...]:
+    def tied(self) -> tuple[TiedTensor, ...]:
         """Trainable tensors that several ranks hold."""
         holders: dict[str, set[int]] = {}
         for j, blocks in enumerate(self.blocks):
@@ -84,10 +84,11 @@ class Division:
             n for n, ranks in holders.items() if len(ranks) > 1 and self.graph.by_name[n].trainable
         ]
         return tuple(
-            Tied(f"tied_{k}", name, tuple(sorted(holders[name]))) for k, name in enumerate(shared)
+            TiedTensor(f"tied_{k}", name, tuple(sorted(holders[name])))
+            for k, name in enumerate(shared)
         )
 
-    def _stage(self, j: int) -> Stage:
+    def _stage(self, j: int) -> StageProgram:
         """The program of stage `j`."""
         blocks = self.blocks[j]
         needed = {node for block in blocks for node in block.inputs}
@@ -97,7 +98,7 @@ class Division:
         received = [n for n in (*self.embedded, *made) if n in needed]
         given = [n for b in blocks for n in b.outputs if self._leaves(n, j)]
         has_loss = self.stage_of.get(self.graph.loss) == j
-        return Stage(
+        return StageProgram(
             index=j,
             rank=self.ranks[j],
             calls=tuple(self._call(block) for block in blocks),

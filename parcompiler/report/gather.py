@@ -15,7 +15,7 @@ from parcompiler import pieces, prices
 from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
-from parcompiler.lower import Lowered, Stage
+from parcompiler.lower import Lowered, StageProgram
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
@@ -244,7 +244,7 @@ def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
 def shared(lowered: Lowered) -> tuple[data.SharedTensor, ...]:
     """Parameters on stages with several names, or that several blocks use."""
     blocks: dict[str, list[str]] = defaultdict(list)
-    holders: dict[str, list[Stage]] = defaultdict(list)
+    holders: dict[str, list[StageProgram]] = defaultdict(list)
     for stage in lowered.stages:
         for name in stage.tensors:
             holders[name].append(stage)
@@ -377,7 +377,7 @@ def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
     return max(accumulate(steps), default=0)
 
 
-def _sent(lowered: Lowered, stage: Stage) -> int:
+def _sent(lowered: Lowered, stage: StageProgram) -> int:
     """Bytes of values that a stage gives to other stages' ranks; once to each rank."""
     stages = lowered.stages
     return sum(
@@ -387,7 +387,7 @@ def _sent(lowered: Lowered, stage: Stage) -> int:
     )
 
 
-def _sent_back(lowered: Lowered, stage: Stage) -> int:
+def _sent_back(lowered: Lowered, stage: StageProgram) -> int:
     """Bytes of gradients that a stage gives back; the first user on a rank does it for all."""
     stages = lowered.stages
     received = (lowered.values[name] for name in stage.receives)

@@ -28,7 +28,7 @@ from parcompiler.runtime.sharded import (
     embedding_bag,
     own_experts,
 )
-from parcompiler.runtime.stage import Block, Stage
+from parcompiler.runtime.stage import Layer, Stage
 from parcompiler.runtime.synchronized import sync_batch_norm
 from parcompiler.runtime.tensor import (
     all_gather,
@@ -44,9 +44,9 @@ from parcompiler.runtime.worker import TIMEOUT, Worker
 
 __all__ = [
     "TIMEOUT",
-    "Block",
     "Head",
     "Input",
+    "Layer",
     "Linear",
     "Lookup",
     "RankProgram",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """The base of emitted layers. Attributes are called as in the model; where they are not,
     `names` has for a tensor or module the model's name, relative to the layer when it starts with
     a dot."""
@@ -40,7 +40,7 @@ class Stage(nn.Module):
         names = dict(self.names)
         for path, scope in self.scopes.items():
             block = self.get_submodule(path)
-            assert isinstance(block, Block)
+            assert isinstance(block, Layer)
             parameters = block.named_parameters(remove_duplicate=False)
             buffers = block.named_buffers(remove_duplicate=False)
             for place, _ in (*parameters, *buffers):

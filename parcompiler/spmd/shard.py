@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.capture.templates import unique
-from parcompiler.graph import Graph, Parameter, Vocabulary, nbytes_of, shape_of
+from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of, is_random
 from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
 from parcompiler.spmd.rules import strategies
@@ -110,7 +110,7 @@ class _Sharding:
             vocabulary=self._vocabulary(),
         )
 
-    def _vocabulary(self) -> Vocabulary | None:
+    def _vocabulary(self) -> VocabularyLayers | None:
         """The layers that all ranks share, with the nodes of this graph."""
         whole = self.whole.vocabulary
         if whole is None:
@@ -123,7 +123,7 @@ class _Sharding:
             x = node.args[0]
             assert isinstance(x, fx.Node)
             head = dataclasses.replace(head, node=node, x=x)
-        return Vocabulary(tuple(lookups), head)
+        return VocabularyLayers(tuple(lookups), head)
 
     def _fingerprint(self) -> str:
         """The fingerprint of the whole graph and the strategies."""

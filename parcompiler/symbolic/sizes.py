@@ -21,7 +21,7 @@ from torch import nn
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch, flat, with_tensors
 from parcompiler.capture.modes import in_modes
-from parcompiler.graph import Graph, Input
+from parcompiler.graph import BatchInput, Graph
 
 
 class Unfit(Exception):
@@ -129,7 +129,7 @@ def _sequences(graph: Graph) -> list[InputSize]:
     return sizes
 
 
-def _is_tokens(item: Input) -> bool:
+def _is_tokens(item: BatchInput) -> bool:
     """Whether an input is [rows, sequence] of integers."""
     integers = (torch.int64, torch.int32)
     return len(item.shape) == 2 and item.dtype in integers and item.shape[1] > 1

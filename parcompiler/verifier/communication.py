@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from parcompiler.instruction import Kind
-from parcompiler.lower.lowered import Bucket, Tied
+from parcompiler.lower.lowered import Bucket, TiedTensor
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, numbers, ranks
 from parcompiler.verifier.steps import Channel, Label, StepIndex, Way
@@ -132,13 +132,13 @@ def _label(label: Label) -> str:
 # Collectives
 
 
-def _named(item: Tied | Bucket) -> str:
+def _named(item: TiedTensor | Bucket) -> str:
     """The tensors of a sum."""
     first, *others = item.names or ("nothing",)
     return f"{first} and {len(others)} more" if others else first
 
 
-def _wrong(step: StepIndex, rank: int, sums: Mapping[str, Tied | Bucket]) -> Iterator[Fault]:
+def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) -> Iterator[Fault]:
     """A rank takes part in sums that exist, with the ranks that belong to them."""
     for label, position in step.reductions[rank].items():
         line, item = step.at(rank, position), sums.get(label)

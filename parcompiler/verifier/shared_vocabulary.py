@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from parcompiler.graph import Head, Lookup, Vocabulary
+from parcompiler.graph import EmbeddingLookup, VocabularyHead, VocabularyLayers
 from parcompiler.instruction import TRANSFERS, Kind
 from parcompiler.lower.lowered import Spread
 from parcompiler.options import METHODS
@@ -61,7 +61,7 @@ EXCHANGES = {  # what follows S, and NORMALIZE where there is one
 def layer_faults(wiring: Wiring) -> Iterator[Fault]:
     """All faults of the layers that are on all ranks, besides those of instruction lists."""
     if wiring.spread is not None:
-        yield from _layers(wiring, wiring.spread, wiring.graph.vocabulary or Vocabulary())
+        yield from _layers(wiring, wiring.spread, wiring.graph.vocabulary or VocabularyLayers())
         yield from _batch_inputs(wiring, wiring.spread)
         yield from _lookup_homes(wiring)
         yield from _head_input(wiring)
@@ -70,7 +70,7 @@ def layer_faults(wiring: Wiring) -> Iterator[Fault]:
             yield Fault(STEADY, "and this step updates them after every backward")
 
 
-def _layers(wiring: Wiring, spread: Spread, wanted: Vocabulary) -> Iterator[Fault]:
+def _layers(wiring: Wiring, spread: Spread, wanted: VocabularyLayers) -> Iterator[Fault]:
     """The layers are those of the graph, each once, under the names of what they give or take."""
     if spread.method not in METHODS:
         yield Fault(GIVEN, f"there is no method {spread.method!r} (known: {', '.join(METHODS)})")
@@ -135,7 +135,7 @@ def _head_input(wiring: Wiring) -> Iterator[Fault]:
 
 def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
     """The tensors in rows are those that the layers read, each with the size of its vocabulary."""
-    layers: list[Lookup | Head] = [item.lookup for item in spread.lookups]
+    layers: list[EmbeddingLookup | VocabularyHead] = [item.lookup for item in spread.lookups]
     layers += [spread.head.head] if spread.head else []
     read = {name for layer in layers for name in _read(layer)}
     for name in sorted(read - wiring.rows):
@@ -156,10 +156,10 @@ def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
             yield Fault(ROWS, f"{name} is updated in the forward, and each rank has some of it")
 
 
-def _read(layer: Lookup | Head) -> Iterator[str]:
+def _read(layer: EmbeddingLookup | VocabularyHead) -> Iterator[str]:
     """The tensors of the model that a layer reads."""
     yield layer.weight
-    if isinstance(layer, Head):
+    if isinstance(layer, VocabularyHead):
         yield from filter(None, (layer.bias, layer.class_weight))
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from parcompiler.capture.clean import where
 from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.graph import Block, order_of
-from parcompiler.lower.lowered import Call, Stage, Value
+from parcompiler.lower.lowered import Call, StageProgram, StageValue
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, repeated
 from parcompiler.verifier.wiring import Wiring
@@ -149,7 +149,7 @@ def _incomplete_blocks(wiring: Wiring) -> Iterator[Fault]:
 class _StageRules:
     """The rules on one stage. `there` are the nodes that are available while its calls run."""
 
-    def __init__(self, wiring: Wiring, j: int, stage: Stage) -> None:
+    def __init__(self, wiring: Wiring, j: int, stage: StageProgram) -> None:
         self.wiring = wiring
         self.j = j
         self.stage = stage
@@ -288,7 +288,7 @@ def _values(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _value(
-    wiring: Wiring, name: str, value: Value, maker: int, readers: tuple[int, ...]
+    wiring: Wiring, name: str, value: StageValue, maker: int, readers: tuple[int, ...]
 ) -> Iterator[Fault]:
     """The entry of one value is right."""
     if value.name != name:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from parcompiler.graph import Parameter
-from parcompiler.lower.lowered import Bucket, Stage, Tied
+from parcompiler.lower.lowered import Bucket, StageProgram, TiedTensor
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, ranks, repeated
 from parcompiler.verifier.wiring import Wiring
@@ -35,7 +35,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
     """All faults of parameters, buffers and updates in place."""
     for j, stage in enumerate(wiring.stages):
         yield from _reads(wiring, j, stage)
-    tied: dict[str, list[Tied]] = {}
+    tied: dict[str, list[TiedTensor]] = {}
     for item in wiring.lowered.tied:
         tied.setdefault(item.name, []).append(item)
     for parameter in wiring.graph.parameters:
@@ -48,7 +48,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
     yield from _data_sums(wiring)
 
 
-def _reads(wiring: Wiring, j: int, stage: Stage) -> Iterator[Fault]:
+def _reads(wiring: Wiring, j: int, stage: StageProgram) -> Iterator[Fault]:
     """A stage holds the tensors that its nodes read, and no unknown ones."""
     nodes = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]
     operands = (wiring.tensor(operand) for node in nodes for operand in node.all_input_nodes)
@@ -79,7 +79,7 @@ def _holders(wiring: Wiring, item: Parameter) -> Iterator[Fault]:
         yield Fault(IN_PLACE, f"{item.name} is on stages {listed}, and each would update its own")
 
 
-def _sum(wiring: Wiring, item: Parameter, tied: list[Tied]) -> Iterator[Fault]:
+def _sum(wiring: Wiring, item: Parameter, tied: list[TiedTensor]) -> Iterator[Fault]:
     """The gradients of a parameter are summed once, over the ranks that hold it."""
     holders = wiring.ranks_of(item.name)
     if len(holders) > 1 and not tied:
@@ -156,7 +156,7 @@ class _UpdatedMemory:
                 detail = f"{_place(place)} updates {self._name()}, and {_place(home)} reads it"
                 yield Fault(IN_PLACE, f"{detail} ({node.name})")
 
-    def _order(self, j: int, stage: Stage) -> Iterator[Fault]:
+    def _order(self, j: int, stage: StageProgram) -> Iterator[Fault]:
         """On a stage, updates and reads of the memory stand as in the model."""
         latest = latest_update = -1
         run = [*stage.prologue, *(node for call in stage.calls for node in call.block.nodes)]

@@ -13,7 +13,7 @@ from torch import fx
 
 from parcompiler.capture.effects import Effects
 from parcompiler.graph import Block, Parameter
-from parcompiler.lower.lowered import Lowered, SpreadHead, SpreadLookup, Stage
+from parcompiler.lower.lowered import Lowered, SpreadHead, SpreadLookup, StageProgram
 from parcompiler.schedules.action import NOWHERE
 
 
@@ -175,7 +175,7 @@ class Wiring:
         """The parameter or buffer that a node stands for."""
         return self.graph.by_node.get(node.name)
 
-    def updates_buffers(self, stage: Stage) -> bool:
+    def updates_buffers(self, stage: StageProgram) -> bool:
         """Whether a stage leaves something behind that its next micro-batch reads."""
         known = (self.graph.by_name.get(name) for name in stage.tensors)
         return any(item.mutated for item in known if item is not None)

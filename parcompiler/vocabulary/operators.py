@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from parcompiler.graph import Head, Lookup
+from parcompiler.graph import EmbeddingLookup, VocabularyHead
 
 Values = Mapping[str, Tensor]  # by the names of placeholders
 
 
-def lookup(item: Lookup, weight: Tensor, values: Values) -> Tensor:
+def lookup(item: EmbeddingLookup, weight: Tensor, values: Values) -> Tensor:
     """Rows of `weight` [V, h] for the indices that `values` give."""
     return F.embedding(computed(item.indices, values), weight, item.padding_idx)
 
 
 def head(
-    item: Head,
+    item: VocabularyHead,
     x: Tensor,
     weight: Tensor,
     values: Values,

@@ -22,7 +22,14 @@ from parcompiler.capture.effects import Effects, effects_of, overload_name
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.templates import unique
 from parcompiler.errors import InputError
-from parcompiler.graph import Graph, Head, Lookup, Vocabulary, dtype_of, shape_of
+from parcompiler.graph import (
+    EmbeddingLookup,
+    Graph,
+    VocabularyHead,
+    VocabularyLayers,
+    dtype_of,
+    shape_of,
+)
 from parcompiler.plan import VocabularyChoice
 from parcompiler.vocabulary import operators
 from parcompiler.vocabulary.find import HeadMatch, LookupMatch, VocabularyMatch, find
@@ -93,10 +100,10 @@ class _Spreading:
             loss=loss,
             differentiable=(self.whole.differentiable & trunk) | self.carrying,
             random=self.whole.random,
-            vocabulary=Vocabulary(lookups, head),
+            vocabulary=VocabularyLayers(lookups, head),
         )
 
-    def _lookup(self, item: LookupMatch) -> Lookup:
+    def _lookup(self, item: LookupMatch) -> EmbeddingLookup:
         """One node for an embedding, of what it reads of the batch and the table."""
         indices = extract(self.whole.fx_graph, item.index, self.effects)
         old = self.nodes[item.node]
@@ -114,7 +121,7 @@ class _Spreading:
             copy.name = unique(f"{new.name}_own", self.taken)
             new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
             self.carrying.add(copy.name)
-        return Lookup(new, item.weight, indices, item.padding_idx)
+        return EmbeddingLookup(new, item.weight, indices, item.padding_idx)
 
     def _is_used_apart(self, node: fx.Node) -> bool:
         """Whether several of the finest blocks read a node's value."""
@@ -124,7 +131,7 @@ class _Spreading:
         home = {inner: b for b, block in enumerate(finest.blocks) for inner in block.nodes}
         return len({home[user] for user in node.users if user in home}) > 1
 
-    def _head(self, item: HeadMatch) -> Head:
+    def _head(self, item: HeadMatch) -> VocabularyHead:
         """One node for all from the product to the loss, and the rows of its input before it."""
         old = self.nodes[self.whole.loss]
         targets = extract(self.whole.fx_graph, item.targets, self.effects)
@@ -136,7 +143,7 @@ class _Spreading:
                 operators.head, (x, *map(self._tensor, tensors), *self._inputs(targets))
             )
         self._replace(old, new)
-        return Head(
+        return VocabularyHead(
             node=new,
             x=x,
             weight=item.weight,

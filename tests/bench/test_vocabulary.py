@@ -14,7 +14,7 @@ from parcompiler.bench import vocabulary
 from parcompiler.bench.vocabulary import HeadPasses, LookupPasses, RandomData, time_passes
 from parcompiler.capture import capture
 from parcompiler.cost import times
-from parcompiler.graph import Graph, Head, Lookup
+from parcompiler.graph import EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.options import METHODS
 from tests.vocabulary.endings import SPREAD, V, case
 from tests.vocabulary.running import everything
@@ -28,7 +28,7 @@ def spread(ending: str, ranks: int) -> Graph:
     return everything(capture(model, inputs), ranks)
 
 
-def layers(graph: Graph) -> tuple[Head, Lookup]:
+def layers(graph: Graph) -> tuple[VocabularyHead, EmbeddingLookup]:
     """The head and the only embedding."""
     assert graph.vocabulary is not None
     assert graph.vocabulary.head is not None
@@ -36,7 +36,7 @@ def layers(graph: Graph) -> tuple[Head, Lookup]:
     return graph.vocabulary.head, item
 
 
-def eager(passes: HeadPasses, head: Head) -> Tensor:
+def eager(passes: HeadPasses, head: VocabularyHead) -> Tensor:
     """The loss of the micro-batch, for one rank that has all rows."""
     rows = passes.head
     bias = None if rows.bias is None else rows.bias.view(-1)

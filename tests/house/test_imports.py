@@ -293,3 +293,12 @@ def write(root: Path, files: Mapping[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     return root
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for module in find_modules(ROOT):
+        for node in ast.walk(ast.parse((ROOT / module.path).read_bytes())):
+            if isinstance(node, ast.ClassDef) and ".models" not in module.name:
+                places.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -8,18 +8,20 @@ import torch
 
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.communicate import training
-from parcompiler.lower.lowered import Stage, Value
+from parcompiler.lower.lowered import StageProgram, StageValue
 from parcompiler.schedules import build
 
 
 def stages_and_values(
     ranks: list[int], skips: list[tuple[int, int]]
-) -> tuple[list[Stage], dict[str, Value]]:
+) -> tuple[list[StageProgram], dict[str, StageValue]]:
     """Stages in a chain, and values that skip from one stage to another."""
     flows = [*itertools.pairwise(range(len(ranks))), *skips]
-    values = {f"v{a}_{b}": Value(f"v{a}_{b}", (1,), torch.float32, True, a, (b,)) for a, b in flows}
+    values = {
+        f"v{a}_{b}": StageValue(f"v{a}_{b}", (1,), torch.float32, True, a, (b,)) for a, b in flows
+    }
     stages = [
-        Stage(
+        StageProgram(
             index=j,
             rank=rank,
             calls=(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind, parse
-from parcompiler.lower import Stage, Value, communicate
+from parcompiler.lower import StageProgram, StageValue, communicate
 from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
@@ -26,15 +26,15 @@ RATIOS = [
 
 def lists(
     schedule: Schedule, method: str, users: Sequence[int] = (0,), *, headed: bool = True
-) -> tuple[list[Stage], Sequence[Sequence[Instruction]]]:
+) -> tuple[list[StageProgram], Sequence[Sequence[Instruction]]]:
     """The lowered step of a chain that takes embeddings at some stages."""
     last = len(schedule.placement) - 1
     chain = {f"v{j}": (j, (j + 1,)) for j in range(last)}
     embedded = {f"e{k}": (NOWHERE, (user,)) for k, user in enumerate(users)}
     ends = {**embedded, **chain, **({"x": (last, (NOWHERE,))} if headed else {})}
-    values = {n: Value(n, (1,), torch.float32, True, a, to) for n, (a, to) in ends.items()}
+    values = {n: StageValue(n, (1,), torch.float32, True, a, to) for n, (a, to) in ends.items()}
     stages = [
-        Stage(
+        StageProgram(
             j, rank, (), (), (),
             tuple(name for name, (_, to) in ends.items() if j in to),
             tuple(name for name, (source, _) in ends.items() if j == source),

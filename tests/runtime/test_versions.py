@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parcompiler as pc
+from parcompiler import runtime
 from parcompiler.instruction import Kind
-from parcompiler.runtime.stage import Block, Stage
+from parcompiler.runtime.stage import Stage
 from parcompiler.runtime.versions import Versions
 from parcompiler.schedules import build
 from parcompiler.schedules.staleness import staleness, versions
@@ -19,7 +20,7 @@ from tests.runtime.workers import batch, compiled, mixed
 MICROBATCHES = 3
 
 
-class Layer(Block):
+class Layer(runtime.Layer):
     """A layer with a frozen bias."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from parcompiler.instruction import COMPUTE, Instruction
-from parcompiler.lower import Stage, communicate
+from parcompiler.lower import StageProgram, communicate
 from parcompiler.schedules import SCHEDULES, Schedule, build
 from parcompiler.timeline import StageCost, Timeline, simulate
 from tests.timeline.test_simulate import chain
@@ -62,7 +62,7 @@ class Measured:
 @lru_cache(maxsize=8)
 def lowered(
     name: str, p: int, m: int, v: int
-) -> tuple[Schedule, tuple[Stage, ...], tuple[tuple[Instruction, ...], ...]]:
+) -> tuple[Schedule, tuple[StageProgram, ...], tuple[tuple[Instruction, ...], ...]]:
     """A schedule on a chain of stages, and its instruction lists."""
     schedule = build(name, p, m, v)
     stages, values = chain(schedule.placement)

@@ -11,7 +11,7 @@ import torch
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE
-from parcompiler.lower import Lowered, Value, communicate
+from parcompiler.lower import Lowered, StageValue, communicate
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import backward, forward
 from parcompiler.schedules.v_shape import v_placement
@@ -78,7 +78,7 @@ def freeze(count: int, costs: list[StageCost], messages: list[Message]) -> None:
 def simulated(schedule: Schedule, costs: list[StageCost], messages: list[Message]) -> Timeline:
     """The lowered order in the simulator."""
     values = {
-        f"v{n}": Value(
+        f"v{n}": StageValue(
             f"v{n}", (1,), torch.float32, x.gradient is not None, x.source, tuple(x.targets)
         )
         for n, x in enumerate(messages)

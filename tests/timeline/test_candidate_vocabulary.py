@@ -9,7 +9,7 @@ import torch
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, HEAD, parse
-from parcompiler.lower import Lowered, Value, communicate
+from parcompiler.lower import Lowered, StageValue, communicate
 from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
@@ -46,12 +46,14 @@ def simulated(
     """The lowered order in the simulator."""
     last = len(schedule.placement) - 1
     values = {
-        f"v{n}": Value(f"v{n}", (1,), torch.float32, x.gradient is not None, x.source, x.targets)
+        f"v{n}": StageValue(
+            f"v{n}", (1,), torch.float32, x.gradient is not None, x.source, x.targets
+        )
         for n, x in enumerate(messages)
     }
-    values["x"] = Value("x", (1,), torch.float32, True, last, (NOWHERE,))
+    values["x"] = StageValue("x", (1,), torch.float32, True, last, (NOWHERE,))
     for k, user in enumerate(cost.users):
-        values[f"e{k}"] = Value(f"e{k}", (1,), torch.float32, True, NOWHERE, (user,))
+        values[f"e{k}"] = StageValue(f"e{k}", (1,), torch.float32, True, NOWHERE, (user,))
     stages = [
         stage(
             j,

@@ -12,7 +12,7 @@ import torch
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, Instruction, Kind, parse
-from parcompiler.lower import Lowered, Stage, Value, communicate
+from parcompiler.lower import Lowered, StageProgram, StageValue, communicate
 from parcompiler.schedules import Action, build
 from parcompiler.schedules.schedule import backward, forward
 from parcompiler.timeline import StageCost, Timeline, TimelineEvent, simulate, simulate_lowered
@@ -23,7 +23,7 @@ NAMES = ("naive", "gpipe", "1f1b")
 CASES = [(p, m) for p in (1, 2, 3, 4, 8) for m in sorted({1, p - 1, p, 2 * p, 4 * p} - {0})]
 
 
-def chain(ranks: Sequence[int]) -> tuple[tuple[Stage, ...], dict[str, Value]]:
+def chain(ranks: Sequence[int]) -> tuple[tuple[StageProgram, ...], dict[str, StageValue]]:
     """Stage j on rank `ranks[j]` gives `v{j}` of 4 bytes to stage j + 1."""
     last = len(ranks) - 1
     return (
@@ -42,15 +42,15 @@ def stage(
     gives: Sequence[str],
     loss: bool = False,
     trained: bool = True,
-) -> Stage:
+) -> StageProgram:
     """A stage of which only the wiring matters."""
     name = "loss" if loss else None
-    return Stage(j, rank, (), (), (), tuple(receives), tuple(gives), name, (), trained)
+    return StageProgram(j, rank, (), (), (), tuple(receives), tuple(gives), name, (), trained)
 
 
-def value(name: str, producer: int, *consumers: int) -> Value:
+def value(name: str, producer: int, *consumers: int) -> StageValue:
     """A differentiable value of 4 bytes."""
-    return Value(name, (1,), torch.float32, True, producer, consumers)
+    return StageValue(name, (1,), torch.float32, True, producer, consumers)
 
 
 def lowered_chain(name: str, ranks: int, microbatches: int) -> Lowered:
@@ -61,8 +61,8 @@ def lowered_chain(name: str, ranks: int, microbatches: int) -> Lowered:
 
 def lowered(
     orders: Sequence[Sequence[Action]],
-    stages: Sequence[Stage],
-    values: Mapping[str, Value],
+    stages: Sequence[StageProgram],
+    values: Mapping[str, StageValue],
     microbatches: int,
 ) -> Lowered:
     """The parts of a lowered program that a simulation reads."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from parcompiler.graph import dtype_of, shape_of
 from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
-from parcompiler.lower import Lowered, Stage
+from parcompiler.lower import Lowered, StageProgram
 from tests.verifier.together import Sum, Together
 from tests.verifier.whole import (
     Found,
@@ -135,7 +135,7 @@ class Rank:
         }
         return verbs[line.kind](line)
 
-    def _stage(self, line: Instruction) -> tuple[Stage, int]:
+    def _stage(self, line: Instruction) -> tuple[StageProgram, int]:
         j, i = line.stage, line.microbatch
         if j is None or i is None or i not in range(self.machine.lowered.microbatches):
             raise Wrong
@@ -324,7 +324,7 @@ class Machine:
             raise Wrong
         return self.terms("batch", node.name, i)
 
-    def on(self, rank: int) -> list[Stage]:
+    def on(self, rank: int) -> list[StageProgram]:
         """The stages of a rank."""
         return [stage for stage in self.lowered.stages if stage.rank == rank]
 

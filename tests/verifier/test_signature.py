@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.graph import Graph, Input, Parameter
+from parcompiler.graph import BatchInput, Graph, Parameter
 from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from parcompiler.pieces import Shard
@@ -40,7 +40,7 @@ def with_graph(lowered: Lowered, **changes: Any) -> Lowered:
     return replace(lowered, graph=replace(lowered.graph, **changes))
 
 
-def with_input(graph: Graph, k: int, **changes: Any) -> tuple[Input, ...]:
+def with_input(graph: Graph, k: int, **changes: Any) -> tuple[BatchInput, ...]:
     edited = replace(graph.inputs[k], **changes)
     return (*graph.inputs[:k], edited, *graph.inputs[k + 1 :])
 

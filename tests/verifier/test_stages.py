@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parcompiler.capture import capture
 from parcompiler.capture.blocks import cut
-from parcompiler.lower import Call, Lowered, Tied, lower
+from parcompiler.lower import Call, Lowered, TiedTensor, lower
 from tests.verifier.edits import texts, with_stage, with_value
 from tests.verifier.programs import placed, plan, program, skipping
 
@@ -313,13 +313,22 @@ def test_a_parameter_is_summed_over_the_ranks_that_hold_it(ties: Lowered) -> Non
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (Tied("tied_3", "layers.2.weight", (1,)), "layers.2.weight is on rank 1, and tied_3 sums"),
-        (Tied("tied_3", "nothing", (1, 2)), "tied_3 sums gradients of nothing, which the model"),
-        (Tied("tied_3", "layers.0.weight", (0, 3)), "layers.0.weight is summed 2 times (tied_0, "),
-        (Tied("tied_0", "layers.1.weight", (1, 3)), "2 parameters have the label tied_0"),
+        (
+            TiedTensor("tied_3", "layers.2.weight", (1,)),
+            "layers.2.weight is on rank 1, and tied_3 sums",
+        ),
+        (
+            TiedTensor("tied_3", "nothing", (1, 2)),
+            "tied_3 sums gradients of nothing, which the model",
+        ),
+        (
+            TiedTensor("tied_3", "layers.0.weight", (0, 3)),
+            "layers.0.weight is summed 2 times (tied_0, ",
+        ),
+        (TiedTensor("tied_0", "layers.1.weight", (1, 3)), "2 parameters have the label tied_0"),
     ],
 )
-def test_a_sum_belongs_to_one_parameter(ties: Lowered, item: Tied, message: str) -> None:
+def test_a_sum_belongs_to_one_parameter(ties: Lowered, item: TiedTensor, message: str) -> None:
     found = texts(replace(ties, tied=(*ties.tied, item)))
     assert any(text.startswith(f"every parameter has one gradient: {message}") for text in found)
 

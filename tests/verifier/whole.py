@@ -16,7 +16,7 @@ from torch import fx
 from parcompiler.capture.effects import Effects, mutated_operands
 from parcompiler.graph import Graph
 from parcompiler.instruction import Kind
-from parcompiler.lower import Lowered, Stage
+from parcompiler.lower import Lowered, StageProgram
 
 Gradient = Counter[int]  # terms that are added up
 
@@ -193,7 +193,7 @@ class Stale:
         self.runs[i] = whole
         return whole
 
-    def weights(self, stage: Stage, backwards: tuple[int, ...]) -> dict[str, int]:
+    def weights(self, stage: StageProgram, backwards: tuple[int, ...]) -> dict[str, int]:
         """The parameters of a stage after the updates by some backwards."""
         names = [name for name in stage.tensors if self.graph.by_name[name].trainable]
         found = {name: self.terms("tensor", name) for name in names}

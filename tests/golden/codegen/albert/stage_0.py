@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from parcompiler import runtime
 
 
-class Words(runtime.Block):
+class Words(runtime.Layer):
     """words, from models.py:36."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Words(runtime.Block):
         return hidden
 
 
-class SharedLayer(runtime.Block):
+class SharedLayer(runtime.Layer):
     """layers.0, layers.0@1, layers.0@2, from models.py:19."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class SharedLayer(runtime.Block):
+class SharedLayer(runtime.Layer):
     """layers.0@3, from models.py:19."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SharedLayer(runtime.Block):
         return hidden
 
 
-class Words_2(runtime.Block):
+class Words_2(runtime.Layer):
     """words#2, from models.py:39."""
 
     def __init__(self) -> None:

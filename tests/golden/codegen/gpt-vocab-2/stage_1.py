@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class Layer(runtime.Block):
+class Layer(runtime.Layer):
     """layers.2, layers.3, from model.py:62."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Layer(runtime.Block):
         return x
 
 
-class Norm(runtime.Block):
+class Norm(runtime.Layer):
     """norm, from model.py:111."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from parcompiler import runtime
 DEVICE = runtime.rank_device("cpu")
 
 
-class EmbeddingPositions(runtime.Block):
+class EmbeddingPositions(runtime.Layer):
     """embedding+positions, from model.py:107."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class EmbeddingPositions(runtime.Block):
         return x
 
 
-class Layer(runtime.Block):
+class Layer(runtime.Layer):
     """layers.0, layers.1, from model.py:62."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class Layer(runtime.Block):
+class Layer(runtime.Layer):
     """layers.2, layers.3, from model.py:62."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Layer(runtime.Block):
         return x
 
 
-class NormEmbedding(runtime.Block):
+class NormEmbedding(runtime.Layer):
     """norm+embedding, from model.py:111."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from parcompiler import runtime
 DEVICE = runtime.rank_device("cpu")
 
 
-class Gemma2DecoderLayer(runtime.Block):
+class Gemma2DecoderLayer(runtime.Layer):
     """model.layers.2, model.layers.3, from modeling_gemma2.py:307."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Gemma2DecoderLayer(runtime.Block):
         return hidden_states
 
 
-class Norm(runtime.Block):
+class Norm(runtime.Layer):
     """norm, from modeling_gemma2.py:58."""
 
     def __init__(self) -> None:

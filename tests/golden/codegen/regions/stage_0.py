@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class Conv(runtime.Block):
+class Conv(runtime.Layer):
     """conv, from models.py:53."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Conv(runtime.Block):
         return norm
 
 
-class Mixer(runtime.Block):
+class Mixer(runtime.Layer):
     """mixers.0, from models.py:67."""
 
     def __init__(self) -> None:

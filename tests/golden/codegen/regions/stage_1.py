@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class Mixer(runtime.Block):
+class Mixer(runtime.Layer):
     """mixers.1, from models.py:67."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Mixer(runtime.Block):
         return y
 
 
-class Head(runtime.Block):
+class Head(runtime.Layer):
     """head, from models.py:87."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class ConvNorm(runtime.Block):
+class ConvNorm(runtime.Layer):
     """conv+norm, from model.py:79."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ConvNorm(runtime.Block):
         return x
 
 
-class Sequential(runtime.Block):
+class Sequential(runtime.Layer):
     """stages.0, from model.py:40."""
 
     names = {

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class Sequential_2(runtime.Block):
+class Sequential_2(runtime.Layer):
     """stages.1, from model.py:40."""
 
     names = {
@@ -61,7 +61,7 @@ class Sequential_2(runtime.Block):
         return x
 
 
-class Head(runtime.Block):
+class Head(runtime.Layer):
     """head, from model.py:130."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from parcompiler import runtime
 DEVICE = runtime.rank_device("cpu")
 
 
-class EmbeddingEncoderBias(runtime.Block):
+class EmbeddingEncoderBias(runtime.Layer):
     """embedding+encoder_bias, from model.py:214."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EmbeddingEncoderBias(runtime.Block):
         return embedding, bias
 
 
-class EncoderLayer(runtime.Block):
+class EncoderLayer(runtime.Layer):
     """encoder_layers.0, from model.py:123."""
 
     def __init__(self) -> None:

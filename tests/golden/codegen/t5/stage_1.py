@@ -13,7 +13,7 @@ from parcompiler import runtime
 DEVICE = runtime.rank_device("cpu")
 
 
-class EncoderLayer(runtime.Block):
+class EncoderLayer(runtime.Layer):
     """encoder_layers.1, from model.py:123."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class EncoderLayer(runtime.Block):
         return x
 
 
-class EmbeddingDecoderBias(runtime.Block):
+class EmbeddingDecoderBias(runtime.Layer):
     """embedding+decoder_bias, from model.py:214."""
 
     def __init__(self) -> None:

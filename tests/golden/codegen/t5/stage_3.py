@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parcompiler import runtime
 
 
-class DecoderLayer(runtime.Block):
+class DecoderLayer(runtime.Layer):
     """decoder_layers.1, from model.py:143."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class DecoderLayer(runtime.Block):
         return x
 
 
-class DecoderNormEmbedding(runtime.Block):
+class DecoderNormEmbedding(runtime.Layer):
     """decoder_norm+embedding, from model.py:214."""
 
     def __init__(self) -> None:
