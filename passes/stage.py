@@ -118,7 +118,11 @@ class StagePass(Pass):
             refusal = error
         else:
             others, shortest.bounds[level] = division.others, division.bound
-            shortest.take(_decided(problem, trial, level, division), level, division.stage_of)
+            decided = _decided(problem, trial, level, division)
+            try:
+                shortest.take(decided, level, division.stage_of)
+            except PlanError:  # an order that never ends: the verifier says why
+                return decided
         for alternative in _alternatives(problem, plan, level, others):
             shortest.consider(*alternative)
         if shortest.plan is None:
@@ -301,8 +305,12 @@ def _fitting(
 
 
 def _over(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes by which the step of a divided plan exceeds the memory of each rank."""
-    peaks = estimate(problem, plan).peak_memory
+    """Bytes by which the step of a divided plan exceeds the memory of each rank; none where an
+    order never ends."""
+    try:
+        peaks = estimate(problem, plan).peak_memory
+    except PlanError:  # the verifier says why
+        return [0] * len(problem.memories)
     return [peak - memory for peak, memory in zip(peaks, problem.memories, strict=True)]
 
 
