@@ -55,6 +55,15 @@ def check_options(
         _check_size(mesh, options, plan)
         _check_order(mesh, options)
         _check_replicas(mesh, model, plan)
+        if options.zero not in ("auto", 0) and mesh.data == 1:
+            message = f"zero={options.zero} shares what data ranks hold, and there is one (data=1)"
+            raise InputError(message)
+    if options.zero not in ("auto", 0) and options.asynchronous:
+        message = (
+            f"zero={options.zero} gathers parameters behind the optimizer's step, and "
+            f"{options.schedule} updates behind every backward: take a synchronous schedule"
+        )
+        raise InputError(message)
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
 
 

@@ -77,6 +77,7 @@ def compile(
     plan: Plan | None = None,
     progress: bool = True,
     microbatch: str | Sequence[int] = GIVEN,
+    zero: str | int = "auto",
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -126,6 +127,7 @@ def compile(
         precision=precision,
         optimizer=optimizer,
         costs=costs,
+        zero=zero if plan is None else plan.zero or 0,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)

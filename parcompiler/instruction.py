@@ -44,6 +44,7 @@ class Kind(StrEnum):
     EXCHANGE = "EXCHANGE"  # value mb: numbers of each row, over all ranks
     REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
+    GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
@@ -54,13 +55,14 @@ EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
 _OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
-_VALUED = frozenset({Kind.REDUCE_GRADIENTS, Kind.EXCHANGE}) | EMBEDDING
+BUCKETED = frozenset({Kind.REDUCE_GRADIENTS, Kind.GATHER_PARAMETERS})  # of several tensors
+_VALUED = BUCKETED | EMBEDDING | {Kind.EXCHANGE}
 _FIELDS: dict[Kind, set[str]] = {
     **{kind: {"stage", "microbatch"} for kind in (*COMPUTE, Kind.UPDATE)},
     **{kind: {"value", "gradient", "microbatch", "peer"} for kind in (*MESSAGES, *TRANSFERS)},
     **{kind: {"value", "microbatch"} for kind in (*EMBEDDING, Kind.EXCHANGE)},
     **{kind: {"microbatch"} for kind in HEAD},
-    Kind.REDUCE_GRADIENTS: {"value", "ranks"},
+    **{kind: {"value", "ranks"} for kind in BUCKETED},
     Kind.SHARE_LOSS: {"peer"},
 }
 

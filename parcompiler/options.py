@@ -41,6 +41,7 @@ class Options:
     precision: str | None = None
     optimizer: str = "adamw"
     costs: str = "model"
+    zero: str | int = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that this release does not offer, before anything is captured."""
@@ -50,10 +51,18 @@ class Options:
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
+        offered("zero", self.zero, ("auto", 0, 1))
         offered("costs", self.costs, ("model", "measured"))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the schedule that was asked for updates parameters inside the step."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.asynchronous
+        return self.schedule == "pipedream"
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -215,6 +215,7 @@ class Plan:
     costs: tuple[TemplateTime, ...] | None = None
     vocabulary_costs: VocabularyTime | None = None
     meshes: tuple[MeshChoice, ...] | None = None
+    zero: int | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -230,6 +231,8 @@ class Plan:
             del data["vocabulary_costs"]
         if self.meshes is None:  # the mesh was given
             del data["meshes"]
+        if self.zero is None:  # nor without data ranks
+            del data["zero"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod

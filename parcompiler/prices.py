@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parcompiler.cost import collective
-from parcompiler.instruction import Instruction
+from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.lowered import Lowered
 from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
@@ -67,7 +67,10 @@ def stashed_bytes(lowered: Lowered, stage: int) -> int:
 
 
 def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruction], float]:
-    """Seconds of a sum over data ranks by its instruction; everything else counts as free."""
+    """Seconds of a sum over data ranks, or of a gather, by its instruction; else none.
+
+    Where data ranks share the updates out, a bucket is scattered: each gets a part of the sums.
+    """
     sums = {item.label: item for item in lowered.sums}
     by_name = lowered.graph.by_name
 
@@ -76,8 +79,12 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         if item is None or lowered.data == 1:
             return 0.0
         nbytes = sum(by_name[name].nbytes for name in item.names)
-        ranks = lowered.grid.replicas(item.ranks)
-        return collective.joined(problem.mesh, "all-reduce", nbytes, ranks)
+        action = "all-reduce"
+        if line.kind is Kind.GATHER_PARAMETERS:
+            action = "all-gather"
+        elif lowered.zero and item in lowered.buckets:
+            action = "reduce-scatter"
+        return collective.joined(problem.mesh, action, nbytes, lowered.grid.replicas(line.ranks))
 
     return seconds
 

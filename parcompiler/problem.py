@@ -29,6 +29,7 @@ from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 
 Found = TypeVar("Found")
 
+MOST_ZERO = 1  # the highest level of ZeRO
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
 
@@ -191,11 +192,12 @@ class Problem:
     )
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What `find` returns, found once for each key and mesh: many schedules ask for the same.
+        """What `find` returns, found once for each key, mesh and level of ZeRO: many schedules ask
+        for the same.
 
         Of the options it must depend on those in the key alone.
         """
-        place = self.mesh, key
+        place = self.mesh, self.options.zero, key
         if place not in self.local:
             self.local[place] = find()
         found: Found = self.local[place]
@@ -206,6 +208,23 @@ class Problem:
         names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
         fresh: dict[str, Any] = {name: {} for name in names}
         return dataclasses.replace(self, **changes, **fresh)
+
+    @property
+    def zero(self) -> int:
+        """The level of ZeRO by which memory counts; the highest while that is open."""
+        if self.mesh.data == 1 or self.options.asynchronous:
+            return 0
+        return self.options.zero if isinstance(self.options.zero, int) else MOST_ZERO
+
+    def at_zero(self, level: str | int) -> Problem:
+        """The problem with a level of ZeRO, or with one that is open ("auto")."""
+        self.local.setdefault(("zero", self.mesh, self.options.zero), self)
+        place = "zero", self.mesh, level
+        if place not in self.local:
+            options = dataclasses.replace(self.options, zero=level)
+            self.local[place] = dataclasses.replace(self, options=options)
+        found: Problem = self.local[place]
+        return found
 
     @property
     def device(self) -> Device:
@@ -262,21 +281,33 @@ class Problem:
         return self.recomputing(plan.granularity, plan.recompute or ())
 
     def state_bytes(self, item: Parameter) -> int:
-        """Bytes of a parameter or buffer with its gradient and optimizer states."""
-        return item.numel * self.element_bytes(item)
+        """Bytes of a parameter or buffer with its gradient and optimizer states, on the rank that
+        has most of them."""
+        bare, states = self.bytes_of(item)
+        return item.numel * bare + self.updated(item) * states
 
     def element_bytes(self, item: Parameter) -> int:
-        """The same of one element."""
-        return bytes_per_parameter(
-            self.options.optimizer,
-            item.dtype,
-            trainable=item.trainable,
-            masters=item.dtype == self.options.narrow,
+        """The bytes of one element on the mean, rounded up."""
+        return -(-self.state_bytes(item) // max(1, item.numel))
+
+    def bytes_of(self, item: Parameter) -> tuple[int, int]:
+        """Bytes of an element of a parameter with its gradient, and of its optimizer states."""
+        narrow = item.dtype == self.options.narrow
+        bare = bytes_per_parameter("none", item.dtype, trainable=item.trainable)
+        every = bytes_per_parameter(
+            self.options.optimizer, item.dtype, trainable=item.trainable, masters=narrow
         )
+        return bare, every - bare
+
+    def updated(self, item: Parameter) -> int:
+        """The most elements of a parameter that one data rank updates."""
+        rows, ranks = item.shape[0] if item.shape else 1, self.mesh.data if self.zero else 1
+        return -(-rows // ranks) * (item.numel // max(1, rows))
 
     def update_bytes(self, item: Parameter) -> int:
-        """Bytes by which a parameter or buffer takes more in the optimizer's step."""
-        if item.dtype != self.options.narrow:
+        """Bytes by which a parameter or buffer takes more in the optimizer's step. Nothing where
+        data ranks have gradients of parts by then."""
+        if item.dtype != self.options.narrow or self.zero:
             return 0
         more = more_in_update(
             self.options.optimizer, item.dtype, trainable=item.trainable, masters=True
@@ -286,9 +317,15 @@ class Problem:
     @cached_property
     def bucket_bytes(self) -> int:
         """Bytes that a rank may need to bring the gradients of a bucket together."""
-        if self.mesh.data == 1:
+        ranks = self.mesh.data
+        if ranks == 1:
             return 0
-        return min(BUCKET, sum(item.nbytes for item in self.graph.parameters if item.trainable))
+        trained = [item for item in self.graph.parameters if item.trainable]
+        size = min(BUCKET, sum(item.nbytes for item in trained))
+        if self.zero:  # uneven rows are copied, to pieces that are as long on every rank
+            uneven = (item.nbytes for item in trained if item.shape and item.shape[0] % ranks)
+            size = max(size, max(uneven, default=0))
+        return size
 
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between neighbours of the pipeline, over their slowest link.

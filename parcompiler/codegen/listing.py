@@ -127,8 +127,10 @@ def _phases(instructions: Sequence[Instruction]) -> list[tuple[str, Sequence[Ins
         (name, part) for name, part in zip(names, parts, strict=True) if part
     ]
     headed = len(phases) > 1
-    phases.append(("End of the step", lines[end:]))
-    return [(name if headed else "", part) for name, part in phases if part]
+    gathers = [line for line in lines[end:] if line.kind is Kind.GATHER_PARAMETERS]
+    phases.append(("End of the step", lines[end : len(lines) - len(gathers)]))
+    phases = [(name if headed else "", part) for name, part in phases if part]
+    return [*phases, *([("Behind the optimizer's step", gathers)] if gathers else [])]
 
 
 def _rows(lines: Sequence[Instruction]) -> list[tuple[str, list[str], Kind | None]]:

@@ -52,6 +52,23 @@ def buckets(
     return tuple(found)
 
 
+def gathered(
+    lists: Sequence[Lines], found: Sequence[Bucket], tied: Sequence[TiedTensor]
+) -> tuple[Lines, ...]:
+    """The lists, and behind the optimizer's step what the data ranks have updated of each bucket
+    and of each tied tensor; what the next forward reads first comes first."""
+    return tuple(
+        (*lines, *_gathers(rank, [b.label for b in found if b.ranks == (rank,)], tied))
+        for rank, lines in enumerate(lists)
+    )
+
+
+def _gathers(rank: int, labels: Sequence[str], tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
+    """The gathers of a rank."""
+    for label in (*[item.label for item in tied if rank in item.ranks], *reversed(labels)):
+        yield Instruction(Kind.GATHER_PARAMETERS, value=label, ranks=(rank,))
+
+
 def placed(lists: Sequence[Lines], found: Sequence[Bucket]) -> tuple[Lines, ...]:
     """The lists with the buckets of each stage behind its last backward and what that sends."""
     return tuple(tuple(_placed(rank, lines, found)) for rank, lines in enumerate(lists))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parcompiler.capture.blocks import Cut
 from parcompiler.graph import Graph
 from parcompiler.lower import communicate
-from parcompiler.lower.buckets import buckets, placed
+from parcompiler.lower.buckets import buckets, gathered, placed
 from parcompiler.lower.lowered import Lowered
 from parcompiler.lower.spread import spread
 from parcompiler.lower.stages import Division
@@ -24,6 +24,9 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         schedule.orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
     reduced = buckets(graph, stages, tied, lists, everywhere) if plan.mesh.data > 1 else ()
+    lists = placed(lists, reduced)
+    if plan.zero:
+        lists = gathered(lists, reduced, tied)
     evaluation = communicate.evaluation(
         plan.mesh.pipeline, plan.microbatches, stages, values, everywhere
     )
@@ -33,10 +36,11 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         stages=stages,
         values=values,
         tied=tied,
-        instructions=placed(lists, reduced),
+        instructions=lists,
         evaluation=evaluation,
         variables=division.variables,
         asynchronous=schedule.asynchronous,
+        zero=plan.zero or 0,
         data=plan.mesh.data,
         tensor=plan.mesh.tensor,
         buckets=reduced,

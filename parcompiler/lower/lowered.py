@@ -173,6 +173,7 @@ class Lowered:
     evaluation: tuple[tuple[Instruction, ...], ...]
     variables: Mapping[fx.Node, str] = field(repr=False)
     asynchronous: bool = False
+    zero: int = 0
     data: int = 1
     tensor: int = 1
     buckets: tuple[Bucket, ...] = ()

@@ -30,6 +30,7 @@ from torch import fx
 
 from parcompiler.cost import BlockCost, Operation, seconds
 from parcompiler.errors import InputError, PlanError
+from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.passes.decide import start
 from parcompiler.passes.even import even_bound
@@ -87,13 +88,23 @@ class Bounds:
     problem: Problem
     _works: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
+    def states_on(self, mesh: Mesh) -> int:
+        """Bytes of all parameters and buffers in the optimizer's step, gradients and states too, on
+        the ranks of one data coordinate at least."""
+        zero = self.problem.options.zero != 0 and not self.problem.options.asynchronous
+        bare, states, update = self._states
+        if mesh.data > 1 and zero:
+            return bare + math.ceil(states / mesh.data)
+        return bare + states + update
+
     @cached_property
-    def states(self) -> int:
-        """Bytes of all parameters and buffers in the optimizer's step, gradients and states too."""
-        problem = self.problem
-        return sum(
-            problem.state_bytes(x) + problem.update_bytes(x) for x in problem.graph.parameters
-        )
+    def _states(self) -> tuple[int, int, int]:
+        """Bytes of parameters and gradients, of optimizer states, and of the step besides."""
+        whole = self.problem.at_zero(0)
+        items = whole.graph.parameters
+        pairs = [(item.numel, whole.bytes_of(item)) for item in items]
+        bare, states = (sum(numel * each[k] for numel, each in pairs) for k in (0, 1))
+        return bare, states, sum(map(whole.update_bytes, items))
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -106,7 +117,8 @@ class Bounds:
 
     def states_of(self, candidate: Candidate) -> int:
         """Bytes of parameters, gradients and optimizer states on the fullest rank at least."""
-        return math.ceil(self.states / (candidate.mesh.pipeline * candidate.mesh.tensor))
+        mesh = candidate.mesh
+        return math.ceil(self.states_on(mesh) / (mesh.pipeline * mesh.tensor))
 
     @cached_property
     def activations(self) -> int:

@@ -64,7 +64,9 @@ def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observe
     The plainest plan says soonest which rank lacks how much: the others need not be weighed.
     """
     mesh = problem.mesh
-    if Bounds(problem).states <= mesh.tensor * sum(device.memory for device in mesh.devices):
+    if Bounds(problem).states_on(mesh) <= mesh.tensor * sum(
+        device.memory for device in mesh.devices
+    ):
         return
     lean = plainest(problem)
     try:
@@ -97,8 +99,9 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
     if not fits(device=dataclasses.replace(hardware, memory=ENDLESS)):
         return
     bounds = Bounds(problem)
-    least = math.ceil(bounds.states / (mesh.tensor * hardware.memory))
-    states = f"parameters, gradients and optimizer states are {bounds.states:,} bytes in all"
+    size = bounds.states_on(mesh)
+    least = math.ceil(size / (mesh.tensor * hardware.memory))
+    states = f"parameters, gradients and optimizer states are {size:,} bytes in all"
     replicas, others = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
     fewer = f"fewer than {least * replicas} ranks (pipeline={least}, {others})"
     yield f"{states}: {fewer} cannot hold them"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,11 @@ class Direction:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory without complex numbers, which backends do not send."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as one row."""
+    return _real(tensor).view(-1)
 
 
 class Channels:
@@ -215,6 +221,19 @@ class Channels:
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return work
+
+    def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""
+        group = self._shared[ranks]
+        return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
+
+    def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        """Fill segments [ranks, n] with the `own` [n] of each of `ranks`."""
+        dist.all_gather_single(_flat(segments), _flat(own), group=self._shared[ranks])
+
+    def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> None:
+        """Give all of `ranks` the tensor of number `home` of them, in place."""
+        dist.broadcast(_real(tensor), ranks[home], group=self._shared[ranks])
 
     def total(self, tensor: torch.Tensor) -> None:
         """Add up a tensor over all ranks, in place."""

@@ -41,6 +41,7 @@ from parcompiler.runtime.state import (
 from parcompiler.runtime.versions import Versions
 from parcompiler.runtime.vocabulary import Vocabulary
 from parcompiler.runtime.vocabulary_passes import VocabularyPasses
+from parcompiler.runtime.zero import DataParts
 
 Around = Callable[[int, int], AbstractContextManager[object]]  # of a stage and micro-batch
 
@@ -76,7 +77,8 @@ class Interpreter:
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
-        self._reduction = Reduction(program, self.tensors)
+        self.parts = DataParts(program, self.tensors, channels) if program.zero else None
+        self._reduction = Reduction(program, self.tensors, self.parts)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
         self._trained = {j for j in backwards if j is not None}  # the stages with a backward

@@ -73,33 +73,23 @@ class Masters:
 
     def __init__(self, narrow: torch.dtype | None, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self._masters = {
+        self.by_name = {
             name: nn.Parameter(parameter.detach().float())
             for name, parameter in parameters.items()
             if parameter.requires_grad and parameter.dtype == narrow
         }
 
-    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The master of a tensor of this rank, or itself where it has none."""
-        return self._masters.get(name, tensor)
-
-    def copies(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A tensor of this rank, and its master where it has one."""
-        yield tensor
-        if name in self._masters:
-            yield self._masters[name]
-
     def trained(self) -> Iterator[nn.Parameter]:
         """The parameters that the optimizer changes: masters where there are some."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                yield self._masters.get(name, parameter)
+                yield self.by_name.get(name, parameter)
 
     @torch.no_grad()
     def take_gradients(self, factor: torch.Tensor) -> None:
         """Give masters the gradients of their parameters times `factor`, and free those."""
         for name, parameter in self._parameters.items():
-            gradient, master = parameter.grad, self._masters.get(name)
+            gradient, master = parameter.grad, self.by_name.get(name)
             if gradient is None:
                 continue
             if master is None:
@@ -111,6 +101,6 @@ class Masters:
     @torch.no_grad()
     def write(self) -> None:
         """Copy the masters into their parameters."""
-        for name, master in self._masters.items():
+        for name, master in self.by_name.items():
             self._parameters[name].copy_(master)
             master.grad = None

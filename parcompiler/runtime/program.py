@@ -84,6 +84,7 @@ class RankProgram:
     tensor: int = 1
     shards: Mapping[str, Shard] = field(default_factory=dict)
     asynchronous: bool = False  # whether a step updates parameters itself, after every backward
+    zero: int = 0  # the level of ZeRO: what the data ranks share out
     synchronized: bool = False  # whether layers count the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
@@ -98,6 +99,11 @@ class RankProgram:
     def coordinate(self) -> Coordinate:
         """Where this rank sits."""
         return self.grid.coordinate(self.rank)
+
+    @cached_property
+    def step(self) -> tuple[Instruction, ...]:
+        """The instructions before the optimizer's step."""
+        return tuple(x for x in self.instructions if x.kind is not Kind.GATHER_PARAMETERS)
 
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""

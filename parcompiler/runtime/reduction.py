@@ -24,6 +24,7 @@ import torch
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.zero import DataParts, flat
 
 Work = tuple[int, Any]  # the number of a sum, and its work
 
@@ -35,12 +36,20 @@ class Summing(Protocol):
 
 
 class Reduction:
-    """The sums of one rank, by their number in its list; `tensors` are its own by name."""
+    """The sums of one rank, by their number in its list; `tensors` are its own by name. With
+    `parts` each data rank gets the sums of the rows that it updates."""
 
-    def __init__(self, program: RankProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        program: RankProgram,
+        tensors: Mapping[str, torch.Tensor],
+        parts: DataParts | None = None,
+    ) -> None:
+        self._parts = parts
         lines = program.instructions
         self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
-        self._tensors = [_tensors(program, line, tensors) for line in self.lines]
+        self._names = [_names(program, line) for line in self.lines]
+        self._tensors = [[tensors[name] for name in names] for names in self._names]
         self._tied = [line.value in program.tied for line in self.lines]
         self._number = {line: k for k, line in enumerate(self.lines)}
         self._behind = _behind(lines, self._number, program)
@@ -56,6 +65,8 @@ class Reduction:
     def begin(self, channels: Summing) -> None:
         """Begin a step: no gradient is final."""
         self._channels = channels
+        if self._parts is not None:
+            self._parts.reduced.clear()
         self._pending = list(map(len, self._tensors))
         self._works = []
         self._started = 0
@@ -94,20 +105,23 @@ class Reduction:
         """Start a sum."""
         assert self._channels is not None
         with torch.no_grad():
-            tensors = self._tensors[k]
-            gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
-            self._works.append((k, self._channels.sum(gradients, self.lines[k].ranks)))
+            tensors, names = self._tensors[k], self._names[k]
+            if self._parts is not None and not self._tied[k]:
+                work = self._parts.scatter(names)
+            else:
+                gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
+                work = self._channels.sum(gradients, self.lines[k].ranks)
+                if self._parts is not None:
+                    self._parts.take_gradients(names)
+            self._works.append((k, work))
         self._started += 1
 
 
-def _tensors(
-    program: RankProgram, line: Instruction, tensors: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
+def _names(program: RankProgram, line: Instruction) -> tuple[str, ...]:
     """The tensors of a sum."""
     assert line.value is not None
     tied = program.tied.get(line.value)
-    names = program.buckets[line.value] if tied is None else (tied.name,)
-    return [tensors[name] for name in names]
+    return program.buckets[line.value] if tied is None else (tied.name,)
 
 
 def _behind(
@@ -138,19 +152,4 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if len(tensors) == 1 and tensors[0].grad is not None:
         return _contiguous_gradient(tensors[0])
-    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    views = [
-        piece.view_as(tensor)
-        for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
-    ]
-    targets, gradients = [], []
-    for tensor, view in zip(tensors, views, strict=True):
-        if tensor.grad is None:
-            view.zero_()
-        else:
-            targets.append(view)
-            gradients.append(tensor.grad)
-            tensor.grad = view
-    if targets:
-        torch._foreach_copy_(targets, gradients)
-    return flat
+    return flat(tensors)

@@ -20,8 +20,8 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.mixed_precision import Masters
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import VocabularyRows
 
 
@@ -93,10 +93,10 @@ class RankTensors:
         self,
         program: RankProgram,
         tensors: Mapping[str, torch.Tensor],
-        masters: Masters,
+        updates: Updates,
         channels: Channels,
     ) -> None:
-        self._program, self._tensors, self._masters = program, tensors, masters
+        self._program, self._tensors, self._updates = program, tensors, updates
         self._channels, self._axis = channels, channels.axis
         self._rows = VocabularyRows(program)
         self._missing = set(tensors)
@@ -125,14 +125,21 @@ class RankTensors:
             name, part = self._placed(alias, whole)
             if part is None:
                 continue
-            for target in self.unpadded(name):
-                target.copy_(part)
+
+            def fill(target: torch.Tensor, name: str = name, part: torch.Tensor = part) -> None:
+                self._rows.unpadded(name, target).copy_(part)
+
+            fill(self._tensors[name])
+            self._updates.fill_master(name, self._tensors[name], fill)
             self._missing.discard(name)
             self.loaded.add(name)
 
     def unpadded(self, name: str) -> list[torch.Tensor]:
-        """A tensor of this rank, and its master where it has one, without padding."""
-        copies = self._masters.copies(name, self._tensors[name])
+        """A tensor of this rank, and its master where it has a whole one, without padding."""
+        copies = [self._tensors[name]]
+        if not self._program.zero:
+            masters = self._updates.masters.by_name
+            copies += [masters[name]] if name in masters else []
         return [self._rows.unpadded(name, tensor) for tensor in copies]
 
     def check_loaded(self) -> None:

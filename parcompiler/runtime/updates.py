@@ -15,17 +15,20 @@ One number is summed over all ranks, and every rank has the same norm to the bit
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from parcompiler.errors import InputError
+from parcompiler.instruction import Instruction
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.vocabulary import VocabularyRows
+from parcompiler.runtime.zero import DataParts
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -34,7 +37,8 @@ class Updates:
     """The optimizer of one rank, over its `parameters` by name.
 
     `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
-    before they were clipped, once it is known; `scale` that of the loss, for float16.
+    before they were clipped, once it is known; `scale` that of the loss, for float16. `updated` are
+    the parameters that the optimizer changes or their masters copy to: with `parts` those are rows.
     """
 
     def __init__(
@@ -43,15 +47,18 @@ class Updates:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         total: Callable[[torch.Tensor], None],
+        parts: DataParts | None = None,
     ) -> None:
-        self.masters = Masters(program.narrow, parameters)
+        self._parts = parts
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
+        self._share_out()
         self._device, self._total = device, total
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
         self.error_if_nonfinite = False
+        self.current: Instruction | None = None
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
 
     @property
@@ -81,6 +88,12 @@ class Updates:
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
+        if self._parts is not None and not self._parts.suits(kind):
+            masters = self.whole_masters()
+            self._parts.turn()
+            self._share_out()
+            for name, master in masters.items():
+                self.fill_master(name, self._parameters[name], functools.partial(_copy, master))
         nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
         self._optimizer = kind([*self.masters.trained()] or nothing, **options)
         self._max_norm = max_norm
@@ -89,8 +102,7 @@ class Updates:
 
     def begin(self) -> float:
         """Begin a step without gradients; returns the scale of the loss."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._free()
         self.norm = None
         scale = 1.0 if self.scale is None else self.scale.value
         self._factor = self._ones() / scale
@@ -122,17 +134,50 @@ class Updates:
                 self.masters.take_gradients(self._factor)
             optimizer.step()
             self.masters.write()
+            for line in () if self._parts is None else self._parts.gather():
+                self.current = line
+            self.current = None
         optimizer.zero_grad(set_to_none=True)
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._free()
         return good
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of this rank by name: unscaled, in float32 where masters are."""
-        if self._program.narrow is None:
-            return dict(self._raw())
-        wide = {name: torch.promote_types(g.dtype, torch.float32) for name, g in self._raw()}
-        return {name: g.to(wide[name]) * self._factor for name, g in self._raw()}
+        """The gradients of this rank by name: unscaled, in float32 where masters are. A collective
+        of the data ranks where each has rows of them."""
+        narrow = self._program.narrow
+        found = {
+            name: gradient if narrow is None else _at_least_float32(gradient) * self._factor
+            for name, gradient in self._raw()
+        }
+        if self._parts is None:
+            return found
+        wholes = {name: self._parameters[name].detach() for name in self._parts.reduced}
+        if narrow is not None:
+            wholes = {name: _at_least_float32(tensor) for name, tensor in wholes.items()}
+        return self._parts.joined(found, wholes)
+
+    def whole_masters(self) -> dict[str, torch.Tensor]:
+        """The masters of this rank by name. A collective of the data ranks where each has rows of
+        them."""
+        if self._parts is None:
+            return dict(self.masters.by_name)
+        narrow = self._program.narrow
+        shared = {n: p.detach() for n, p in self._parts.parameters.items() if p.dtype == narrow}
+        wholes = {name: tensor.float() for name, tensor in shared.items()}
+        return self._parts.joined(self.masters.by_name, wholes)
+
+    @torch.no_grad()
+    def fill_master(
+        self, name: str, parameter: torch.Tensor, write: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Fill the master of a parameter, if this rank has any of it, as `write` fills a tensor of
+        the parameter's form."""
+        master = self.masters.by_name.get(name)
+        if master is None:
+            return
+        whole = torch.zeros_like(parameter, dtype=master.dtype)
+        write(whole)
+        master.copy_(whole if self._parts is None else self._parts.rows(name, whole))
 
     def _is_good(self) -> bool:
         """Whether the step is to be made, which is the same on all ranks; the scale takes note."""
@@ -147,26 +192,42 @@ class Updates:
 
     def _measured(self) -> torch.Tensor:
         """The norm of the gradients as they are now; the first one of a step is kept in `norm`."""
-        raw = gradient_norm(self._program, dict(self._raw()), self._device, self._total)
+        parts = () if self._parts is None else self._parts.parts
+        raw = gradient_norm(self._program, dict(self._raw()), self._device, self._total, parts)
         size = raw if self._program.narrow is None else raw * self._factor
         self.norm = size if self.norm is None else self.norm
         return size
 
     def _raw(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The gradients that backwards have made, by name."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.updated.items():
             if parameter.grad is not None:
                 yield name, parameter.grad
+
+    def _share_out(self) -> None:
+        """Take what this rank updates: its parameters, or the rows of them that are its part."""
+        self.updated = dict(self._parameters)
+        if self._parts is not None:
+            for name in self._parts.parameters:
+                del self.updated[name]
+            self.updated |= self._parts.parts
+        self.masters = Masters(self._program.narrow, self.updated)
+
+    def _free(self) -> None:
+        """Free all gradients."""
+        for parameter in (*self._parameters.values(), *self.updated.values()):
+            parameter.grad = None
 
     def _ones(self) -> torch.Tensor:
         """The factor one."""
         return torch.ones((), dtype=torch.float64, device=self._device)
 
 
-def _counts(program: RankProgram, name: str) -> bool:
-    """Whether the norm counts this rank's copy or part of a tensor."""
+def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
+    """Whether the norm counts this rank's copy or piece of a tensor; `part`: rows of it that no
+    other data rank has."""
     at = program.coordinate
-    if at.data:
+    if at.data and not part:
         return False
     if name in program.rows:
         return True
@@ -180,19 +241,32 @@ def gradient_norm(
     gradients: Mapping[str, torch.Tensor],
     device: torch.device,
     total: Callable[[torch.Tensor], None],
+    parts: Collection[str] = (),
 ) -> torch.Tensor:
     """The 2-norm of the model's gradients, a float64 scalar; `gradients` are this rank's by name.
 
-    `total` adds a tensor up over all ranks, in place. A collective. Each tensor's norm is computed
+    `total` adds a tensor up over all ranks, in place; of `parts` each data rank has rows of its own
+    (those that pad a vocabulary have zeros). A collective. Each tensor's norm is computed
     in float32 (float64 for float64), their squares are added in float64.
     """
     rows, squares = VocabularyRows(program), torch.zeros((), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
-        if _counts(program, name):
-            part = rows.unpadded(name, gradient)
+        shared = name in parts
+        if _counts(program, name, part=shared):
+            part = gradient if shared else rows.unpadded(name, gradient)
             squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
     total(squares)
     return squares.sqrt()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor into another."""
+    target.copy_(source)
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float32, if it is in 16 bits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _checked_norm(max_norm: object) -> float:

@@ -112,13 +112,17 @@ class Worker:
                 )
             self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
             self._updates = Updates(
-                program, dict(self.named_parameters()), self.device, self._channels.total
+                program,
+                dict(self.named_parameters()),
+                self.device,
+                self._channels.total,
+                self._interpreter.parts,
             )
             self._interpreter.update = self._updates.apply
             if (axis := self._channels.axis) is not None:
                 self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
             self._tensors = RankTensors(
-                program, self._interpreter.tensors, self._updates.masters, self._channels
+                program, self._interpreter.tensors, self._updates, self._channels
             )
             self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
@@ -281,9 +285,8 @@ class Worker:
         persistent, constants, and the parameters of a loss that is a module. The parameters of a
         16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
-        masters = self._updates.masters
         tensors = self._interpreter.tensors
-        state = self._gather({name: masters.of(name, t) for name, t in tensors.items()})
+        state = self._gather(lambda: {**tensors, **self._updates.whole_masters()})
         if state is not None:
             state |= {a: state[name] for a, name in self.program.aliases.items() if name in state}
             left_out = () if everything else self.program.unsaved
@@ -295,7 +298,7 @@ class Worker:
 
         Of a 16-bit program they are in float32, and without the scale of the loss.
         """
-        return self._gather(self._updates.gradients())
+        return self._gather(self._updates.gradients)
 
     def use_draws(self, around: Around | None) -> None:
         """Draw random numbers within `around(stage, microbatch)` instead of from the seed."""
@@ -333,7 +336,7 @@ class Worker:
         loss = self._run(batch, training=True)
         with torch.no_grad():
             for name, hook in self._hooks.items():
-                tensor = self._interpreter.tensors.get(name)
+                tensor = self._updates.updated.get(name)
                 if tensor is not None and tensor.grad is not None:
                     tensor.grad.copy_(hook(tensor.grad))
         if self._updates.error_if_nonfinite and not loss.isfinite():
@@ -349,7 +352,7 @@ class Worker:
         self._check_open()
         self._updates.optimizer  # noqa: B018
         call = self._failing_together("optimizer_step")
-        with call if self._updates.exchanges else nullcontext():
+        with call if self._updates.exchanges or self.program.zero else nullcontext():
             updated = self._updates.apply()
         if not updated and self._updates.scale is None:
             message = (
@@ -363,7 +366,7 @@ class Worker:
         program = self.program
         batches = self._agreed(batch, training)
         if training:
-            lines = program.instructions
+            lines = program.step
         else:
             lines = of_first(program.evaluation, len(batches))
         if self._records is not None:
@@ -476,7 +479,9 @@ class Worker:
     def _place(self) -> str:
         """Where this rank is in its instructions."""
         interpreter: Interpreter | None = getattr(self, "_interpreter", None)
+        updates: Updates | None = getattr(self, "_updates", None)
         current = None if interpreter is None else interpreter.current
+        current = updates.current if updates and not current else current
         return "before the first instruction" if current is None else f"at '{current}'"
 
     def _close(self, reason: str) -> None:
@@ -509,10 +514,12 @@ class Worker:
             message = "pipedream updates parameters inside the step: call train_step"
             raise InputError(message)
 
-    def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    def _gather(
+        self, tensors: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor] | None:
         """All ranks' tensors on rank 0."""
         with self._failing_together("gather"):
-            return self._tensors.gather(tensors)
+            return self._tensors.gather(tensors())
 
 
 def _timedelta(timeout: timedelta | float) -> timedelta:

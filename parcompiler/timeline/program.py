@@ -18,6 +18,7 @@ from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
+ENDS = frozenset({Kind.SHARE_LOSS, Kind.GATHER_PARAMETERS})  # collectives that are waited for
 GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
 
 
@@ -80,7 +81,7 @@ class ProgramTasks:
         for rank, (order, lines) in enumerate(zip(self.orders, programs, strict=True)):
             left = sum(moments.ends[task] < INFINITY for task in order)
             for line in lines:
-                if line.kind in WORK or line.kind is Kind.SHARE_LOSS:
+                if line.kind in WORK | ENDS:
                     if not left:
                         present[line].add(rank)
                         break
@@ -148,9 +149,7 @@ class _Builder:
         self, programs: Sequence[Sequence[Instruction]], stages: Sequence[Ends] | None
     ) -> None:
         self.programs, self.stages = programs, stages
-        self.size = sum(
-            line.kind in WORK or line.kind is Kind.SHARE_LOSS for own in programs for line in own
-        )
+        self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
         self.number: dict[Exchange, int] = {}
         self.members: list[list[int]] = []
         self.lines: list[tuple[int, Instruction]] = []
@@ -221,7 +220,7 @@ class _Builder:
                 self._collective(at, line)
             elif line.kind is Kind.REDUCE_GRADIENTS:
                 self._join(at, line)
-            elif line.kind is Kind.SHARE_LOSS:
+            elif line.kind in ENDS:
                 self._join(at, line)
                 self._task(at, line, [self._exchange(line)])
         for what, begin in at.buffers.items():

@@ -27,7 +27,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.costs import StageCost, VocabularyCost
 from parcompiler.timeline.memory import levels, memory
-from parcompiler.timeline.program import Ends, Exchange, ProgramTasks, SendRecv, tasks_of
+from parcompiler.timeline.program import ENDS, Ends, Exchange, ProgramTasks, SendRecv, tasks_of
 from parcompiler.timeline.run import START, Moments, run
 from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
@@ -53,7 +53,7 @@ class TaskPrices:
         if isinstance(what, SendRecv):
             return self.message_seconds(what)
         match what.kind:
-            case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS:
+            case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS | Kind.GATHER_PARAMETERS:
                 return self.collective_seconds(what)
             case Kind.S | Kind.NORMALIZE | Kind.T:
                 return self.vocabulary.seconds(what.kind)
@@ -188,9 +188,9 @@ def simulate_lowered(
 
 
 def seconds_of(program: ProgramTasks, prices: TaskPrices) -> list[float]:
-    """By task and exchange; the wait for a loss takes none besides its exchange."""
+    """By task and exchange; a wait takes none besides its exchange."""
     lines = (line for _, line in program.lines)
-    compute = [0.0 if line.kind is Kind.SHARE_LOSS else prices.seconds(line) for line in lines]
+    compute = [0.0 if line.kind in ENDS else prices.seconds(line) for line in lines]
     return [*compute, *map(prices.seconds, program.exchanges)]
 
 
@@ -211,7 +211,7 @@ def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
     """An event for each task, and for each exchange on the rank that sends or on all of its."""
     ranks = range(len(program.orders))
     for task, (rank, line) in enumerate(program.lines):
-        if line.kind is not Kind.SHARE_LOSS:
+        if line.kind not in ENDS:
             yield TimelineEvent(rank, moments.begins[task], moments.ends[task], line)
     for x, what in enumerate(program.exchanges, program.tasks.size):
         begin, end = moments.begins[x], moments.ends[x]
@@ -259,9 +259,7 @@ def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[TimelineEve
 
 def _is_shown(program: ProgramTasks, x: int) -> bool:
     """Whether a task or exchange is an event: the wait for a loss is none."""
-    return x >= program.tasks.size or (
-        x != START and program.lines[x][1].kind is not Kind.SHARE_LOSS
-    )
+    return x >= program.tasks.size or (x != START and program.lines[x][1].kind not in ENDS)
 
 
 def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:

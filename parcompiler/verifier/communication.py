@@ -23,6 +23,7 @@ MESSAGES = "messages keep their order"
 REDUCED = "every copy of a parameter is reduced"
 COLLECTIVES = "collectives keep their order"
 SHARED = "every rank gets the loss"
+GATHERED = "every rank gets what its data ranks update"
 
 
 def faults(step: StepIndex) -> Iterator[Fault]:
@@ -43,6 +44,8 @@ def faults(step: StepIndex) -> Iterator[Fault]:
                     yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
         for rank in range(len(step.lists)):
             yield from _wrong(step, rank, sums)
+            if step.wiring.lowered.zero:
+                yield from _gathered(step, rank, sums)
         for group in dict.fromkeys(item.ranks for item in sums.values()):
             yield from _collective_order(step, group)
     yield from _shares(step)
@@ -146,6 +149,23 @@ def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) 
             yield Fault(REDUCED, f"rank {rank}: {line}: no tensor has this label")
         elif line.ranks != item.ranks:
             yield Fault(REDUCED, f"rank {rank}: {line}: {_named(item)} is on {ranks(item.ranks)}")
+
+
+def _gathered(
+    step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]
+) -> Iterator[Fault]:
+    """A rank gathers, among its data replicas, all of whose gradients it gets a part, at the end:
+    parameters change behind the step."""
+    for label, item in sums.items():
+        if rank in item.ranks and label not in step.gathers[rank]:
+            yield Fault(GATHERED, f"rank {rank} never gathers {label} ({_named(item)})")
+    end = len(step.lists[rank]) - len(step.gathers[rank])
+    for label, position in step.gathers[rank].items():
+        line = step.at(rank, position)
+        if label not in sums or rank not in sums[label].ranks or line.ranks != (rank,):
+            yield Fault(GATHERED, f"rank {rank}: {line}: its data replicas have no such part")
+        if position < end:
+            yield Fault(GATHERED, f"rank {rank}: {line} stands before the end of the step")
 
 
 def _collective_order(step: StepIndex, group: tuple[int, ...]) -> Iterator[Fault]:

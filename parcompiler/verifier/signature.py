@@ -36,6 +36,9 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
     for name, count in counts.items():
         if count < 1:
             yield Fault(COUNTED, f"{name} is {count}")
+    if lowered.zero and (lowered.data == 1 or lowered.asynchronous):
+        reason = "updates stage by stage" if lowered.asynchronous else "has one data rank"
+        yield Fault(COUNTED, f"zero is {lowered.zero}, and the program {reason}")
     if lowered.plan is not None:
         yield from _planned(lowered, lowered.plan)
     placeholders = [n for n in wiring.graph.fx_graph.nodes if n.op == "placeholder"]
@@ -57,6 +60,7 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
         "data": (lowered.data, plan.mesh.data),
         "microbatches": (lowered.microbatches, plan.microbatches),
         "stages": (len(lowered.stages), len(plan.stages or ())),
+        "zero": (lowered.zero, plan.zero or 0),
     }
     for name, (actual, wanted) in pairs.items():
         if actual != wanted:

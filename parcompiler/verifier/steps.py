@@ -94,6 +94,7 @@ class StepIndex:
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         self.parts: list[dict[Phase, Places]] = [{} for _ in lists]  # of each rank
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
+        self.gathers: list[dict[str, int]] = [{} for _ in lists]
         self.shares: list[int | None] = [None for _ in lists]
         self.faults: list[Fault] = []
         self._repeated: Counter[tuple[int, Instruction]] = Counter()
@@ -125,6 +126,7 @@ class StepIndex:
             Kind.RECV: self._message,
             Kind.REDUCE_GRADIENTS: self._reduction,
             Kind.SHARE_LOSS: self._share,
+            Kind.GATHER_PARAMETERS: self._gather,
             **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
         }
         for position, line in enumerate(lines):
@@ -213,6 +215,18 @@ class StepIndex:
             self._repeated[rank, line] += 1
         else:
             self.reductions[rank][line.value] = position
+        return None
+
+    def _gather(self, rank: int, position: int, line: Instruction) -> str | None:
+        """A GATHER_PARAMETERS; returns what is wrong with it by itself."""
+        if line.value is None:
+            return "it names no tensors"
+        if not self.training or self.asynchronous or not self.wiring.lowered.zero:
+            return "no data rank updates what others need"
+        if line.value in self.gathers[rank]:
+            self._repeated[rank, line] += 1
+        else:
+            self.gathers[rank][line.value] = position
         return None
 
     def _share(self, rank: int, position: int, line: Instruction) -> str | None:

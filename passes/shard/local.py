@@ -24,7 +24,9 @@ def local(problem: Problem, plan: Plan) -> Problem:
 
     Raises PlanError for a vocabulary or a sharding that the graph cannot have.
     """
-    whole, choice, n = problem, plan.vocabulary, plan.mesh.tensor
+    level = problem.options.zero if plan.zero is None else plan.zero
+    problem = whole = problem.at_zero("auto")  # graphs and costs are the same at every level
+    choice, n = plan.vocabulary, plan.mesh.tensor
     if choice is not None and choice.spread:
         # The graph is the same for all methods.
         ranks = plan.mesh.pipeline * n
@@ -40,7 +42,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
             return unsplit.anew(graph=made)
 
         problem = unsplit.once(plan.sharding, sharded)
-    return problem
+    return problem.at_zero(level)
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:
