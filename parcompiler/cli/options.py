@@ -100,6 +100,9 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--recompute", words.RECOMPUTE,
      "Which blocks run again in their backward instead of keeping activations: "
      "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'."),
+    ("--zero", words.listed("LEVEL", words.ZERO),
+     "What data ranks share out: 0 nothing, 1 optimizer states and masters; auto "
+     "by predicted time under memory. Default: auto."),
     ("--shard", words.PIN,
      "Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
      "along dimension 0, R whole. May be repeated; the rest is decided."),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parcompiler.cli.output import Settings, result_only
-from parcompiler.cli.words import AUTO
+from parcompiler.cli.words import AUTO, ZERO
 from parcompiler.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def compiled(
     else:
         place = _mesh(mesh, device, plan)
     decisions |= {"schedule": _schedule(schedule), "sharding": dict(pins) or None}
+    if decisions["zero"] in ZERO[1:]:
+        decisions["zero"] = int(decisions["zero"])
     arguments = {name: value for name, value in decisions.items() if value is not None}
     if plan is not None:
         arguments = {"precision": plan.precision, "optimizer": plan.optimizer, **arguments}

@@ -32,6 +32,7 @@ SCHEDULES = (
 VOCABULARY = ("auto", "whole", "naive", "vocab-1", "vocab-2", "interlaced")
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 COSTS = ("model", "measured")
+ZERO = ("auto", "0", "1")
 PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum", "none")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from parcompiler.passes.zero import DataShare
 from parcompiler.plan import MeshChoice, Method, Weighed
 from parcompiler.report.events import MeasuredStep, Trail
 
@@ -79,7 +80,7 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not."""
+    not. `share` is what sharing states out among data ranks means, `zero` whether they are."""
 
     microbatches: int
     precision: str | None
@@ -91,6 +92,8 @@ class Choices:
     templates: int
     recompute: tuple[str, ...] = ()
     without: tuple[int, ...] = ()
+    zero: int | None = None
+    share: DataShare | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
+from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
@@ -86,6 +87,8 @@ def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
         templates=len({block.template for block in priced.cut.blocks}),
         recompute=plan.recompute or (),
         without=prices.without_recomputation(problem, plan),
+        zero=plan.zero,
+        share=None if plan.zero is None else share_of(problem, plan),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from parcompiler.passes.zero import DataShare
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
 from parcompiler.report.names import clean, ranges
@@ -46,6 +47,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     yield "precision", choices.precision or f"{model.dtype}, as the model is"
     yield "optimizer", choices.optimizer
+    if choices.share is not None:
+        yield "states", _states(choices.zero or 0, choices.share, mesh.data)
     several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
     yield "schedule", choices.schedule + several
     if report.staleness:
@@ -79,6 +82,15 @@ def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
     over = sizes[rank] - mesh.limit(rank)
     lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "within the limit"
     return f"rank {rank} would need {quantity(sizes[rank], BYTES)}, {lacking}"
+
+
+def _states(level: int, share: DataShare, ranks: int) -> str:
+    """What data ranks hold of optimizer states and masters, and what the other way would cost."""
+    whole, shared = quantity(share.whole, BYTES), quantity(share.shared, BYTES)
+    gathers = f"gathers of {quantity(share.gathers, SECONDS)} a step"
+    if level:
+        return f"zero {level}: {shared} on each of {ranks} data ranks instead of {whole}, {gathers}"
+    return f"zero 0: {whole} on each data rank; zero 1: {shared}, {gathers}"
 
 
 def _oldest(report: ReportData) -> str:

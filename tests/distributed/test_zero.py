@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.pool import Job, Outcome, pool
+from parcompiler.verification.pool import Job, Outcome, pool
 from tests import zoo
 
 STEPS = 3
