@@ -210,7 +210,8 @@ class Costs:
     def _problem_at(self, numbers: Sizes, plan: Plan) -> Problem:
         """The problem of one rank's stages at some sizes, with the copies of a plan."""
         whole, graphs = self.whole or self.problem, self._resizable[0]
-        options = dataclasses.replace(whole.options, microbatches=plan.microbatches)
+        level = whole.options.zero if plan.zero is None else plan.zero
+        options = dataclasses.replace(whole.options, microbatches=plan.microbatches, zero=level)
         mesh = dataclasses.replace(whole.mesh, data=plan.mesh.data)
         if numbers == graphs.now:
             return dataclasses.replace(self.problem, mesh=mesh, options=options)

@@ -27,7 +27,8 @@ def number_of(name: str, given: object) -> int:
 
 
 def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
-    """The plan with other micro-batches and data ranks, where some are given. Raises InputError."""
+    """The plan with other micro-batches and data ranks, where some are given. States stay whole, or
+    shared out. Raises InputError."""
     if microbatches is not None and number_of("microbatches", microbatches) != plan.microbatches:
         if plan.orders is not None:
             message = (
@@ -37,7 +38,8 @@ def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:
             raise InputError(message)
         plan = dataclasses.replace(plan, microbatches=microbatches)
     if data is not None and number_of("data", data) != plan.mesh.data:
-        plan = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, data=data))
+        shape, level = dataclasses.replace(plan.mesh, data=data), plan.zero or 0
+        plan = dataclasses.replace(plan, mesh=shape, zero=level if data > 1 else None)
     if plan.mesh.data > 1 and planned(plan).asynchronous:
         message = (
             f"{plan.schedule!r} updates parameters inside the step, which data ranks cannot do "
@@ -82,6 +84,7 @@ def with_pipeline(whole: Problem, plan: Plan, pipeline: int) -> tuple[Problem, P
         virtual_stages=plan.virtual_stages,
         vocabulary=plan.vocabulary.method if plan.vocabulary else whole.options.vocabulary,
         microbatches=plan.microbatches,
+        zero=whole.options.zero if plan.zero is None else plan.zero,
     )
     mesh = dataclasses.replace(whole.mesh, pipeline=pipeline, data=plan.mesh.data)
     problem = whole.anew(mesh=mesh, options=options)

@@ -164,7 +164,7 @@ def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
     assert changes(PLAN, PLAN) == ()
     other = Plan("Llama", "1f", Shape(), 1, precision="fp64", optimizer="sgd", virtual_stages=2)
     decided: dict[str, Any] = {"costs": (TIME,), "meshes": (MeshChoice(2, 2, 1, 8),)}
-    decided |= {"vocabulary_costs": PASSES, "orders": ("0F0",), "search": PLAN.solution}
+    decided |= {"vocabulary_costs": PASSES, "orders": ("0F0",), "search": PLAN.solution, "zero": 1}
     found = dataclasses.replace(other, version=2, **decided)
     names = {field.name for field in dataclasses.fields(Plan)}
     for one, two in ((PLAN, found), (found, PLAN)):

@@ -110,6 +110,7 @@ MISTAKES: dict[str, tuple[Callable[[Lowered], Lowered], str]] = {
     "tensor ranks": (lambda p: replace(p, tensor=2), "tensor is 2, and 1 in the plan"),
     "no tensor rank": (lambda p: replace(p, tensor=0), "tensor is 0"),
     "data ranks": (lambda p: replace(p, data=2), "data is 2, and 1 in the plan"),
+    "shared states": (lambda p: replace(p, zero=1), "zero is 1, and 0 in the plan"),
     "a negative number of data ranks": (lambda p: replace(p, data=-1), "data is -1"),
     "micro-batches": (lambda p: replace(p, microbatches=3), "microbatches is 3, and 2 in the"),
     "fewer lists": (

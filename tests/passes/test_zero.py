@@ -1,0 +1,73 @@
+"""What data ranks share out: by memory and time, and what cannot be."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.device import device
+from parcompiler.models import gpt
+
+CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
+
+
+def compiled(memory: int | None = None, **options: object) -> pc.Program:
+    """A GPT whose states are most of its memory, on four data ranks."""
+    with torch.device("meta"):
+        model = gpt.GPT(CONFIG)
+    tokens = torch.zeros(1, CONFIG.sequence, dtype=torch.long)
+    mesh = {"data": 4, **options.pop("mesh", {})}  # type: ignore[dict-item]
+    kind = device("a100-80g")
+    kind = kind if memory is None else dataclasses.replace(kind, memory=memory)
+    return pc.compile(
+        model, pc.Mesh(**mesh, device=kind), (tokens, tokens), microbatches=2, progress=False,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_states_stay_whole_where_there_is_room() -> None:
+    program = compiled()
+    assert program.plan.zero == 0
+    assert "zero 1: " in str(program.report())
+    text = "\n".join(map(str, program.lowered.instructions[0]))
+    assert "GATHER_PARAMETERS" not in text
+
+
+def test_states_are_shared_out_where_memory_wants_it() -> None:
+    whole, shared = (max(compiled(zero=z).simulate().peak_memory) for z in (0, 1))
+    states = 8 * sum(
+        item.numel for item in compiled().problem.graph.parameters
+    )  # Adam's, in float32
+    assert whole - shared == pytest.approx(states * 3 / 4, rel=0.02)
+    tight = compiled(memory=(whole + shared) // 2)
+    assert tight.plan.zero == 1
+    assert not tight.plan.recompute
+    assert tight.lowered.zero == 1
+    assert compiled(memory=(whole + shared) // 2, plan=tight.plan).plan == tight.plan
+
+
+def test_recomputing_is_not_worth_it_where_shared_states_do() -> None:
+    whole = max(compiled(zero=0).simulate().peak_memory)
+    tight = compiled(memory=int(whole * 0.97))
+    assert tight.plan.zero == 1
+    forced = compiled(memory=int(whole * 0.97), zero=0)
+    assert forced.plan.recompute
+    assert tight.simulate().step_time < forced.simulate().step_time
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": 1, "mesh": {"data": 1}}, "zero=1 shares what data ranks hold, and there is one"),
+        ({"zero": 4}, r"zero must be one of 'auto', 0, 1 \(4 given\)"),
+        ({"zero": True}, "zero must be one of"),
+        (
+            {"zero": 1, "schedule": "pipedream", "mesh": {"pipeline": 2}},
+            "pipedream",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(pc.InputError, match=message):
+        compiled(**options)  # type: ignore[arg-type]
