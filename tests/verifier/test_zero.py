@@ -1,6 +1,7 @@
 """Mistakes in what data ranks gather of the parameters that each updates a part of."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -22,10 +23,16 @@ def shared(lowered: Lowered) -> Lowered:
     """The program, with states shared out."""
     gathers = replace(lowered, zero=1)
     for rank in range(lowered.size):
-        labels = [x.label for x in (*lowered.tied, *reversed(lowered.buckets)) if rank in x.ranks]
+        labels = [item.label for item in lowered.tied if rank in item.ranks]
+        labels += [item.label for item in reversed(lowered.buckets) if rank in item.ranks]
         lines = [f"GATHER_PARAMETERS {label} ranks {rank}" for label in labels]
-        gathers = edited(gathers, rank, lambda own, lines=lines: own.extend(lines))
+        gathers = edited(gathers, rank, partial(add, lines))
     return gathers
+
+
+def add(lines: list[str], to: list[str]) -> None:
+    """Write lines behind others."""
+    to += lines
 
 
 @pytest.mark.parametrize("name", ["chain", "ties", "knots"])
