@@ -12,9 +12,11 @@ from xdist.scheduler import LoadScopeScheduling
 GOLDEN = Path(__file__).parent / "golden"
 STARTING_RANKS = {  # by group: those that start processes of their own, and those of the pool
     "started": (
+        "tests/distributed/test_checkpoints.py",
         "tests/distributed/test_export.py",
         "tests/distributed/test_failures.py",
         "tests/distributed/test_kills.py",
+        "tests/distributed/test_pretrained.py",
         "tests/distributed/test_starting.py",
         "tests/distributed/test_training.py",
         "tests/distributed/test_vocabulary_failures.py",

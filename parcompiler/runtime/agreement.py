@@ -101,7 +101,7 @@ def difference_of_weights(
     if program.data == program.tensor == 1 and not program.tied:
         return ""
     compared = [name for name in tensors if _is_compared(program, name)]
-    digests = _digests([tensors[name] for name in compared], channels.device)
+    digests = digests_of([tensors[name] for name in compared], channels.device)
     numbers = dict(zip(compared, digests, strict=True))
     sums = [_combined(numbers, names) for names in _sets(program, numbers)]
     ranks = channels.gather_numbers(*sums)
@@ -159,7 +159,7 @@ def _combined(numbers: Mapping[str, int], names: Iterable[str]) -> int:
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
-def _digests(tensors: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[int]:
+def digests_of(tensors: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[int]:
     """A number of 64 bits for each group of tensors, by their bytes."""
     if not tensors:
         return []

@@ -31,14 +31,14 @@ from parcompiler.runtime.program import RankProgram
 
 SUMS = "SHA256SUMS"  # what makes a folder an export
 _COMPARED = (".py", ".safetensors")  # what ranks run and load
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_PAIRS = "complex128"  # in the metadata: a JSON list of the names of pairs of float64
+PAIRS = "complex128"  # in the metadata: a JSON list of the names of pairs of float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def storable(
     pairs = sorted(name for name, tensor in tensors.items() if tensor.dtype == torch.complex128)
     copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
     copies |= {name: torch.view_as_real(copies[name]) for name in pairs}
-    return copies, {_PAIRS: json.dumps(pairs)} if pairs else None
+    return copies, {PAIRS: json.dumps(pairs)} if pairs else None
 
 
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,7 +161,7 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise InputError(message) from error
     with file:
         length = int.from_bytes(file.read(8), "little")
-        header, pairs = _header(path, file.read(min(length, path.stat().st_size)))
+        header, pairs = parsed_header(path, file.read(min(length, path.stat().st_size)))
         if not header:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -169,12 +169,12 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, _tensor(path, name, entry, data, 8 + length, pair=name in pairs)
 
 
-def _header(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
+def parsed_header(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
     """The entries of the header, without its metadata, and the names of complex128 tensors."""
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__", {})
-        return header, set(json.loads(metadata.get(_PAIRS, "[]")))
+        return header, set(json.loads(metadata.get(PAIRS, "[]")))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         message = f"{path} is no safetensors file, or cut short"
         raise InputError(message) from error
@@ -186,7 +186,7 @@ def _tensor(
     """One tensor, copied out of the file."""
     try:
         begin, end = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         if not 0 <= begin <= end:
             raise ValueError(begin, end)
         raw = bytearray(data[start + begin : start + end])

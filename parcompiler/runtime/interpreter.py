@@ -85,7 +85,7 @@ class Interpreter:
         self._last = frozenset(backwards.values())  # of each stage
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
-        self._step = 0
+        self.step = 0  # of training
         self._waited = 0.0  # seconds of the current instruction; counted while recording
         self._recording = False
         self.current: Instruction | None = None
@@ -150,7 +150,7 @@ class Interpreter:
                     )
             self._end(start, record)
         self.current = None
-        self._step += training  # so that an evaluation between steps changes none of their draws
+        self.step += training  # so that an evaluation between steps changes none of their draws
         assert state.mean is not None
         return state.mean
 
@@ -205,7 +205,7 @@ class Interpreter:
         if self.draws is not None:
             return self.draws(j, i)
         number = self.program.microbatch(i)  # so that data ranks draw differently
-        return seeded(mixed(self.seed, self._step, j, number), self.channels.device)
+        return seeded(mixed(self.seed, self.step, j, number), self.channels.device)
 
     def _take(self, state: StepState, key: Key) -> torch.Tensor:
         """A value that another stage made: a leaf that collects its gradient."""

@@ -1,11 +1,13 @@
 """The main function of emitted scripts: train for some steps and print the loss of each.
 
 torchrun --nproc-per-node 2 out/main.py --steps 10 --data batches.safetensors
+torchrun --nproc-per-node 2 out/main.py --steps 1000 --save run/ --every 100 --resume auto --keep 3
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime import files
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.resuming import Run, add_options
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
@@ -29,17 +32,21 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
             error_if_nonfinite=options.error_if_nonfinite,
             lr=options.lr,
         )
-        batches = _batches(worker.program, options)
-        for number in range(options.steps):
-            loss = worker.train_step(next(batches))
-            if worker.rank == 0:
-                print(f"step {number} loss {loss.item():.8f}", flush=True)
+        checkpoints = Run(worker, options)
+        batches = _batches(worker.program, options, checkpoints.resume())
+        with checkpoints.listening():
+            for number in range(worker.step_count, options.steps):
+                loss = worker.train_step(next(batches))
+                if worker.rank == 0:
+                    print(f"step {number} loss {loss.item():.8f}", flush=True)
+                checkpoints.after_step()
+            checkpoints.end()
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
-    parser.add_argument("--steps", type=int, default=10, help="training steps (10)")
+    parser.add_argument("--steps", type=int, default=10, help="training steps in all (10)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
     parser.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
     parser.add_argument(
@@ -68,14 +75,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "another (read round and round); without it batches are random. Data ranks take batches "
         "in turn",
     )
+    add_options(parser)
     return parser.parse_args(arguments)
 
 
-def _batches(program: RankProgram, options: argparse.Namespace) -> Iterator[object]:
-    """Batches from the file, or random ones, for ever."""
+def _batches(program: RankProgram, options: argparse.Namespace, taken: int) -> Iterator[object]:
+    """Batches from the file, or random ones, for ever, without those that were `taken`."""
     if options.data is not None:
-        yield from _from_file(program, options.data)
+        yield from _from_file(program, options.data, taken)
     generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(taken):
+        random_batch(program, generator)
     while True:
         yield [random_batch(program, generator) for _ in range(program.data)][
             program.coordinate.data
@@ -88,7 +98,7 @@ def random_batch(program: RankProgram, generator: torch.Generator) -> object:
     return program.in_form({spec.key: _random(program, n, generator) for n, spec in specs})
 
 
-def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
+def _from_file(program: RankProgram, path: Path, taken: int) -> Iterator[object]:
     """The batches of a file, round and round; what has no rows is in every batch."""
     tensors = dict(files.read(path))
     rows: dict[str, int] = {}  # of a batch
@@ -109,11 +119,11 @@ def _from_file(program: RankProgram, path: Path) -> Iterator[object]:
             f"{path} holds less than one batch{each} ({ranks * min(rows.values())} rows needed)"
         )
         raise InputError(message)
-    while True:
-        for index in range(program.coordinate.data, count // ranks * ranks, ranks):
-            batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}
-            parts = {k: batch[k].narrow(0, index * number, number) for k, number in rows.items()}
-            yield program.in_form(batch | parts)
+    for position in itertools.count(taken + program.coordinate.data, ranks):
+        index = position % (count // ranks * ranks)
+        batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}
+        parts = {k: batch[k].narrow(0, index * number, number) for k, number in rows.items()}
+        yield program.in_form(batch | parts)
 
 
 def _random(program: RankProgram, name: str, generator: torch.Generator) -> torch.Tensor:

@@ -134,6 +134,11 @@ class RankTensors:
             self._missing.discard(name)
             self.loaded.add(name)
 
+    def filled(self, names: Collection[str]) -> None:
+        """Take note of tensors whose values came from a checkpoint, which is compared otherwise."""
+        self._missing.difference_update(names)
+        self.loaded = None
+
     def unpadded(self, name: str) -> list[torch.Tensor]:
         """A tensor of this rank, and its master where it has a whole one, without padding."""
         copies = [self._tensors[name]]

@@ -128,6 +128,11 @@ class VocabularyRows:
         """The module of this rank."""
         return vocabulary(len(self.ranks), self._index)
 
+    def place(self, name: str, padded: torch.Tensor) -> tuple[int, pieces.Span]:
+        """The dimension of the rows of a tensor, and the rows of the model that this rank has."""
+        span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
+        return self._dim(name, padded), span
+
     def unpadded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of this rank that the model has; any other tensor as it is."""
         if name not in self.sizes:

@@ -30,6 +30,7 @@ from parcompiler.runtime.agreement import (
 )
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
 from parcompiler.runtime.failure import Watch, explain, named
 from parcompiler.runtime.files import Fingerprint, fingerprint, stored
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
@@ -123,6 +124,11 @@ class Worker:
                 self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
             self._tensors = RankTensors(
                 program, self._interpreter.tensors, self._updates, self._channels
+            )
+            layout = RankLayout(program)
+            state = RankState(program, self._interpreter, self._updates, layout, self._calls)
+            self._checkpoints = Checkpoints(
+                program, state, layout, self._channels, store, lambda: self._watch.cause
             )
             self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
@@ -300,6 +306,111 @@ class Worker:
         """
         return self._gather(self._updates.gradients)
 
+    @property
+    def step_count(self) -> int:
+        """How many training steps were made, with those of the checkpoint that was loaded."""
+        return self._interpreter.step
+
+    @property
+    def data_rank(self) -> int:
+        """The data coordinate of this rank: which of the batches of a step is its own."""
+        return self.program.coordinate.data
+
+    @property
+    def data_ranks(self) -> int:
+        """How many batches a step takes."""
+        return self.program.data
+
+    def any_rank(self, says: bool) -> bool:
+        """Whether any rank says so. Collective."""
+        with self._failing_together():
+            return any(answer for (answer,) in self._channels.gather_numbers(int(says)))
+
+    def save(
+        self,
+        folder: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        keep: int | None = None,
+    ) -> Path:
+        """Save a checkpoint into `folder`, as `step_N`, whose path is returned. Collective.
+
+        It holds parameters and their masters, buffers, what the optimizer knows of each parameter,
+        the step, the seeds, the scale of the loss, and the `state_dict()` of the objects in `extra`
+        (numbers, texts, tensors, and lists, tuples and dictionaries of these). Every rank writes a
+        share of what it holds; nothing is pickled. `folder` is one that all ranks see.
+
+        The checkpoint is complete when it has its name; a failure leaves older ones as they were.
+        `keep` removes all complete ones but the newest so many then. With `asynchronous` the state
+        is copied, and written beside the steps that follow; the next `save` or `load`, or `close`,
+        waits for it and raises what went wrong. Gradients are not saved.
+
+        Raises InputError on every rank when it cannot be written; the worker goes on.
+        """
+        with self._failing_together("save", InputError):
+            return self._checkpoints.save(
+                Path(folder), extra or {}, asynchronous=asynchronous, keep=keep
+            )
+
+    def load(
+        self,
+        folder: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        optimizer: bool = True,
+    ) -> int:
+        """Go on from a checkpoint of this model, whatever plan wrote it; its step. Collective.
+
+        `folder` is a checkpoint, or a folder of them: the newest complete one is loaded. The
+        optimizer has been set, of the kind that was saved; its options become those that were
+        saved (`optimizer=False` loads neither). The objects in `extra` get their states by
+        `load_state_dict`; of those that are not given a warning tells.
+
+        Raises InputError on every rank, and changes nothing, when a file is damaged, or names,
+        shapes or objects do not fit.
+        """
+        with self._failing_together("load", InputError):
+            names = self._checkpoints.load(Path(folder), extra or {}, optimizer=optimizer)
+        self._tensors.filled(names)
+        return self.step_count
+
+    def load_pretrained(self, folder: str | Path, strict: bool = True) -> IncompatibleKeys:
+        """Load published weights: a folder of Hugging Face with `model.safetensors`, or with shards
+        and their index. Collective.
+
+        Every rank reads only the bytes that it holds. Names are those of the model's state dict, a
+        tied tensor under any of its names, and with or without a first component that the class
+        around the model adds (`transformer.`). Other dtypes are converted. Optimizer, step and
+        seeds stay as they are. Returns the names that are missing and unexpected, as
+        `load_state_dict` does; raises InputError on every rank, and changes nothing, as that does.
+        """
+        with self._failing_together("load_pretrained", InputError):
+            keys, names = self._checkpoints.load_pretrained(Path(folder), strict=strict)
+        loaded = self._tensors.loaded or set()
+        self._tensors.filled(names)
+        self._tensors.loaded = loaded | names  # folders are not compared
+        return keys
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        config: Any = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int = SHARD_SIZE,
+    ) -> None:
+        """Write the weights as `from_pretrained` of Hugging Face opens them: shards of
+        `max_shard_size` bytes at most and their index, or one file. Collective.
+
+        `config` becomes `config.json`: a configuration of transformers, a dictionary, or the path
+        of a file. Tensors are written in `dtype`; None: as they are, parameters of a 16-bit program
+        as their float32 masters. No rank holds more than one whole tensor. Other weights in
+        `folder`, which all ranks see, are replaced. Raises InputError on every rank when they
+        cannot be written.
+        """
+        with self._failing_together("save_pretrained", InputError):
+            self._checkpoints.save_pretrained(
+                Path(folder), config, dtype=dtype, size=max_shard_size
+            )
+
     def use_draws(self, around: Around | None) -> None:
         """Draw random numbers within `around(stage, microbatch)` instead of from the seed."""
         self._interpreter.draws = around
@@ -314,10 +425,18 @@ class Worker:
         return tuple(self._records or ())
 
     def close(self) -> None:
-        """Destroy the process groups; also torch.distributed when this worker started it."""
+        """Destroy the process groups; also torch.distributed when this worker started it.
+
+        Waits for a checkpoint that is written beside the steps. Raises InputError when that could
+        not be written.
+        """
         if self._refused and not self._closed:
             self._watch.fail(self._refused)
+        fault = "" if self._closed else self._checkpoints.ended()
         self._close(self._refused or CLOSED)
+        if fault:
+            message = f"the last checkpoint was not written: {fault}"
+            raise InputError(message)
 
     def __enter__(self) -> Worker:
         """Closes itself at the end of a `with` block."""
@@ -489,6 +608,8 @@ class Worker:
         if self._closed:
             return
         self._closed = reason
+        if hasattr(self, "_checkpoints") and reason != CLOSED:
+            self._checkpoints.stop()
         if reason == CLOSED:
             self._watch.leave()
         else:

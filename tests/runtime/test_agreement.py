@@ -12,7 +12,7 @@ DTYPES = (
 
 
 def digest(*tensors: torch.Tensor) -> int:
-    return agreement._digests([tensors], torch.device("cpu"))[0]
+    return agreement.digests_of([tensors], torch.device("cpu"))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,4 +47,4 @@ def test_tensors_of_many_blocks_count_each_element(monkeypatch: pytest.MonkeyPat
         tensor.zero_()[index] = 1
         found.add(digest(tensor))
     assert len(found) == 38
-    assert agreement._digests([], torch.device("cpu")) == []
+    assert agreement.digests_of([], torch.device("cpu")) == []

@@ -1,0 +1,300 @@
+"""The folders of checkpoints: how one becomes complete, which is the newest, what is in it.
+
+A checkpoint is written into a hidden folder. When all files are on the disk, and the list of their
+checksums, the folder is renamed; so what has a name is complete, whenever a machine fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.checkpoint.tensors import File
+from parcompiler.runtime.files import SUMS, checksum, sums
+
+FORMAT = 1  # of checkpoint.json and tensors.json
+FACTS, TENSORS = "checkpoint.json", "tensors.json"
+_NAME = re.compile(r"step_\d+(-\d+)?")
+_PARTIAL = re.compile(r"\.step_\d+(-\d+)?\.(partial|removed)")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a piece of a tensor is stored: under `key` of `file`."""
+
+    box: Box
+    file: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a checkpoint; `note` is what its owner has to remember of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Stored, ...]
+    note: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole."""
+        return Box.whole(self.shape).count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: `facts` are what is no tensor. `read` gives one; its tensors are read
+    when they are asked for, piece by piece."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    files: dict[str, File]
+
+    @property
+    def step(self) -> int:
+        """How many steps were made before it."""
+        return int(self.facts["step"])
+
+    @property
+    def bytes_read(self) -> int:
+        """What was copied out of its files."""
+        return sum(file.count for file in self.files.values())
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Copy a box of a tensor into `target`, from whatever pieces are stored.
+
+        Raises InputError when they do not cover it, or a file is not as the index says.
+        """
+        entry = self.entries[name]
+        count = 0
+        for stored in entry.pieces:
+            common = box.overlap(stored.box)
+            if common.count:
+                file = self._file(stored, entry)
+                file.read(stored.key, common.within(stored.box), common.within(box).of(target))
+                count += common.count
+        if count != box.count:
+            message = f"{self.path} has not all of {name!r} ({count} of {box.count} elements)"
+            raise InputError(message)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor."""
+        entry = self.entries[name]
+        target = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(name, Box.whole(entry.shape), target)
+        return target
+
+    def gaps(self) -> list[str]:
+        """What is missing: tensors whose pieces do not make the whole, and files that are not as
+        the index says."""
+        faults = []
+        for name, entry in self.entries.items():
+            count = sum(stored.box.count for stored in entry.pieces)
+            if count != Box.whole(entry.shape).count:
+                faults.append(f"{self.path} has not all of {name!r}")
+            for stored in entry.pieces:
+                try:
+                    self._file(stored, entry)
+                except InputError as error:
+                    faults.append(str(error))
+        return faults
+
+    def _file(self, stored: Stored, entry: Entry) -> File:
+        """The file of a piece, opened once."""
+        if stored.file not in self.files:
+            self.files[stored.file] = File(self.path / stored.file)
+        file = self.files[stored.file]
+        if stored.key not in file.names() or (file.dtype(stored.key), file.shape(stored.key)) != (
+            entry.dtype,
+            stored.box.sizes,
+        ):
+            message = f"{file.path} is not what {TENSORS} says of it: {stored.key!r}"
+            raise InputError(message)
+        return file
+
+
+def read(path: Path) -> Checkpoint:
+    """A complete checkpoint. Raises InputError when it is none, or damaged."""
+    facts, index = json_of(path / FACTS), json_of(path / TENSORS)
+    if facts.get("format") != FORMAT:
+        message = f"{path} is a checkpoint of another version ({facts.get('format')!r})"
+        raise InputError(message)
+    try:
+        entries = {
+            name: Entry(
+                dtype_of(item["dtype"]),
+                tuple(item["shape"]),
+                tuple(
+                    Stored(Box(tuple(piece[2]), tuple(piece[3])), piece[0], piece[1])
+                    for piece in item["pieces"]
+                ),
+                item.get("note", ""),
+            )
+            for name, item in index.items()
+        }
+        files = {stored.file for entry in entries.values() for stored in entry.pieces}
+        fit = all(s.box.fits(entry.shape) for entry in entries.values() for s in entry.pieces)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        message = f"{path / TENSORS} is damaged"
+        raise InputError(message) from error
+    if not fit or not files <= sums(path).keys():
+        message = f"{path / TENSORS} is damaged"
+        raise InputError(message)
+    return Checkpoint(path, facts, entries, {})
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name. Raises ValueError for anything else."""
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        message = f"{name!r} is no dtype"
+        raise ValueError(message)
+    return found
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """A file of JSON."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        message = f"{path.parent} is no checkpoint: cannot read {path.name} ({error.strerror})"
+        raise InputError(message) from error
+    except (ValueError, RecursionError) as error:
+        message = f"{path} is damaged"
+        raise InputError(message) from error
+    if not isinstance(found, dict):
+        message = f"{path} is damaged"
+        raise InputError(message)
+    return found
+
+
+def damaged(path: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Which files of a checkpoint are not as they were written, of each `parts`-th file."""
+    faults = []
+    for name, digest in sorted(sums(path).items())[part::parts]:
+        try:
+            if checksum(path / name) != digest:
+                faults.append(f"{path / name} is damaged: it is not as it was written")
+        except InputError as error:
+            faults.append(str(error).partition(":")[0])
+    return faults
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the newest last: in the order they were written in."""
+    found = []
+    try:
+        names = [item for item in folder.iterdir() if _NAME.fullmatch(item.name)]
+    except OSError:
+        return []
+    for item in names:
+        with suppress(InputError):
+            if (item / SUMS).is_file():
+                found.append((int(json_of(item / FACTS).get("serial", 0)), item.name, item))
+    return [item for _, _, item in sorted(found)]
+
+
+def find(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the newest complete one in it. Raises InputError where
+    there is none."""
+    if (folder / SUMS).is_file() and (folder / FACTS).is_file():
+        return folder
+    found = complete(folder)
+    if not found:
+        reason = "there is no such folder" if not folder.is_dir() else "there is no complete one"
+        message = f"no checkpoint in {folder} ({reason})"
+        raise InputError(message)
+    return found[-1]
+
+
+def begin(folder: Path, step: int) -> tuple[Path, int]:
+    """A hidden folder for the checkpoint of a step, and its number among those of the folder.
+
+    What was left by saves that did not end is removed. Raises OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for item in folder.iterdir():
+        if _PARTIAL.fullmatch(item.name):
+            shutil.rmtree(item, ignore_errors=True)
+    name, number = f"step_{step:08d}", 1
+    while (folder / name).exists():
+        number += 1
+        name = f"step_{step:08d}-{number}"
+    serials = [json_of(item / FACTS).get("serial", 0) for item in complete(folder)]
+    partial = folder / f".{name}.partial"
+    partial.mkdir()
+    return partial, max(map(int, serials), default=0) + 1
+
+
+def final(partial: Path) -> Path:
+    """What a hidden folder is called once it is complete."""
+    return partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
+
+
+def finish(partial: Path, documents: Mapping[str, Any], written: Mapping[str, str]) -> Path:
+    """Complete a checkpoint whose files with tensors were written, with these checksums.
+
+    Raises OSError; the folder is as it was then.
+    """
+    digests = dict(written)
+    for name, document in documents.items():
+        text = json.dumps(document, indent=1 if name == FACTS else None).encode()
+        write(partial / name, text)
+        digests[name] = hashlib.sha256(text).hexdigest()
+    listed = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    write(partial / SUMS, listed.encode())
+    sync(partial)
+    path = final(partial)
+    partial.rename(path)
+    sync(path.parent)
+    return path
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest `keep`. What cannot be removed stays."""
+    for path in complete(folder)[:-keep]:
+        hidden = path.with_name(f".{path.name}.removed")
+        with suppress(OSError):
+            path.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a new file until it is on the disk. Raises OSError."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Put the names in a folder on the disk. Raises OSError."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def index(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The index of all tensors, from what each file's rank says of them."""
+    found: dict[str, Any] = {}
+    for file, tensors in parts:
+        for name, item in tensors.items():
+            entry = found.setdefault(name, {**item, "pieces": []})
+            entry["pieces"] += [[file, *piece] for piece in item["pieces"]]
+    return dict(sorted(found.items()))

@@ -1,0 +1,151 @@
+"""Which boxes of the model's tensors a rank holds, and which of them it writes.
+
+    whole      every data and tensor rank of its pipeline coordinates holds it
+    in pieces  every data rank of the pipeline and tensor coordinate holds the piece
+    in rows    every data rank at the place of the plane holds the rows
+
+Of replicas one writes: what is large is cut along its first dimension, and the parts are dealt out
+so that all write about as many bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parcompiler.pieces import Span, piece
+from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.vocabulary import VocabularyRows
+
+SMALL = 2**16  # bytes: what is smaller is not cut
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a whole tensor, and the memory of this rank that holds it."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class RankLayout:
+    """Where the pieces of one rank lie in the tensors of the model."""
+
+    def __init__(self, program: RankProgram) -> None:
+        self._program = program
+        self._rows = VocabularyRows(program)
+
+    def is_divided(self, name: str) -> bool:
+        """Whether a rank holds only a part of a tensor of the model."""
+        return name in self._program.rows or self._is_sharded(name)
+
+    def shape(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
+        """The shape of the whole of which this rank holds `held`."""
+        if name in self._program.rows:
+            shape = list(held.shape)
+            shape[self._rows.place(name, held)[0]] = self._program.rows[name]
+            return tuple(shape)
+        if self._is_sharded(name):
+            return self._program.shards[name].shape(held.shape)
+        return tuple(held.shape)
+
+    def parts(self, name: str, held: torch.Tensor) -> list[Part]:
+        """The boxes that this rank holds of a tensor, in the memory of `held`; padding in none."""
+        if name in self._program.rows:
+            dim, span = self._rows.place(name, held)
+            spans: Sequence[Span] = [span]
+        elif self._is_sharded(name):
+            shard, tensor = self._program.shards[name], self._program.coordinate.tensor
+            dim, spans = shard.dim, shard.spans(self._program.tensor, tensor)
+        else:
+            return [Part(Box.whole(held.shape), held)]
+        found, start = [], 0
+        for span in spans:
+            if span.size:
+                box = Box.whole(held.shape).narrowed(dim, 0, span.size)
+                offsets = (*box.offsets[:dim], span.start, *box.offsets[dim + 1 :])
+                part = Part(Box(offsets, box.sizes), held.narrow(dim, start, span.size))
+                found.append(part)
+            start += span.size
+        return found
+
+    def written(
+        self,
+        held: Mapping[str, Sequence[Part]],
+        first: Mapping[str, int],
+        untrained: Collection[str],
+    ) -> dict[str, list[Part]]:
+        """The parts that this rank writes, by key, of all that it holds. No two ranks write the
+        same, and none is left out, as ranks that hold the same deal it out alike. `first` is the
+        first pipeline coordinate that holds a tensor, by its name. What is `untrained` may
+        differ between data ranks: that of data rank 0 is the model's."""
+        at, program = self._program.coordinate, self._program
+        found: dict[str, list[Part]] = {}
+        for divided, shared in itertools.product((True, False), (True, False)):
+            group = {
+                key: parts
+                for key, parts in held.items()
+                for name in (base(key),)
+                if self.is_divided(name) is divided
+                and (name not in untrained) is shared
+                and (name in program.rows or first[name] == at.pipeline)
+            }
+            tensor, index = (1, 0) if divided else (program.tensor, at.tensor)
+            data = program.data if shared else 1
+            if at.data < data:
+                for key, part in dealt(group, data * tensor)[at.data * tensor + index]:
+                    found.setdefault(key, []).append(part)
+        return found
+
+    def _is_sharded(self, name: str) -> bool:
+        return name in self._program.shards and self._program.tensor > 1
+
+
+def base(key: str) -> str:
+    """The name of the parameter or buffer that a key belongs to.
+
+    >>> base("optimizer exp_avg/h.0.weight"), base("model/h.0.weight")
+    ('h.0.weight', 'h.0.weight')
+    """
+    return key.partition("/")[2]
+
+
+def dealt(sizes: Mapping[str, Sequence[Part]], ranks: int) -> list[list[tuple[str, Part]]]:
+    """Parts for each of so many ranks that hold all of them: the largest first, each to who has
+    the fewest bytes; what is larger than a fair share is cut along its first dimension."""
+    whole = [(name, part) for name, parts in sizes.items() for part in parts]
+    fair = max(SMALL, sum(_bytes(part) for _, part in whole) // ranks)
+    cut = [(name, part) for name, one in whole for part in _cut(one, fair)]
+    cut.sort(key=lambda item: (-_bytes(item[1]), item[0], item[1].box.offsets))
+    found: list[list[tuple[str, Part]]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for item in cut:
+        load, rank = heapq.heappop(loads)
+        found[rank].append(item)
+        heapq.heappush(loads, (load + _bytes(item[1]), rank))
+    return found
+
+
+def _cut(part: Part, fair: int) -> Iterator[Part]:
+    """A part, or rows of it that are a fair share at most."""
+    number = -(-_bytes(part) // fair)
+    if number <= 1 or not part.box.sizes:
+        yield part
+        return
+    rows = part.box.sizes[0]
+    number = min(number, rows)
+    for k in range(number):
+        span = piece(rows, number, k)
+        yield Part(
+            part.box.narrowed(0, span.start, span.size),
+            part.tensor.narrow(0, span.start, span.size),
+        )
+
+
+def _bytes(part: Part) -> int:
+    return part.box.count * part.tensor.element_size()

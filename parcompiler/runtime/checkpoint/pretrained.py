@@ -1,0 +1,207 @@
+"""Published weights: folders of safetensors as Hugging Face has them, read and written by pieces.
+
+    model.safetensors                     or shards: model-00001-of-00002.safetensors ...
+    model.safetensors.index.json          with "weight_map": name -> shard
+    config.json
+
+A rank reads the boxes that it holds. Shards are written from a checkpoint, one tensor in memory at
+a time, each shard by another rank; so no host ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.checkpoint.folder import Checkpoint, json_of, sync
+from parcompiler.runtime.checkpoint.folder import write as write_bytes
+from parcompiler.runtime.checkpoint.tensors import Described, File, write
+
+FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder of published weights; a tensor is read when it is asked for, by pieces."""
+
+    path: Path
+    files: Mapping[str, str]  # by the name of the tensor
+    opened: dict[str, File] = field(default_factory=dict)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._file(name).shape(name)
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Copy a box of a tensor into `target`, which may have another dtype."""
+        self._file(name).read(name, box, target)
+
+    @property
+    def bytes_read(self) -> int:
+        """What was copied out of its files."""
+        return sum(file.count for file in self.opened.values())
+
+    def _file(self, name: str) -> File:
+        """The file of a tensor, opened once."""
+        found = self.files[name]
+        if found not in self.opened:
+            self.opened[found] = File(self.path / found)
+        if name not in self.opened[found].names():
+            message = f"{self.path / found} lacks {name!r}, which {INDEX} says it has"
+            raise InputError(message)
+        return self.opened[found]
+
+
+def opened(folder: Path) -> Pretrained:
+    """The weights in a folder, or in one file. Raises InputError where there are none."""
+    if folder.is_file():
+        folder, single = folder.parent, folder.name
+    else:
+        single = FILE
+    if (folder / single).is_file():
+        file = File(folder / single)
+        return Pretrained(folder, dict.fromkeys(file.names(), single), {single: file})
+    if not (folder / INDEX).is_file():
+        message = f"{folder} has no published weights: neither {FILE} nor {INDEX}"
+        raise InputError(message)
+    files = json_of(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(map(_is_inside, files.values())):
+        message = f"{folder / INDEX} is damaged: it has no map of names to files of its folder"
+        raise InputError(message)
+    return Pretrained(folder, files)
+
+
+def _is_inside(name: object) -> bool:
+    """Whether a file lies in the folder that names it."""
+    return isinstance(name, str) and PurePosixPath(name).name == name
+
+
+def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """The names of a model for those of a file, which may be those of the model without its head,
+    or of a model within another: a first component more, or less, where that fits more names.
+
+    >>> renamed(["h.0.weight", "wte.weight"], ["transformer.h.0.weight", "lm_head.weight"])
+    {'h.0.weight': 'transformer.h.0.weight', 'wte.weight': 'transformer.wte.weight'}
+    """
+    firsts = sorted({name.partition(".")[0] for name in known if "." in name})
+    ways = [{name: name for name in stored}]
+    ways += [{name: f"{first}.{name}" for name in stored} for first in firsts]
+    ways += [
+        {name: name.removeprefix(f"{first}.") for name in stored}
+        for first in sorted({name.partition(".")[0] for name in stored if "." in name})
+    ]
+    best = max(ways, key=lambda way: sum(name in known for name in way.values()))
+    return {name: new if new in known or name not in known else name for name, new in best.items()}
+
+
+def shards(checkpoint: Checkpoint, size: int, dtype: torch.dtype | None) -> dict[str, list[str]]:
+    """The tensors of the model by the file that they go into, of about `size` bytes each."""
+    groups: list[list[str]] = [[]]
+    full = 0
+    for key, entry in sorted(checkpoint.entries.items()):
+        if not key.startswith("model/"):
+            continue
+        count = Box.whole(entry.shape).count * _dtype(entry.dtype, dtype).itemsize
+        if groups[-1] and full + count > size:
+            groups.append([])
+            full = 0
+        groups[-1].append(key.removeprefix("model/"))
+        full += count
+    if len(groups) == 1:
+        return {FILE: groups[0]}
+    n = len(groups)
+    return {f"model-{k:05d}-of-{n:05d}.safetensors": group for k, group in enumerate(groups, 1)}
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    dtype: torch.dtype | None,
+    part: int = 0,
+    parts: int = 1,
+) -> None:
+    """Write each `parts`-th of the files, hidden yet. Raises OSError."""
+    for file in sorted(files)[part::parts]:
+        described = {}
+        for name in files[file]:
+            entry = checkpoint.entries[f"model/{name}"]
+            kind = _dtype(entry.dtype, dtype)
+            described[name] = Described(kind, entry.shape, partial(_cast, checkpoint, name, kind))
+        hidden = folder / f".{file}.partial"
+        hidden.unlink(missing_ok=True)
+        write(hidden, described, {"format": "pt"})
+
+
+def publish(
+    checkpoint: Checkpoint,
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    dtype: torch.dtype | None,
+    config: Any,
+) -> None:
+    """Give hidden files their names, write index and configuration, and remove other weights.
+
+    `config` is a dictionary, a path, an object with `save_pretrained(folder)`, or None.
+    Raises OSError.
+    """
+    stale = {path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+    for path in stale - {folder / name for name in files}:
+        path.unlink()
+    for file in files:
+        os.replace(folder / f".{file}.partial", folder / file)
+    if len(files) > 1:
+        entries = checkpoint.entries
+        total = sum(
+            Box.whole(entry.shape).count * _dtype(entry.dtype, dtype).itemsize
+            for names in files.values()
+            for entry in [entries[f"model/{name}"] for name in names]
+        )
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in sorted(files.items()) for name in names},
+        }
+        write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
+    if config is not None:
+        _write_config(folder, config)
+    sync(folder)
+
+
+def _write_config(folder: Path, config: Any) -> None:
+    """Write `config.json`."""
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(str(folder))
+        return
+    if isinstance(config, str | Path):
+        path = Path(config)
+        config = json_of(path / CONFIG if path.is_dir() else path)
+    if not isinstance(config, Mapping):
+        message = (
+            "config must be a dictionary, the path of a config.json, or a configuration of "
+            f"transformers ({type(config).__name__} given)"
+        )
+        raise InputError(message)
+    (folder / CONFIG).unlink(missing_ok=True)
+    write_bytes(folder / CONFIG, json.dumps(dict(config), indent=2).encode())
+
+
+def _dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is written in: integers stay what they are."""
+    return stored if wanted is None or not stored.is_floating_point else wanted
+
+
+def _cast(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A whole tensor of the model."""
+    return checkpoint.whole(f"model/{name}").to(dtype)

@@ -1,0 +1,443 @@
+"""The checkpoints of one worker: saved and loaded by all ranks together.
+
+    save       agree ─► write own files ─► agree ─► rank 0 completes the folder ─► agree
+    beside     agree ─► copy ─► thread: write, tell the store ─► rank 0 completes the folder
+    load       agree on a folder ─► check files, each a share ─► agree ─► copy ─► agree
+
+To agree is a collective in which every rank tells a result or a fault: what one rank cannot do,
+all refuse with the same InputError, and go on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.checkpoint import folder as folders
+from parcompiler.runtime.checkpoint import pretrained as published
+from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
+from parcompiler.runtime.checkpoint.layout import Part, RankLayout
+from parcompiler.runtime.checkpoint.states import (
+    Held,
+    RankState,
+    Restored,
+    extra_of,
+    extra_state,
+    merged,
+    names_of,
+)
+from parcompiler.runtime.checkpoint.tensors import Described, write
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.state_dict import IncompatibleKeys, account_of, concluded
+
+POLL = 0.05  # s between two looks of rank 0 at whether all have written
+T = TypeVar("T")
+_IDS = iter(range(10**9))  # every rank numbers its savings alike
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What a rank writes of a checkpoint into the hidden folder `partial`."""
+
+    partial: Path
+    held: Mapping[str, Held]  # with the parts that this rank writes
+    facts: dict[str, Any]
+    serial: int
+    keep: int | None
+
+
+class Checkpoints:
+    """Saves and loads the state of a rank. `cause` says why the run has failed, if it has."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        state: RankState,
+        layout: RankLayout,
+        channels: Channels,
+        store: dist.Store | None,
+        cause: Callable[[], str],
+    ) -> None:
+        self._program = program
+        self._state = state
+        self._layout = layout
+        self._channels = channels
+        self._store = store
+        self._cause = cause
+        self._thread: threading.Thread | None = None
+        self._fault = ""  # of what the thread did
+        self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
+        self._stopped = threading.Event()
+        self.bytes_read = 0  # of tensors, by the last `load`
+
+    def save(
+        self,
+        folder: Path,
+        extra: Mapping[str, Any],
+        *,
+        asynchronous: bool,
+        keep: int | None,
+        optimizer: bool = True,
+    ) -> Path:
+        """Save a checkpoint; its folder. A collective that raises InputError on all ranks."""
+        self.finish()
+        arguments = [str(folder), sorted(map(str, extra)), asynchronous, keep]
+        tensors: dict[str, torch.Tensor] = {}
+        partial: list[Path] = []  # of rank 0, that made it
+
+        def begin() -> dict[str, Any]:
+            check_keep(keep)
+            facts = self._state.facts(optimizer=optimizer)
+            at = self._program.coordinate
+            if not at.pipeline and not at.tensor:
+                facts["extra"] = extra_state(extra, tensors)
+            found = {"arguments": arguments, "names": self._state.names(), "facts": facts}
+            found["digests"] = self._state.digests()
+            if self._program.rank == 0:
+                path, found["serial"] = folders.begin(folder, facts["step"])
+                partial.append(path)
+                found["partial"] = path.name
+            return found
+
+        try:
+            everyone = self._agreed(begin, "cannot save a checkpoint")
+            if any(one["arguments"] != arguments for one in everyone):
+                message = "the ranks save different things: give every rank the same arguments"
+                raise InputError(message)
+            writing = self._writing(folder, everyone, tensors, keep, optimizer)
+            if asynchronous:
+                self._start(self._copied(writing))
+                return folders.final(writing.partial)
+            self._agreed(lambda: self._write(writing), "cannot write the checkpoint")
+            self._agreed(lambda: self._complete(writing), "cannot write the checkpoint")
+        except BaseException:
+            for path in partial:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return folders.final(writing.partial)
+
+    def load(self, folder: Path, extra: Mapping[str, Any], *, optimizer: bool) -> set[str]:
+        """Load a checkpoint, the newest in `folder` if it is none; the names of the tensors of this
+        rank that it has. A collective that raises InputError on all ranks, and changes nothing."""
+        self.finish()
+        program = self._program
+        what = f"cannot load {folder}"
+
+        def find() -> str:
+            return "" if program.rank else str(folders.find(folder).relative_to(folder))
+
+        path = folder / self._agreed(find, what)[0]
+
+        def check() -> Any:
+            faults = folders.damaged(path, program.rank, program.size)
+            if faults:
+                raise InputError("\n".join(faults))
+
+        self._agreed(check, what)
+        opened: list[Checkpoint] = []
+
+        def plan() -> tuple[Restored, dict[str, Any]]:
+            checkpoint = folders.read(path)
+            opened.append(checkpoint)
+            restored = self._state.restored(checkpoint, optimizer=optimizer)
+            states = {name: extra_of(checkpoint, name, program) for name in extra}
+            return restored, states
+
+        restored, states = self._own(plan, what)
+        checkpoint = opened[0]
+        at = program.coordinate
+        stored = dict.fromkeys(names_of(checkpoint))
+        names = [[name] for name in self._state.names()] if not (at.data or at.tensor) else []
+        text = account_of(names, stored, program.unsaved, restored.faults)
+        texts = self._channels.gather_texts(text)
+        concluded(texts, stored, strict=True)
+
+        def apply() -> Any:
+            self._state.apply(checkpoint, restored, optimizer=optimizer)
+
+        self._agreed(apply, what)
+        self.bytes_read = checkpoint.bytes_read
+        others = ", ".join(checkpoint.facts["extra"].keys() - extra.keys())
+        if others and optimizer and program.rank == 0:
+            text = f"the checkpoint has states that nobody asked for: extra {others}"
+            warnings.warn(text, stacklevel=3)
+        for name, item in extra.items():
+            item.load_state_dict(states[name])
+        return restored.names
+
+    def load_pretrained(self, folder: Path, *, strict: bool) -> tuple[IncompatibleKeys, set[str]]:
+        """Load published weights: names that are missing and unexpected, and those of this rank's
+        tensors that were loaded. A collective that raises InputError on all ranks, and changes
+        nothing then."""
+        program, what = self._program, f"cannot load {folder}"
+
+        def names() -> tuple[list[str], list[str]]:
+            return self._state.names(), list(published.opened(folder).files)
+
+        everyone = self._agreed(names, what)
+        known = {name for own, _ in everyone for name in own} | program.aliases.keys()
+        source = self._own(lambda: published.opened(folder), what)
+        mapping = published.renamed(source.files, known)
+        copies, faults = self._own(lambda: self._state.published(source, mapping), what)
+        given = dict.fromkeys(mapping[name] for name in source.files)
+        own = {name: [name] for name in self._state.names()}
+        for alias, name in program.aliases.items():
+            if name in own:
+                own[name].append(alias)
+        says = account_of(own.values(), given, program.unsaved, faults)
+        keys = concluded(self._channels.gather_texts(says), given, strict=strict)
+        self._agreed(lambda: self._state.copy(source, copies.values()), what)
+        self.bytes_read = source.bytes_read
+        return keys, set(copies)
+
+    def save_pretrained(
+        self, folder: Path, config: Any, *, dtype: torch.dtype | None, size: int
+    ) -> None:
+        """Write weights for others to read. A collective that raises InputError on all ranks."""
+        program, what = self._program, "cannot write the weights"
+        pieces = folder / ".pieces"
+        path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
+        try:
+            checkpoint = self._own(lambda: folders.read(path), what)
+            files = published.shards(checkpoint, size, dtype)
+
+            def write_own() -> None:
+                published.write_shards(checkpoint, folder, files, dtype, program.rank, program.size)
+
+            def publish() -> None:
+                if program.rank == 0:
+                    published.publish(checkpoint, folder, files, dtype, config)
+
+            self._agreed(write_own, what)
+            self._agreed(publish, what)
+        finally:
+            if program.rank == 0:
+                shutil.rmtree(pieces, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is written beside the steps. A collective; raises InputError
+        on all ranks where it could not be written on some."""
+        if self._thread is None:
+            return
+
+        def ended() -> Any:
+            fault = self.ended()
+            if fault:
+                raise InputError(fault)
+
+        self._agreed(ended, "the last checkpoint was not written")
+
+    def ended(self) -> str:
+        """Wait for the thread of this rank; what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        fault, self._fault = self._fault, ""
+        return fault
+
+    def stop(self) -> None:
+        """The run has failed: nobody waits for a checkpoint any more."""
+        self._stopped.set()
+
+    def _agreed(self, work: Callable[[], Any], what: str) -> list[Any]:
+        """What every rank's `work` returns, JSON-able, by rank. Raises InputError on all ranks when
+        any cannot do it."""
+        fault, value = _tried(work)
+        text = json.dumps({"fault": fault, "value": value})
+        answers = [json.loads(answer) for answer in self._channels.gather_texts(text)]
+        faults = {
+            line: rank
+            for rank, answer in reversed([*enumerate(answers)])
+            for line in answer["fault"].splitlines()
+        }
+        if faults:
+            lines = [f"rank {rank}: {line}" for line, rank in sorted(faults.items())]
+            raise InputError("\n".join([f"{what}:", *lines]))
+        return [answer["value"] for answer in answers]
+
+    def _own(self, work: Callable[[], T], what: str) -> T:
+        """What `work` returns on this rank; raises as `_agreed` does."""
+        kept: list[T] = []
+
+        def keep() -> None:
+            kept.append(work())
+
+        self._agreed(keep, what)
+        return kept[0]
+
+    def _writing(
+        self,
+        folder: Path,
+        everyone: list[dict[str, Any]],
+        tensors: Mapping[str, torch.Tensor],
+        keep: int | None,
+        optimizer: bool,
+    ) -> Writing:
+        """What this rank writes, now that all have told what they hold."""
+        program, at = self._program, self._program.coordinate
+        grid = program.grid
+        first: dict[str, int] = {}
+        for rank, one in enumerate(everyone):
+            for name in one["names"]:
+                first.setdefault(name, grid.coordinate(rank).pipeline)
+        held = self._state.tensors(optimizer=optimizer)
+        parts = self._layout.written(
+            {key: item.parts for key, item in held.items()}, first, self._state.untrained().keys()
+        )
+        own = {key: held[key]._replace(parts=parts[key]) for key in parts}
+        digests = [one["digests"] for one in everyone]
+        zero = grid.rank(at.pipeline, 0, at.tensor)
+        own |= self._state.differing(digests[program.rank], digests[zero], first)
+        told: set[str] = set()
+        for rank in range(program.rank):
+            told |= _digests(everyone[rank]["facts"].get("extra", {}))
+        for digest, tensor in tensors.items():
+            if digest not in told:
+                shape = tuple(tensor.shape)
+                own[f"extra/{digest}"] = Held(shape, "", [Part(Box.whole(shape), tensor)])
+        facts = merged([one["facts"] for one in everyone]) if program.rank == 0 else {}
+        serial = everyone[0]["serial"]
+        return Writing(folder / everyone[0]["partial"], own, facts, serial, keep)
+
+    def _write(self, writing: Writing) -> None:
+        """Write the file of this rank, and beside it what rank 0 needs for the index."""
+        if not writing.partial.is_dir():
+            message = f"there is no {writing.partial} here: give a folder that all ranks see"
+            raise InputError(message)
+        file = f"rank_{self._program.rank}.safetensors"
+        described: dict[str, Described] = {}
+        index: dict[str, Any] = {}
+        for key, held in writing.held.items():
+            pieces = []
+            for part in held.parts:
+                place = "" if part.box == Box.whole(held.shape) else f"[{part.box}]"
+                described[key + place] = Described.of(part.tensor)
+                pieces.append([key + place, list(part.box.offsets), list(part.box.sizes)])
+            dtype = str(held.parts[0].tensor.dtype).removeprefix("torch.")
+            index[key] = {"dtype": dtype, "shape": list(held.shape), "pieces": pieces}
+            if held.note:
+                index[key]["note"] = held.note
+        digest = write(writing.partial / file, described, {"format": "pt"}) if described else ""
+        document = {"file": file, "sha256": digest, "tensors": index}
+        text = json.dumps(document).encode()
+        folders.write(writing.partial / f"rank_{self._program.rank}.json", text)
+
+    def _complete(self, writing: Writing) -> None:
+        """Rank 0 completes the folder into which all ranks have written."""
+        if self._program.rank:
+            return
+        partial = writing.partial
+        parts = []
+        for rank in range(self._program.size):
+            path = partial / f"rank_{rank}.json"
+            parts.append(json.loads(path.read_bytes()))
+            path.unlink()
+        index = folders.index((part["file"], part["tensors"]) for part in parts)
+        facts = {"format": folders.FORMAT, "serial": writing.serial, **writing.facts}
+        digests = {part["file"]: part["sha256"] for part in parts if part["sha256"]}
+        folders.finish(partial, {FACTS: facts, TENSORS: index}, digests)
+        if writing.keep is not None:
+            folders.prune(partial.parent, writing.keep)
+
+    def _start(self, writing: Writing) -> None:
+        """Write beside the steps."""
+        name = f"checkpoint/{next(_IDS)}"
+        alone = self._store is None or self._program.size == 1
+        # A client of its own, as that of the watch: one that waits keeps others waiting.
+        store = dist.HashStore() if alone else self._store.clone()  # type: ignore[union-attr]
+        self._thread = threading.Thread(
+            target=self._beside, args=(writing, store, name), name="checkpoint"
+        )
+        self._thread.start()
+
+    def _copied(self, writing: Writing) -> Writing:
+        """The same in memory of its own, on the CPU: steps go on. That memory is kept for the next
+        time, as to be given new pages takes longer than to copy."""
+        before, self._copies = self._copies, {}
+        held = {}
+        for key, item in writing.held.items():
+            parts = []
+            for part in item.parts:
+                place, tensor = (key, part.box), part.tensor.detach()
+                copy = before.get(place)
+                if copy is None or copy.dtype != tensor.dtype:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._copies[place] = copy.copy_(tensor)
+                parts.append(Part(part.box, copy))
+            held[key] = item._replace(parts=parts)
+        return replace(writing, held=held)
+
+    def _beside(self, writing: Writing, store: dist.Store, name: str) -> None:
+        """What the thread does: write, tell the store how that went, and on rank 0 complete the
+        folder when all have written."""
+        rank = self._program.rank
+        fault, _ = _tried(lambda: self._write(writing))
+        told, _ = _tried(lambda: store.set(f"{name}/{rank}", fault))
+        fault = fault or told
+        if rank == 0:
+            others, _ = _tried(lambda: self._await(store, name))
+            fault = fault or others
+            fault = fault or _tried(lambda: self._complete(writing))[0]
+            if fault:
+                shutil.rmtree(writing.partial, ignore_errors=True)
+        self._fault = fault
+
+    def _await(self, store: dist.Store, name: str) -> None:
+        """Wait until all ranks have written. Raises InputError when one could not, or is gone."""
+        faults = []
+        for rank in range(self._program.size):
+            key = f"{name}/{rank}"
+            while not store.check([key]):
+                if self._stopped.is_set() or self._cause():
+                    message = "the run failed before all ranks had written"
+                    raise InputError(message)
+                time.sleep(POLL)
+            fault = store.get(key).decode()
+            if fault:
+                faults.append(f"rank {rank} could not write its file ({fault})")
+        if faults:
+            raise InputError("\n".join(faults))
+
+
+def _tried(work: Callable[[], Any]) -> tuple[str, Any]:
+    """The fault of some work, and what it returns without one."""
+    try:
+        return "", work()
+    except OSError as error:
+        return f"{error.strerror or error}", None
+    except InputError as error:
+        return str(error), None
+    except Exception as error:  # of a user's object, which may raise anything
+        return f"{type(error).__name__}: {error}" or type(error).__name__, None
+
+
+def _digests(value: Any) -> set[str]:
+    """The tensors that states refer to."""
+    match value:
+        case {"tensor": str(digest)}:
+            return {digest}
+        case dict():
+            return set().union(*map(_digests, value.values()))
+        case list():
+            return set().union(*map(_digests, value))
+    return set()
+
+
+def check_keep(keep: int | None) -> None:
+    """Refuse a number of checkpoints to keep that is none."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        message = f"keep must be a number of checkpoints, or None for all ({keep!r} given)"
+        raise InputError(message)

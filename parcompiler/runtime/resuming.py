@@ -1,0 +1,137 @@
+"""The checkpoints of an emitted script: where it goes on, when it saves, and how it is preempted.
+
+    SIGTERM on any rank ─► the step ends ─► all ranks save ─► exit code 143
+
+That is the code of a process that the signal ended (128 + 15), which schedulers start again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.checkpoint.folder import complete, find
+from parcompiler.runtime.checkpoint.saving import check_keep
+from parcompiler.runtime.worker import Worker
+
+PREEMPTED = 128 + signal.SIGTERM
+
+
+class Position:
+    """How many batches all data ranks together have taken from the data."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number."""
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a number."""
+        self.batches = state["batches"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a command line."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--save", type=Path, metavar="DIR", help="save checkpoints into this folder")
+    group.add_argument(
+        "--every",
+        type=_positive,
+        metavar="N",
+        help="save after every N-th step, too; otherwise at the end, and when SIGTERM comes",
+    )
+    group.add_argument("--keep", type=_positive, metavar="K", help="keep the newest K (all)")
+    group.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from a checkpoint, or the newest in a folder; auto: from the newest in DIR, "
+        "or from the beginning where there is none",
+    )
+
+
+class Run:
+    """The checkpoints of one worker's training of so many steps."""
+
+    def __init__(self, worker: Worker, options: argparse.Namespace) -> None:
+        self._worker, self._options = worker, options
+        self._position = Position()
+        self._terminated = False
+        self._saved = -1  # the step of the last checkpoint
+        check_keep(options.keep)
+        for name in ("every", "keep"):
+            if getattr(options, name) is not None and options.save is None:
+                message = f"--{name} needs --save DIR"
+                raise InputError(message)
+        if options.resume == "auto" and options.save is None:
+            message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
+            raise InputError(message)
+
+    def resume(self) -> int:
+        """Load what the options say; how many batches were taken by then."""
+        source = self._options.resume
+        if source == "auto":
+            folder = self._options.save
+            there = self._worker.rank == 0 and bool(complete(folder))
+            source = folder if self._worker.any_rank(there) else None
+        if source is not None:
+            step = self._worker.load(source, {"data": self._position})
+            self._saved = step
+            if self._worker.rank == 0:
+                print(f"going on from step {step} of {find(Path(source))}", flush=True)
+        return self._position.batches
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, SIGTERM asks for a checkpoint instead of ending the process."""
+        if self._options.save is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def terminate(*_: object) -> None:
+            self._terminated = True
+
+        before = signal.signal(signal.SIGTERM, terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def after_step(self) -> None:
+        """Save if it is time. Raises SystemExit on all ranks when any was told to end."""
+        self._position.batches += self._worker.data_ranks
+        if self._options.save is None:
+            return
+        step = self._worker.step_count
+        terminated = self._worker.any_rank(self._terminated)
+        if terminated or (self._options.every is not None and step % self._options.every == 0):
+            self._save()
+        if terminated and step < self._options.steps:
+            if self._worker.rank == 0:
+                print(f"SIGTERM: saved after step {step}", flush=True)
+            raise SystemExit(PREEMPTED)
+
+    def end(self) -> None:
+        """Save what the last steps have made."""
+        if self._options.save is not None and self._saved != self._worker.step_count:
+            self._save()
+
+    def _save(self) -> None:
+        self._worker.save(self._options.save, {"data": self._position}, keep=self._options.keep)
+        self._saved = self._worker.step_count
+
+
+def _positive(text: str) -> int:
+    """A number of the command line."""
+    number = int(text)
+    if number < 1:
+        message = "must be at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return number

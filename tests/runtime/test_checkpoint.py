@@ -1,0 +1,306 @@
+"""Checkpoints of one rank: what is saved comes back to the bit, and nothing half is ever loaded."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import parcompiler as pc
+from parcompiler.runtime import run
+from parcompiler.runtime.checkpoint import folder as folders
+from parcompiler.runtime.checkpoint import pretrained, saving
+from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.checkpoint.layout import Part, dealt
+from parcompiler.runtime.checkpoint.tensors import Described, File, write
+from tests.runtime.workers import batch, compiled, mixed
+
+MICROBATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def program() -> pc.Program:
+    return compiled(mixed(0.2), MICROBATCHES)
+
+
+def worker(program: pc.Program, kind: Any = torch.optim.AdamW, **options: Any) -> pc.Worker:
+    found = program.worker()
+    found.set_optimizer(kind, **{"lr": 1e-2, **options})
+    return found
+
+
+def trained(found: pc.Worker, steps: int) -> list[float]:
+    start = found.step_count
+    return [
+        found.train_step(batch(MICROBATCHES, seed)).item() for seed in range(start, start + steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.ASGD, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    ],
+)
+def test_every_optimizer_goes_on_to_the_bit(
+    program: pc.Program, tmp_path: Path, kind: Any, options: dict[str, Any]
+) -> None:
+    with worker(program, kind, **options) as one:
+        trained(one, 2)
+        one.save(tmp_path)
+        expected = trained(one, 2)
+        state = one.gather_state_dict()
+    torch.manual_seed(99)
+    options = {**options, "lr": torch.tensor(1.0)} if "lr" in options else {**options, "lr": 1.0}
+    with worker(program, kind, **options) as two:
+        trained(two, 1)
+        assert two.load(tmp_path) == 2
+        assert trained(two, 2) == expected
+        again = two.gather_state_dict()
+    assert state is not None
+    assert again is not None
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_files_are_opened_by_the_library_and_the_newest_is_found(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    with worker(program) as one:
+        trained(one, 1)
+        path = one.save(tmp_path, keep=2)
+        for _ in range(3):
+            trained(one, 1)
+            path = one.save(tmp_path, keep=2)
+        again = one.save(tmp_path, asynchronous=True)  # of the same step
+        trained(one, 1)
+        assert one.load(tmp_path) == 4
+    assert path.name == "step_00000004"
+    assert [p.name for p in folders.complete(tmp_path)] == [
+        "step_00000003", "step_00000004", again.name,
+    ]  # fmt: skip
+    with safe_open(path / "rank_0.safetensors", "pt") as file:
+        assert "model/first.weight" in file.keys()
+        assert file.get_tensor("optimizer exp_avg/first.weight").shape == (6, 6)
+    (path / "SHA256SUMS").unlink()
+    assert folders.find(tmp_path).name == again.name
+
+
+def test_what_is_incomplete_is_not_found_and_goes_with_the_next_save(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    with worker(program) as one:
+        path = one.save(tmp_path)
+        path.rename(tmp_path / ".step_00000009.partial")
+        with pytest.raises(pc.InputError, match="there is no complete one"):
+            one.load(tmp_path)
+        one.save(tmp_path)
+        assert [item.name for item in tmp_path.iterdir()] == ["step_00000000"]
+
+
+@pytest.mark.parametrize("name", ["rank_0.safetensors", "tensors.json", "checkpoint.json"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(
+    program: pc.Program, tmp_path: Path, name: str
+) -> None:
+    with worker(program) as one:
+        path = one.save(tmp_path)
+        raw = bytearray((path / name).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (path / name).write_bytes(raw)
+        losses = trained(one, 1)
+        with pytest.raises(pc.InputError, match=rf"{name} is damaged"):
+            one.load(path)
+        assert one.step_count == len(losses)
+
+
+def test_a_full_disk_is_said_at_the_next_call_and_at_close(
+    program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    one = worker(program)
+    one.save(tmp_path)
+    monkeypatch.setattr(saving, "write", full)
+    with pytest.raises(pc.InputError, match="rank 0: No space left on device"):
+        one.save(tmp_path)
+    one.save(tmp_path, asynchronous=True)
+    trained(one, 1)
+    with pytest.raises(pc.InputError, match=r"not written:\nrank 0: No space left on device"):
+        one.load(tmp_path)
+    assert one.load(tmp_path) == 0
+    one.save(tmp_path, asynchronous=True)
+    with pytest.raises(pc.InputError, match="the last checkpoint was not written: No space left"):
+        one.close()
+    assert [item.name for item in tmp_path.iterdir()] == ["step_00000000"]
+
+
+class Counter:
+    """Has a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+STATE = {
+    "a": 1, 2: (3.5, None), "b": [True, b"\x00"], "nested": {"tensor": "no tensor"},
+    "t": torch.arange(3), "none": torch.zeros(0, 2), "nan": float("inf"),
+}  # fmt: skip
+
+
+def test_states_of_objects_come_back_and_others_are_refused_by_name(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    with worker(program) as one:
+        one.save(tmp_path, {"counter": Counter(STATE)})
+        found = Counter(None)
+        one.load(tmp_path, {"counter": found})
+        assert repr(found.state) == repr(STATE)
+        with pytest.raises(pc.InputError, match=r"no extra 'other' \(it has: counter\)"):
+            one.load(tmp_path, {"other": found})
+        odd = {"list": [Counter(1)]}
+        with pytest.raises(pc.InputError, match=r"extra 'counter'\['list'\]\[0\] is .*\(Counter\)"):
+            one.save(tmp_path, {"counter": Counter(odd)})
+        with pytest.raises(pc.InputError, match=r"extra 'x' has no state_dict\(\) \(int\)"):
+            one.save(tmp_path, {"x": 3})
+        with pytest.raises(pc.InputError, match=r"keep must be .* \(0 given\)"):
+            one.save(tmp_path, keep=0)
+
+
+def test_other_optimizers_and_models_are_refused(program: pc.Program, tmp_path: Path) -> None:
+    with worker(program) as one:
+        trained(one, 1)
+        one.save(tmp_path)
+    with program.worker() as two:
+        with pytest.raises(pc.InputError, match=r"call worker\.set_optimizer first"):
+            two.load(tmp_path)
+        two.set_optimizer(torch.optim.SGD, lr=1.0)
+        with pytest.raises(pc.InputError, match="states of AdamW, this worker has SGD"):
+            two.load(tmp_path)
+        assert two.load(tmp_path, optimizer=False) == 1
+    model = mixed()
+    model.head = torch.nn.Linear(6, 7)
+    model.more = torch.nn.Linear(2, 2)
+    with worker(compiled(model, MICROBATCHES)) as three, pytest.raises(pc.InputError) as error:
+        three.load(tmp_path)
+    assert "'head.weight' has another shape ((7, 6) needed, (5, 6) stored)" in str(error.value)
+
+
+def test_a_script_goes_on_from_its_newest_checkpoint(
+    program: pc.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    run(program.worker, ["--steps", "5"])
+    straight = capsys.readouterr().out.splitlines()
+    arguments = ["--save", str(tmp_path / "run"), "--every", "2", "--resume", "auto", "--keep", "2"]
+    torch.manual_seed(0)
+    run(program.worker, ["--steps", "3", *arguments])
+    assert capsys.readouterr().out.splitlines() == straight[:3]
+    torch.manual_seed(5)
+    run(program.worker, ["--steps", "5", *arguments])
+    resumed, *lines = capsys.readouterr().out.splitlines()
+    assert resumed == f"going on from step 3 of {tmp_path / 'run' / 'step_00000003'}"
+    assert lines == straight[3:]
+    names = [path.name for path in folders.complete(tmp_path / "run")]
+    assert names == ["step_00000004", "step_00000005"]
+    for wrong in (["--every", "2"], ["--resume", "auto"], ["--keep", "1"]):
+        with pytest.raises(pc.InputError, match="needs --save DIR"):
+            run(program.worker, wrong)
+
+
+def test_sigterm_saves_and_ends_with_143(
+    program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(timeout: float) -> pc.Worker:
+        found = program.worker()
+        step = found.train_step
+
+        def terminated(data: object) -> torch.Tensor:
+            if found.step_count == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(data)
+
+        monkeypatch.setattr(found, "train_step", terminated)
+        return found
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        run(make, ["--save", str(tmp_path)])
+    assert end.value.code == 143
+    assert folders.find(tmp_path).name == "step_00000002"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_boxes_overlap_as_indices_do() -> None:
+    whole = torch.arange(6 * 7 * 2).view(6, 7, 2)
+    one, two = Box((1, 0, 0), (4, 5, 2)), Box((3, 2, 1), (3, 5, 1))
+    common = one.overlap(two)
+    assert torch.equal(common.within(one).of(one.of(whole)), whole[3:5, 2:5, 1:])
+    assert torch.equal(common.within(two).of(two.of(whole)), whole[3:5, 2:5, 1:])
+    assert one.overlap(Box((5, 0, 0), (1, 1, 1))).count == 0
+    assert Box.whole(()).count == 1
+
+
+def test_replicas_share_what_they_write() -> None:
+    big, small = torch.zeros(101, 1000), torch.zeros(3)
+    parts = {"big": [Part(Box.whole(big.shape), big)], "small": [Part(Box.whole((3,)), small)]}
+    found = dealt(parts, 4)
+    rows = sorted(p.box.offsets[0] for rank in found for name, p in rank if name == "big")
+    assert rows == [0, 26, 51, 76]
+    assert sum(p.box.count for rank in found for _, p in rank) == big.numel() + 3
+
+
+def test_safetensors_are_read_by_boxes_in_another_dtype(tmp_path: Path) -> None:
+    tensors = {
+        "c": torch.randn(3, 2, dtype=torch.complex128),
+        "b": torch.tensor(True),
+        "h": torch.randn(5, 4).half(),
+        "o": torch.arange(3, dtype=torch.uint8),
+        "e": torch.zeros(0, 3),
+    }
+    path = tmp_path / "x.safetensors"
+    write(path, {name: Described.of(tensor) for name, tensor in tensors.items()}, {})
+    file = File(path)
+    for name, tensor in tensors.items():
+        target = torch.empty_like(tensor)
+        file.read(name, Box.whole(tensor.shape), target)
+        assert torch.equal(target, tensor)
+    before, wide = file.count, torch.empty(2, 2)
+    file.read("h", Box((1, 2), (2, 2)), wide)
+    assert torch.equal(wide, tensors["h"][1:3, 2:].float())
+    assert file.count - before == 8
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(pc.InputError, match="is cut short"):
+        File(path)
+
+
+def test_names_with_and_without_the_model_around_them() -> None:
+    known = ["transformer.h.0.w", "transformer.wte", "head"]
+    assert pretrained.renamed(["h.0.w", "wte", "head"], known)["wte"] == "transformer.wte"
+    assert pretrained.renamed(["h.0.w", "wte", "head"], known)["head"] == "head"
+    more = pretrained.renamed(["model.h.0.w", "model.wte"], ["h.0.w", "wte"])
+    assert list(more.values()) == ["h.0.w", "wte"]
+
+
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../outside.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(pc.InputError, match="no map of names to files of its folder"):
+        pretrained.opened(tmp_path)
+    with pytest.raises(pc.InputError, match="has no published weights"):
+        pretrained.opened(tmp_path / "none")
