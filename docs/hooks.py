@@ -39,9 +39,18 @@ def made(kind: str, name: str, options: str) -> str:
 
 @cache
 def help_of(name: str) -> str:
-    """The help of a command."""
-    command = parcompiler.commands[name]
+    """The help of a command, and of its own commands."""
     parent = click.Context(parcompiler, info_name="parcompiler")
+    command = parcompiler.commands[name]
+    texts = [help_in(parent, name, command)]
+    if isinstance(command, click.Group):
+        group = click.Context(command, info_name=name, parent=parent)
+        texts += [help_in(group, *item) for item in command.commands.items()]
+    return "\n\n\n".join(texts)
+
+
+def help_in(parent: click.Context, name: str, command: click.Command) -> str:
+    """The help of a command of a group."""
     context = click.Context(
         command, info_name=name, parent=parent, terminal_width=HELP_WIDTH, max_content_width=100
     )

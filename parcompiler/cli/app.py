@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import get_completion_class
 
+from parcompiler.cli.checkpoint import checkpoint_command
 from parcompiler.cli.commands import (
     calibrate_command,
     compile_command,
@@ -68,8 +69,8 @@ def parcompiler() -> None:
 
 
 for _command in (
-    plan_command, compile_command, verify_command, diff_command, report_command, calibrate_command,
-    completion_command,
+    plan_command, compile_command, verify_command, diff_command, report_command, checkpoint_command,
+    calibrate_command, completion_command,
 ):  # fmt: skip
     parcompiler.add_command(_command)
 

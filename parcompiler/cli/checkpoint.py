@@ -1,0 +1,161 @@
+"""`checkpoint`: what a saved run holds, whether it is whole, and its weights for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from parcompiler.cli import options, output
+from parcompiler.cli.output import DONE, FAULT
+
+if TYPE_CHECKING:
+    from parcompiler.runtime.checkpoint.folder import Checkpoint
+
+FOLDER = """\
+\b
+FOLDER is a checkpoint (step_00000010), or the folder that --save or worker.save
+was given: its newest complete checkpoint is taken."""
+
+
+@click.group("checkpoint", short_help="Show, check and export checkpoints.")
+def checkpoint_command() -> None:
+    """Show what a checkpoint holds, check its files, or export its weights.
+
+    \b
+    parcompiler checkpoint show run/
+    parcompiler checkpoint check run/step_00000100
+    parcompiler checkpoint export run/ --output weights/
+    """
+
+
+@checkpoint_command.command("show", epilog=FOLDER, short_help="Show what a checkpoint holds.")
+@click.argument("folder", type=options.PATH)
+@click.option("--tensors", is_flag=True, help="List every tensor, too.")
+@options.common
+def show_command(folder: Path, tensors: bool, form: str) -> int:
+    """Show the step, the mesh that saved it, the optimizer, and what tensors take."""
+    found = _found(folder)
+    facts = _facts(found)
+    if tensors:
+        facts["tensors"] = [
+            {
+                "name": name,
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+                "pieces": len(entry.pieces),
+            }
+            for name, entry in found.entries.items()
+        ]
+    output.result(form, lambda: _text(facts), lambda: facts)
+    return DONE
+
+
+@checkpoint_command.command("check", epilog=FOLDER, short_help="Check the files of a checkpoint.")
+@click.argument("folder", type=options.PATH)
+@options.common
+def check_command(folder: Path, form: str) -> int:
+    """Compare every file with its checksum, and see that every tensor is whole.
+
+    The exit code is 1 when something is damaged or missing.
+    """
+    from parcompiler.errors import InputError
+    from parcompiler.runtime.checkpoint import folder as folders
+
+    path = folders.find(folder)
+    faults = folders.damaged(path)
+    if not faults:
+        try:
+            faults = folders.read(path).gaps()
+        except InputError as error:
+            faults = [str(error)]
+    output.result(
+        form,
+        lambda: "\n".join(faults) or f"{path}: every file is as it was written",
+        lambda: {"path": str(path), "ok": not faults, "faults": faults},
+    )
+    return FAULT if faults else DONE
+
+
+@checkpoint_command.command("export", epilog=FOLDER, short_help="Write its weights for others.")
+@click.argument("folder", type=options.PATH)
+@click.option(
+    "--output", "target", type=options.PATH, required=True, metavar="FOLDER",
+    help="Where model.safetensors, or shards and their index, go.",
+)  # fmt: skip
+@click.option("--config", type=options.PATH, help="The config.json that stands beside them.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+    help="Of the weights. Default: as they were saved.",
+)  # fmt: skip
+@options.common
+def export_command(
+    folder: Path, target: Path, config: Path | None, dtype: str | None, form: str
+) -> int:
+    """Write the weights as `from_pretrained` of Hugging Face opens them, one tensor in memory at a
+    time."""
+    import torch
+
+    from parcompiler.errors import InputError
+    from parcompiler.runtime.checkpoint import folder as folders
+    from parcompiler.runtime.checkpoint import pretrained
+
+    found = _found(folder)
+    faults = folders.damaged(found.path)
+    if faults:
+        raise InputError("\n".join(faults))
+    kind = None if dtype is None else getattr(torch, dtype)
+    files = pretrained.shards(found, pretrained.SHARD_SIZE, kind)
+    with output.writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        pretrained.write_shards(found, target, files, kind)
+        pretrained.publish(found, target, files, kind, config)
+    names = sorted(files)
+    output.result(
+        form,
+        lambda: f"{target}: weights of step {found.step} in {', '.join(names)}",
+        lambda: {"folder": str(target), "files": names},
+    )
+    return DONE
+
+
+def _found(folder: Path) -> Checkpoint:
+    """The checkpoint of a folder."""
+    from parcompiler.runtime.checkpoint import folder as folders
+
+    return folders.read(folders.find(folder))
+
+
+def _text(facts: dict[str, Any]) -> str:
+    """Facts for a person: one a line, and then tensors."""
+    lines = []
+    for name, value in facts.items():
+        if name != "tensors":
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            lines.append(f"{name.replace('_', ' '):<18}{shown}")
+    for row in facts.get("tensors", ()):
+        shape = " × ".join(map(str, row["shape"])) or "scalar"
+        pieces = f", {row['pieces']} pieces" if row["pieces"] > 1 else ""
+        lines.append(f"  {row['name']}: {row['dtype']} {shape}{pieces}")
+    return "\n".join(lines)
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    """What a person wants to know first."""
+    kinds = {"model": "parameter_bytes", "unsaved": "parameter_bytes"}
+    totals = {"parameter_bytes": 0, "optimizer_bytes": 0, "other_bytes": 0}
+    for name, entry in found.entries.items():
+        head = name.partition("/")[0].partition(" ")[0]
+        kind = kinds.get(head, "optimizer_bytes" if head == "optimizer" else "other_bytes")
+        totals[kind] += entry.bytes
+    pipeline, data, tensor = found.facts["mesh"]
+    optimizer = found.facts.get("optimizer")
+    return {
+        "path": str(found.path),
+        "step": found.step,
+        "mesh": f"pipeline={pipeline}, data={data}, tensor={tensor}",
+        "optimizer": "none" if optimizer is None else optimizer["kind"],
+        "extra": sorted(found.facts["extra"]) or ["nothing"],
+        **totals,
+    }
