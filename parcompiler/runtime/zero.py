@@ -97,6 +97,14 @@ class DataParts:
         span = self._spans[name][self._index if data is None else data]
         return _with_rows(tensor).narrow(0, span.start, span.size)
 
+    def span(self, name: str) -> Span:
+        """The rows of a parameter that this data rank updates; it may be none."""
+        return self._spans[name][self._index]
+
+    def is_first(self, name: str) -> bool:
+        """Whether no data rank before this one updates rows of a parameter."""
+        return not any(span.size for span in self._spans[name][: self._index])
+
     def scatter(self, names: Sequence[str]) -> Any:
         """Start summing the gradients of a bucket over the data ranks; what to wait for.
 

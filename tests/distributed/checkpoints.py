@@ -117,7 +117,7 @@ class Player:
             part.box.count
             for name, tensor in interpreter.tensors.items()
             if name not in self.worker.program.unsaved
-            for part in layout.parts(name, tensor)
+            for part in layout.parts(name, tensor, tensor)
         )
         self.read = self.worker._checkpoints.bytes_read / (held * self.job["itemsize"])
 

@@ -86,6 +86,8 @@ RESUMED = {
     "pipedream": Case(2, options={"schedule": "pipedream"}, optimizer="SGD", tied=False),
 }
 RESUMED["statistics"] = Case(1, 2, optimizer="SGD", normed=True)
+RESUMED["zero"] = Case(1, 4, options={"zero": 1, "precision": "bf16"}, dropout=0.1)
+RESUMED["zero-whole"] = Case(2, 2, options={"zero": 1}, optimizer="Adafactor")
 SCHEDULES = {
     schedule: Case(2, options={"schedule": schedule, "virtual_stages": stages}, dropout=0.1)
     for schedule, stages in {
@@ -98,7 +100,8 @@ DIVIDED = {
     "one": Case(options=WIDE),
     "vocab": Case(2, 1, 2, options={"vocabulary": "vocab-2", **WIDE}),
     "uneven": Case(1, 1, 3, options=WIDE),
-    "replicas": Case(2, 2, options={"vocabulary": "whole", **WIDE}),
+    "replicas": Case(2, 2, options={"vocabulary": "whole", "zero": 0, **WIDE}),
+    "shared": Case(2, 2, options={"vocabulary": "vocab-2", "zero": 1, **WIDE}),
 }
 MORE = {
     "pieces": Case(2, 1, 2, options={"vocabulary": "whole", **WIDE}),

@@ -11,7 +11,6 @@ so that all write about as many bytes.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,23 +53,45 @@ class RankLayout:
             return self._program.shards[name].shape(held.shape)
         return tuple(held.shape)
 
-    def parts(self, name: str, held: torch.Tensor) -> list[Part]:
-        """The boxes that this rank holds of a tensor, in the memory of `held`; padding in none."""
+    def parts(
+        self, name: str, like: torch.Tensor, held: torch.Tensor, rows: Span | None = None
+    ) -> list[Part]:
+        """The boxes that this rank holds of a tensor, in the memory of `held`; padding in none.
+
+        `like` has the shape of this rank's tensor; of that `held` may be these `rows` of the first
+        dimension, which other data ranks have not (a scalar has one).
+        """
+        if rows is None or not like.dim():
+            held, around = held.view(like.shape), Box.whole(like.shape)
+        else:
+            around = Box.whole(like.shape).narrowed(0, rows.start, rows.size)
+        found = []
+        for box, local in self._boxes(name, like):
+            common = local.overlap(around)
+            if common.count or not box.count:
+                place = common.within(local)
+                offsets = (a + b for a, b in zip(box.offsets, place.offsets, strict=True))
+                part = common.within(around).of(held)
+                found.append(Part(Box(tuple(offsets), common.sizes), part))
+        return found
+
+    def _boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
+        """The boxes of the whole tensor that this rank holds, and where they lie in its own."""
+        own = Box.whole(like.shape)
         if name in self._program.rows:
-            dim, span = self._rows.place(name, held)
+            dim, span = self._rows.place(name, like)
             spans: Sequence[Span] = [span]
         elif self._is_sharded(name):
             shard, tensor = self._program.shards[name], self._program.coordinate.tensor
             dim, spans = shard.dim, shard.spans(self._program.tensor, tensor)
         else:
-            return [Part(Box.whole(held.shape), held)]
+            return [(own, own)]
         found, start = [], 0
         for span in spans:
             if span.size:
-                box = Box.whole(held.shape).narrowed(dim, 0, span.size)
-                offsets = (*box.offsets[:dim], span.start, *box.offsets[dim + 1 :])
-                part = Part(Box(offsets, box.sizes), held.narrow(dim, start, span.size))
-                found.append(part)
+                local = own.narrowed(dim, start, span.size)
+                offsets = (*own.offsets[:dim], span.start, *own.offsets[dim + 1 :])
+                found.append((Box(offsets, local.sizes), local))
             start += span.size
         return found
 
@@ -79,26 +100,27 @@ class RankLayout:
         held: Mapping[str, Sequence[Part]],
         first: Mapping[str, int],
         untrained: Collection[str],
+        alone: Collection[str],
     ) -> dict[str, list[Part]]:
         """The parts that this rank writes, by key, of all that it holds. No two ranks write the
         same, and none is left out, as ranks that hold the same deal it out alike. `first` is the
         first pipeline coordinate that holds a tensor, by its name. What is `untrained` may
-        differ between data ranks: that of data rank 0 is the model's."""
+        differ between data ranks: that of data rank 0 is the model's. What this data rank holds
+        `alone`, no other has (keys)."""
         at, program = self._program.coordinate, self._program
         found: dict[str, list[Part]] = {}
-        for divided, shared in itertools.product((True, False), (True, False)):
-            group = {
-                key: parts
-                for key, parts in held.items()
-                for name in (base(key),)
-                if self.is_divided(name) is divided
-                and (name not in untrained) is shared
-                and (name in program.rows or first[name] == at.pipeline)
-            }
+        groups: dict[tuple[bool, int], dict[str, Sequence[Part]]] = {}
+        for key, parts in held.items():
+            name = base(key)
+            if name in program.rows or first[name] == at.pipeline:
+                # The number of data ranks that share it; none where each has its own.
+                data = 0 if key in alone else 1 if name in untrained else program.data
+                groups.setdefault((self.is_divided(name), data), {})[key] = parts
+        for (divided, data), group in groups.items():
             tensor, index = (1, 0) if divided else (program.tensor, at.tensor)
-            data = program.data if shared else 1
-            if at.data < data:
-                for key, part in dealt(group, data * tensor)[at.data * tensor + index]:
+            if data == 0 or at.data < data:
+                ranks = dealt(group, max(1, data) * tensor)
+                for key, part in ranks[(at.data if data else 0) * tensor + index]:
                     found.setdefault(key, []).append(part)
         return found
 

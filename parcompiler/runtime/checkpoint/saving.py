@@ -295,7 +295,10 @@ class Checkpoints:
                 first.setdefault(name, grid.coordinate(rank).pipeline)
         held = self._state.tensors(optimizer=optimizer)
         parts = self._layout.written(
-            {key: item.parts for key, item in held.items()}, first, self._state.untrained().keys()
+            {key: item.parts for key, item in held.items()},
+            first,
+            self._state.untrained().keys(),
+            self._state.alone(held),
         )
         own = {key: held[key]._replace(parts=parts[key]) for key in parts}
         digests = [one["digests"] for one in everyone]

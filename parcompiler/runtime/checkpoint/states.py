@@ -81,20 +81,26 @@ class RankState:
         unsaved = self._program.unsaved
         for name, tensor in self._interpreter.tensors.items():
             key = f"{'unsaved' if name in unsaved else 'model'}/{name}"
-            held = self._updates.masters.of(name, tensor)
-            found[key] = Held(self._layout.shape(name, held), "", self._layout.parts(name, held))
+            parts = self._parts(name, self._master(name))
+            if parts:
+                found[key] = Held(self._layout.shape(name, tensor), "", parts)
         for name, parameter, states in self._states() if optimizer else ():
             for key, value in states.items():
                 if not isinstance(value, torch.Tensor) or not value.dim():
                     continue
                 if value.shape == parameter.shape:
-                    shape, parts = self._layout.shape(name, value), self._layout.parts(name, value)
+                    shape = self._layout.shape(name, self._interpreter.tensors[name])
+                    parts = self._parts(name, value)
                     found[f"optimizer {key}/{name}"] = Held(shape, LIKE, parts)
                 else:
                     parts = [Part(Box.whole(value.shape), value)]
                     place = self._place(name, parameter)
                     found[f"optimizer {key}{place}/{name}"] = Held(tuple(value.shape), "", parts)
         return found
+
+    def alone(self, keys: Iterable[str]) -> set[str]:
+        """Those of some keys whose tensors the data ranks have shared out."""
+        return {key for key in keys if self._is_shared_out(key)}
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """What steps may change in another way on each data rank: buffers and frozen parameters."""
@@ -119,7 +125,7 @@ class RankState:
         at = self._program.coordinate
         return {
             f"data {at.data}/{name}": Held(
-                self._layout.shape(name, tensor), "", self._layout.parts(name, tensor)
+                self._layout.shape(name, tensor), "", self._parts(name, tensor)
             )
             for name, tensor in self.untrained().items()
             if at.data
@@ -140,7 +146,7 @@ class RankState:
             "seed": self._interpreter.seed,
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }
-        if own is not None and not at.data and not at.tensor:
+        if own is not None and not at.tensor and (not at.data or self._program.zero):
             names = {id(parameter): name for name, parameter in self._trained()}
             found["optimizer"] = {
                 "kind": type(own).__name__,
@@ -162,6 +168,9 @@ class RankState:
                         if not isinstance(value, torch.Tensor) or not value.dim()
                     }
                     for name, _, states in self._states()
+                    if self._interpreter.parts is None
+                    or name not in self._interpreter.parts.parameters
+                    or self._interpreter.parts.is_first(name)
                 },
             }
         return found
@@ -171,8 +180,7 @@ class RankState:
         found = Restored()
         for name, tensor in self._interpreter.tensors.items():
             key = self._key(checkpoint, name)
-            held = self._updates.masters.of(name, tensor)
-            shape = self._layout.shape(name, held)
+            shape = self._layout.shape(name, tensor)
             if key is None:
                 continue
             if checkpoint.entries[key].shape != shape:
@@ -180,7 +188,7 @@ class RankState:
                 found.faults.append(f"{name!r} has another shape ({shapes})")
                 continue
             found.names.add(name)
-            found.copies += [(key, part) for part in self._layout.parts(name, held)]
+            found.copies += [(key, part) for part in self._filled(name)]
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, found)
@@ -217,12 +225,12 @@ class RankState:
             name = self._program.aliases.get(given, given)
             if name not in self._interpreter.tensors or name in copies:
                 continue
-            held = self._updates.masters.of(name, self._interpreter.tensors[name])
-            shape = self._layout.shape(name, held)
+            shape = self._layout.shape(name, self._interpreter.tensors[name])
             if source.shape(stored) != shape:
                 shapes = f"{shape} needed, {source.shape(stored)} stored"
                 faults.append(f"{name!r} has another shape ({shapes})")
-            copies[name] = [(stored, part) for part in self._layout.parts(name, held)]
+                continue
+            copies[name] = [(stored, part) for part in self._filled(name)]
         return copies, faults
 
     @torch.no_grad()
@@ -290,9 +298,9 @@ class RankState:
         entry = checkpoint.entries[key]
         if entry.note == LIKE:
             target = torch.zeros_like(parameter, dtype=entry.dtype)
-            if self._layout.shape(name, target) != entry.shape:
+            if self._layout.shape(name, self._interpreter.tensors[name]) != entry.shape:
                 return  # the parameter itself says so
-            parts = self._layout.parts(name, target)
+            parts = self._parts(name, target)
         else:
             place = self._place(name, parameter)
             head, divided, where = head.partition("[")
@@ -335,20 +343,55 @@ class RankState:
 
     def _place(self, name: str, parameter: torch.Tensor) -> str:
         """Which boxes of a divided parameter this rank has, for states of other shapes."""
-        if not self._layout.is_divided(name):
-            return ""
-        boxes = ";".join(str(part.box) for part in self._layout.parts(name, parameter))
-        return f"[{boxes}]"
+        shape = self._layout.shape(name, self._interpreter.tensors[name])
+        boxes = [part.box for part in self._parts(name, parameter)]
+        return "" if boxes == [Box.whole(shape)] else f"[{';'.join(map(str, boxes))}]"
+
+    def _parts(self, name: str, held: torch.Tensor | None) -> list[Part]:
+        """The boxes of a tensor of the model that this rank holds in `held`, which has the shape of
+        its tensor, or of the rows of it that this data rank updates."""
+        if held is None:
+            return []
+        own, rows = self._interpreter.tensors[name], None
+        if self._interpreter.parts is not None and name in self._interpreter.parts.parameters:
+            span = self._interpreter.parts.span(name)
+            whole = not own.dim() or span.size == own.shape[0]
+            rows = None if held is own or whole else span
+        return self._layout.parts(name, own, held, rows)
+
+    def _filled(self, name: str) -> list[Part]:
+        """Where the values of a tensor of the model go on this rank; `masters.write` does the rest.
+        A master in rows gives values to these alone, so that the others are read as well."""
+        tensor, master = self._interpreter.tensors[name], self._master(name)
+        shared = self._interpreter.parts is not None and name in self._interpreter.parts.parameters
+        targets = [tensor] if master is tensor else [tensor, master] if shared else [master]
+        return [part for target in targets for part in self._parts(name, target)]
+
+    def _master(self, name: str) -> torch.Tensor | None:
+        """What a checkpoint holds of a tensor: its master, or this data rank's rows of that (None
+        where it has none), or itself."""
+        tensor, parts = self._interpreter.tensors[name], self._interpreter.parts
+        if parts is not None and name in parts.parameters and tensor.dtype == self._program.narrow:
+            return self._updates.masters.by_name.get(name)
+        return self._updates.masters.by_name.get(name, tensor)
+
+    def _is_shared_out(self, key: str) -> bool:
+        """Whether the data ranks have each their own of a tensor."""
+        head, _, name = key.partition("/")
+        parts = self._interpreter.parts
+        if parts is None or name not in parts.parameters:
+            return False
+        narrow = self._interpreter.tensors[name].dtype == self._program.narrow
+        return head.startswith("optimizer ") or narrow
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer changes, by the names of the model."""
-        found = []
-        for name, tensor in self._interpreter.tensors.items():
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                master = self._updates.masters.of(name, tensor)
-                assert isinstance(master, nn.Parameter)
-                found.append((name, master))
-        return found
+        masters = self._updates.masters.by_name
+        return [
+            (name, masters.get(name, parameter))
+            for name, parameter in self._updates.updated.items()
+            if parameter.requires_grad
+        ]
 
     def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         """Name, parameter and state of what the optimizer has stepped."""
