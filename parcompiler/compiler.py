@@ -94,8 +94,9 @@ def compile(
     that use several (1 stands for their least number, 2). `recompute` says which blocks run again
     in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
     memory forces), or {pattern of block names: bool}, of which the last that matches decides.
-    `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, "auto" decides by
-    time under memory. `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
+    `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, "auto" decides
+    by time under memory. `precision` "bf16" or "fp16" computes in 16 bits, with masters of the
+    parameters in float32.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
     plan. Collectives of tensor ranks on a CPU are measured among as many processes, if there is
