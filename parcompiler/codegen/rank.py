@@ -154,6 +154,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         tensor=grid.tensor,
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
         asynchronous=lowered.asynchronous,
+        zero=lowered.zero,
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
         rows=dict(zip(spread.tensors, spread.sizes, strict=True)) if spread is not None else {},
         narrow=graph.narrow,

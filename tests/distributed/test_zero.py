@@ -65,6 +65,7 @@ def outcome(
     options = ADAMW if optimizer == "AdamW" else {"lr": 0.01}
     max_norm = 0.5 if mesh.data > 2 else None
     path = str(folder / f"zero-{zero}")
+    assert ("zero=1" in Path(path, "rank_0.py").read_text()) == bool(zero)
     job = Job(path, batches, optimizer=optimizer, options=options, max_norm=max_norm)
     return pool().run(job, program.lowered.grid.size)
 
