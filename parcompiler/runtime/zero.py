@@ -177,14 +177,21 @@ class DataParts:
                 into[name].copy_(buffer)
             return
         segments, places = self._bucket(names, into)
-        for place in places:
-            if place.data == self._index:
-                _view(segments, place, rows[place.name]).copy_(rows[place.name])
-        self._channels.gather(segments, segments[self._index].clone(), self._ranks)
+        own = segments.new_empty(1, segments.shape[1])
+        mine = [place for place in places if place.data == self._index]
+        views = [_view(own, place._replace(data=0), rows[place.name]) for place in mine]
+        if views:
+            torch._foreach_copy_(views, [rows[place.name] for place in mine])
+        self._channels.gather(segments, own, self._ranks)
         if segments.data_ptr() != into[names[0]].data_ptr():
-            for place in places:
-                target = self.rows(place.name, into[place.name], place.data)
-                target.copy_(_view(segments, place, target))
+            here = into is self.parameters  # its own rows are there
+            others = [place for place in places if not here or place.data != self._index]
+            targets = [self.rows(place.name, into[place.name], place.data) for place in others]
+            if others:
+                torch._foreach_copy_(
+                    targets,
+                    [_view(segments, *pair) for pair in zip(others, targets, strict=True)],
+                )
 
     def _share_out(self) -> None:
         """Deal the rows of all parameters, and make the parts of this rank."""
