@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from parcompiler.passes import zero
 from parcompiler.passes.base import Pass
+from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.vocabulary import VocabularyPass
 from parcompiler.plan import Plan, Shape
 from parcompiler.problem import Problem
 
@@ -37,8 +40,10 @@ def decide(
     InputError for options that the model cannot have.
     """
 
-    def complete(plan: Plan) -> Plan:
+    def complete(plan: Plan, below: float) -> Plan:
         for item in passes:
+            if isinstance(item, VocabularyPass | SchedulePass):
+                item = dataclasses.replace(item, below=min(item.below, below))
             with observer(f"pass {item.name}"):
                 plan = item.run(local(problem, plan), plan)
         return plan

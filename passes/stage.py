@@ -35,7 +35,7 @@ from parcompiler.problem import Problem
 from parcompiler.schedules.planned import held, outline
 from parcompiler.solver import UndecidedError, relative_gap
 
-EFFORT = 50_000  # stages times micro-batches that are simulated to improve a division
+EFFORT = 100_000  # of improving a division: stages times micro-batches and blocks, for each step
 STEP = 0.005  # of the memory that is kept free at least, when there is too little
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
@@ -242,7 +242,8 @@ class _Shortest:
         is_chain = all(flow.consumers == (flow.producer + 1,) for flow in flows)
         if (is_chain and stages == ranks) or vocabulary_cost(self.problem, self.start) is not None:
             return
-        most = len(self.considered) + EFFORT // (stages * self.start.microbatches)
+        each = stages * (self.start.microbatches + len(self.stage_of))
+        most = len(self.considered) + EFFORT // each
         moves = _moves(self.stage_of, twice=not is_chain)
         while len(self.considered) < most and (stage_of := next(moves, None)) is not None:
             if self.consider(self.level, stage_of):

@@ -12,6 +12,7 @@ blocks to be recomputed, a slower schedule, or no plan at all.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,27 +34,27 @@ class DataShare:
     gathers: float
 
 
-def weighed(problem: Problem, plan: Plan, complete: Callable[[Plan], Plan]) -> Plan:
+def weighed(problem: Problem, plan: Plan, complete: Callable[[Plan, float], Plan]) -> Plan:
     """The faster of the plans that `complete` makes with shared and with whole states.
 
-    A plan for shared states that has room for whole ones is taken with these. Raises
-    InfeasibleError when nothing fits.
+    `complete` may refuse a plan with InfeasibleError whose step is not below so many seconds. A
+    plan for shared states that has room for whole ones is taken with these. Raises InfeasibleError
+    when nothing fits.
     """
     if plan.zero is not None or problem.mesh.data == 1:
-        return complete(plan)
+        return complete(plan, math.inf)
     if not problem.zero:
-        return complete(dataclasses.replace(plan, zero=0))
-    shared = complete(dataclasses.replace(plan, zero=1))
+        return complete(dataclasses.replace(plan, zero=0), math.inf)
+    shared = complete(dataclasses.replace(plan, zero=1), math.inf)
     whole = dataclasses.replace(shared, zero=0)
     if shared.stages is None or _fits(problem, whole):
         return whole
+    seconds = _seconds(problem, shared) + share_of(local(problem, shared), shared).gathers
     try:
-        whole = complete(dataclasses.replace(plan, zero=0))
+        whole = complete(dataclasses.replace(plan, zero=0), seconds)
     except InfeasibleError:
         return shared
-    gathers = share_of(local(problem, shared), shared).gathers
-    faster = _seconds(problem, shared) + gathers < _seconds(problem, whole)
-    return shared if faster else whole
+    return shared if seconds < _seconds(problem, whole) else whole
 
 
 def share_of(problem: Problem, plan: Plan) -> DataShare:

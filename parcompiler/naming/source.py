@@ -43,19 +43,17 @@ FORMS = frozenset(
 
 
 # Operators whose names mean something else to Python, or little to a reader.
-_WORDS = dict(
-    pair.split(":")
-    for pair in (
-        "__and__:both __or__:either abs:magnitude add:total all:every any:found "
-        "bitwise_and:both bitwise_not:inverse bitwise_or:either cat:joined chunk:chunks "
-        "cross_entropy_loss:loss div:ratio eq:equal full:filled ge:at_least getitem:item "
-        "gt:above index:picked le:at_most logical_and:both logical_not:inverse "
-        "logical_or:either lt:below masked_fill:masked max:largest min:smallest mul:product "
-        "ne:differs neg:negative pad:padded pow:power round:rounded rsub:difference "
-        "scaled_dot_product_attention:attention select:item slice:part split:parts "
-        "stack:stacked sub:difference sum:total to:cast where:chosen "
-    ).split()
+_SPOKEN = (
+    "__and__:both __or__:either abs:magnitude add:total all:every any:found "
+    "bitwise_and:both bitwise_not:inverse bitwise_or:either cat:joined chunk:chunks "
+    "cross_entropy_loss:loss div:ratio eq:equal full:filled ge:at_least getitem:item "
+    "gt:above index:picked le:at_most logical_and:both logical_not:inverse "
+    "logical_or:either lt:below masked_fill:masked max:largest min:smallest mul:product "
+    "ne:differs neg:negative pad:padded pow:power round:rounded rsub:difference "
+    "scaled_dot_product_attention:attention select:item slice:part split:parts "
+    "stack:stacked sub:difference sum:total to:cast where:chosen "
 )
+_WORDS = {name: word for name, _, word in (pair.partition(":") for pair in _SPOKEN.split())}
 
 
 class Frame(NamedTuple):

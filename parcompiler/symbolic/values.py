@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from parcompiler.cost.stand_in import stand_in
-from parcompiler.spmd.runtime_call import NodeCollectives, is_conversion
+from parcompiler.spmd.runtime_call import Actions, NodeCollectives, is_conversion
 from parcompiler.symbolic.readings import Shape
 from parcompiler.symbolic.sizes import Unfit
 
@@ -40,11 +40,12 @@ def with_exchange(node: fx.Node, operands: Sequence[Pair]) -> dict[str, Any]:
         message = "what ranks exchange is no tensor"
         raise Unfit(message)
     factor = Fraction(prod(after), max(1, prod(before)))
-    sides = (
-        tuple((action, float(factor * Fraction(nbytes))) for action, nbytes in side)
-        for side in (exchange.forward, exchange.backward)
-    )
-    meta = {**node.meta, "exchange": NodeCollectives(exchange.n, *sides)}
+
+    def scaled(actions: Actions) -> Actions:
+        return tuple((action, float(factor * Fraction(nbytes))) for action, nbytes in actions)
+
+    forward, backward = scaled(exchange.forward), scaled(exchange.backward)
+    meta = {**node.meta, "exchange": NodeCollectives(exchange.n, forward, backward)}
     if is_conversion(node):
         # It yields each dimension as many times as long as that of its operand.
         value = meta["val"]
