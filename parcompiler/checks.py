@@ -172,6 +172,9 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         raise PlanError(message)
     _check_schedule(problem.options, plan)
     _check_vocabulary(problem.options, plan)
+    if (plan.zero or 0) != problem.options.zero:
+        message = f"the plan has zero {plan.zero or 0} (asked for: {problem.options.zero})"
+        raise PlanError(message)
     rank_problem = local(problem, plan)
     check_pins(problem, plan)
     _check_costs(rank_problem, plan)

@@ -129,7 +129,7 @@ def compile(
         precision=precision,
         optimizer=optimizer,
         costs=costs,
-        zero=zero if plan is None else plan.zero or 0,
+        zero=zero if plan is None or zero != "auto" else plan.zero or 0,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)

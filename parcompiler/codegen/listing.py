@@ -51,6 +51,7 @@ EXPLAINED = {
     Kind.BROADCAST: "to all ranks",
     Kind.REDUCE: "summed over all ranks",
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
+    Kind.GATHER_PARAMETERS: "rows that the other data ranks have updated",
 }
 
 

@@ -56,6 +56,14 @@ def test_recomputing_is_not_worth_it_where_shared_states_do() -> None:
     assert tight.simulate().step_time < forced.simulate().step_time
 
 
+def test_a_plan_with_another_level_than_was_asked_for_is_refused() -> None:
+    plan = compiled(zero=1).plan
+    with pytest.raises(pc.PlanError, match=r"the plan has zero 1 \(asked for: 0\)"):
+        compiled(zero=0, plan=plan)
+    older = dataclasses.replace(plan, zero=None)  # of a release that had no levels
+    assert compiled(plan=older).lowered.zero == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
