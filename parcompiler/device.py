@@ -94,6 +94,11 @@ class Device:
             message += f"({self.devices_per_node!r} given)"
             raise InputError(message)
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks of a plan for it compute on the CPU, as `runtime.joining` has it."""
+        return self.name == "cpu" or self.name.startswith("cpu-")
+
     def peak(self, dtype: torch.dtype) -> float:
         """The peak in FLOP/s for `dtype`; that of float32 where the device lists none."""
         peaks = dict(self.flops)

@@ -190,7 +190,7 @@ def _each(given: Sequence[object], pipeline: int) -> Device | str | tuple[Device
     known = list(map(_figures, found))
     if all(one == known[0] for one in known):
         return found[0]
-    if len({_is_cpu(one.name) for one in known}) > 1:
+    if len({one.is_cpu for one in known}) > 1:
         names = ", ".join(one.name for one in known)
         message = f"ranks on CPUs and on other devices cannot exchange messages ({names} given)"
         raise InputError(message)
@@ -212,11 +212,6 @@ def _read(value: object) -> Device | str:
 def _figures(value: object) -> Device:
     """The figures of a device that may be named."""
     return value if isinstance(value, Device) else device(str(value))
-
-
-def _is_cpu(name: str) -> bool:
-    """Whether ranks of a plan for this device compute on the CPU, as `runtime.joining` has it."""
-    return name == "cpu" or name.startswith("cpu-")
 
 
 def _is_listed(value: object) -> TypeGuard[Sequence[object]]:

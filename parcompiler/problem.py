@@ -243,6 +243,11 @@ class Problem:
         return min(self.devices, key=lambda device: device.peak(dtype))
 
     @property
+    def accelerator(self) -> bool:
+        """Whether ranks compute on something else than a CPU."""
+        return not self.devices[0].is_cpu
+
+    @property
     def memories(self) -> tuple[int, ...]:
         """The bytes of each rank of the pipeline."""
         return tuple(device.memory for device in self.devices)
@@ -397,8 +402,9 @@ class Problem:
         *,
         split: bool = False,
     ) -> BlockCost:
-        """The cost of some nodes that read others under these names: the same on every mesh."""
-        key = "cost", nodes, tuple(arguments.items()), outputs, split
+        """The cost of some nodes that read others under these names: the same on every mesh of
+        accelerators, and on every one of CPUs."""
+        key = "cost", nodes, tuple(arguments.items()), outputs, split, self.accelerator
         return self.graph.once(key, lambda: self._traced(nodes, arguments, outputs, split))
 
     def _traced(
@@ -412,7 +418,12 @@ class Problem:
         trainable = {item.node for item in self.graph.parameters if item.trainable}
         others = {item.node for item in self.graph.parameters} - trainable
         given = nodes, tuple(arguments), outputs, trainable, others, self.graph.differentiable
-        return trace_block(*given, split=split, overwritten=overwritten(nodes, arguments, outputs))
+        return trace_block(
+            *given,
+            split=split,
+            overwritten=overwritten(nodes, arguments, outputs),
+            accelerator=self.accelerator,
+        )
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:
         """Prologue values that take longer to recompute than to receive; on some device."""

@@ -2,7 +2,7 @@
 
 The nodes run on tensors that have a shape, strides and a dtype but no data (see `stand_in`), so
 that nothing is computed, whatever the sizes. What autograd chooses by device (which attention
-kernel, how a dropout mask is kept) is as on the CPU.
+kernel) is as on the CPU, but for dropout, which is as on the device.
 
 A backward may run in two parts (zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241):
 
@@ -119,6 +119,7 @@ def trace_block(
     *,
     split: bool = False,
     overwritten: Overwritten | None = None,
+    accelerator: bool = False,
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
@@ -127,13 +128,14 @@ def trace_block(
     `differentiable` the names of the nodes that carry gradients. With `split` the block runs once
     more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
     node the values of others are let go, if nothing saves them (see `naming.variables`); the rest
-    live to the end. Raises InputError when the block reads a node that is none of these.
+    live to the end. With `accelerator` dropout runs in fused kernels (see
+    `execution.Recorder`). Raises InputError when the block reads a node that is none of these.
     """
     reads = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
         outside = boundary(*reads)
         memory = LiveMemory(_storages(outside.values))
-        recorder = Recorder(memory)
+        recorder = Recorder(memory, accelerator=accelerator)
         variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
         values = outside.values
         with saved, recorder:
@@ -161,7 +163,7 @@ def trace_block(
             "first_peak": memory.peak_with_gradients,
             "output_peak": memory.peak_with_outputs,
         }
-        in_two_parts = _first_part(*reads, outputs) if split else {}
+        in_two_parts = _first_part(*reads, outputs, accelerator) if split else {}
     return BlockCost(
         forward=forward,
         backward=recorder.take(),
@@ -278,6 +280,7 @@ def _first_part(
     buffers: Collection[str],
     differentiable: Collection[str],
     outputs: Sequence[fx.Node],
+    accelerator: bool,
 ) -> dict[str, Any]:
     """The fields of a `BlockCost` about a backward in two parts; none where no layer can defer.
 
@@ -288,7 +291,7 @@ def _first_part(
         return {}
     outside = boundary(nodes, inputs, parameters, buffers, differentiable)
     memory = LiveMemory(_storages(outside.values))
-    recorder = Recorder(memory)
+    recorder = Recorder(memory, accelerator=accelerator)
     deferred: list[_Deferred] = []
     values: dict[fx.Node, Any] = outside.values
     with recorder:

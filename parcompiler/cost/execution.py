@@ -24,10 +24,16 @@ from parcompiler.spmd.runtime_call import NodeCollectives
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operator that costs something, in order, and the live memory."""
+    """Records every operator that costs something, in order, and the live memory.
 
-    def __init__(self, memory: LiveMemory | None = None) -> None:
+    With `accelerator` dropout runs in the kernels that accelerators have for it: one that keeps a
+    mask of bytes, and attention's, which draws its mask anew in the backward. The CPU multiplies by
+    a mask of the value's dtype, and takes attention with dropout apart.
+    """
+
+    def __init__(self, memory: LiveMemory | None = None, *, accelerator: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.accelerator = accelerator
         self.operations: list[Operation] = []
         self.memory = memory or LiveMemory()
 
@@ -184,7 +190,25 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
         return _Exchanged.apply(value, exchange, recorder, make)  # type: ignore[no-untyped-call]
     if exchange is not None:
         recorder.add_exchange(exchange, dtype_of(node))
-    return target(*args, **kwargs)
+    run = _FUSED.get(target, target) if recorder.accelerator else target
+    return run(*args, **kwargs)
+
+
+def _attention(
+    query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *args: Any, **kwargs: Any
+) -> Any:
+    """Attention without its dropout, which takes its kernel no memory and next to no time."""
+    kwargs.pop("dropout_p", None)
+    return _ATTENTION(query, key, value, kwargs.pop("attn_mask", mask), 0.0, *args, **kwargs)
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> Any:
+    """Dropout by the kernel that keeps a mask of bytes."""
+    return torch.ops.aten.native_dropout.default(x, p, train)[0] if train and p else x
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_FUSED = {_ATTENTION: _attention, torch.ops.aten.dropout.default: _dropout}
 
 
 class _Exchanged(torch.autograd.Function):

@@ -58,8 +58,8 @@ def _grouped(rows: torch.Tensor, weights: torch.Tensor, *_: Any) -> float:
 _FROM_TENSORS: Mapping[str, Formula] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "aten::_scaled_dot_product_accelerator_overrideable": _attention,
+    "aten::_scaled_dot_product_accelerator_overrideable_backward": _attention_backward,
     "aten::scaled_dot_product_attention": _attention,
     "aten::convolution_backward": _convolution_backward,
     "aten::dot": _matrix_vector,

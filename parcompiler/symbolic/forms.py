@@ -141,7 +141,8 @@ class TemplateCosts:
         run = self.resizable.templates_at(sizes)
         for name, block in run.blocks.items():
             parts = block.nodes, block.inputs, block.outputs
-            cost = trace_block(*parts, trainable, others, graph.differentiable)
+            given = *parts, trainable, others, graph.differentiable
+            cost = trace_block(*given, accelerator=self.problem.accelerator)
             if name not in self.like:
                 self.like[name] = cost
                 self.tables[name] = _tables(self.resizable.first[name], cost, graph)

@@ -79,12 +79,13 @@ class ShardCosts:
         return neighbours(self.n, self.device)
 
     def work(self, node: fx.Node) -> NodeWork:
-        """The work of a node when it is whole, which is the same on every device."""
-        return self.graph.once(("work", node), lambda: self._work(node))
+        """The work of a node when it is whole, the same on every accelerator and every CPU."""
+        return self.graph.once(("work", node, self.device.is_cpu), lambda: self._work(node))
 
     def _work(self, node: fx.Node) -> NodeWork:
         inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
-        cost = trace_block([node], inputs, [node], *self._parameters, self.graph.differentiable)
+        parts = [node], inputs, [node], *self._parameters, self.graph.differentiable
+        cost = trace_block(*parts, accelerator=not self.device.is_cpu)
         forward, backward = cost.forward, cost.backward
         if getattr(node.target, "_opname", "") == "rms_norm" and len(forward) > 1:
             forward, backward = _fused(node, forward, 2), _fused(node, backward, 3)

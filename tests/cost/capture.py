@@ -30,6 +30,7 @@ class Captured:
         *,
         split: bool = False,
         overwritten: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
+        accelerator: bool = False,
     ) -> BlockCost:
         """The cost of the whole graph as one block, or of some of its nodes."""
         return trace_block(
@@ -41,6 +42,7 @@ class Captured:
             differentiable=self.differentiable,
             split=split,
             overwritten=overwritten,
+            accelerator=accelerator,
         )
 
 

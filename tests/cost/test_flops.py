@@ -1,12 +1,15 @@
 """FLOPs of products equal formulas worked out by hand."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from parcompiler.cost.operation import describe
 from tests.cost.blocks import GptLayer
-from tests.cost.capture import cost_of, products
+from tests.cost.capture import capture, cost_of, products
 
 
 def test_a_linear_does_one_product_forward_and_two_backward() -> None:
@@ -65,6 +68,32 @@ def test_attention_without_a_fused_kernel_counts_two_products_and_twice_that() -
     cost = cost_of(Attention(), *heads)
     scores = 2 * 2 * 4 * 16**2 * 8
     assert (products(cost.forward), products(cost.backward)) == (2 * scores, 4 * scores)
+
+
+@pytest.mark.parametrize("arguments", [(), (None, 0.1), (None, 0.1, True)])
+def test_dropout_of_an_accelerator_is_part_of_the_kernel_of_attention(
+    arguments: tuple[object, ...],
+) -> None:
+    class Attention(nn.Module):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__()
+            self.arguments, self.options = arguments, options
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, *self.arguments, **self.options)
+
+    heads = [torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3)]
+    dropping = Attention(*arguments) if arguments else Attention(dropout_p=0.1)
+    cost = capture(dropping, *heads).cost(accelerator=True)
+    assert cost == cost_of(Attention(is_causal=len(arguments) > 2), *heads)
+
+
+def test_dropout_of_an_accelerator_keeps_a_mask_of_bytes() -> None:
+    x = torch.randn(64, 256, requires_grad=True)
+    captured = capture(nn.Dropout(0.1), x)
+    on_cpu, elsewhere = captured.cost(), captured.cost(accelerator=True)
+    assert (on_cpu.saved, elsewhere.saved) == (x.nbytes, x.numel())
+    assert len(elsewhere.forward) == len(elsewhere.backward) == 1 < len(on_cpu.forward)
 
 
 def test_a_convolution_counts_each_tap_of_each_output() -> None:
