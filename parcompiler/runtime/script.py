@@ -24,6 +24,7 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
     """Train the worker that `make` gives for a timeout as the command line says, on a file of
     batches or on random ones."""
     options = _options(arguments)
+    torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     with make(options.timeout) as worker:
         worker.check_batches = options.check_batches
         worker.set_optimizer(
@@ -33,7 +34,8 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
             lr=options.lr,
         )
         checkpoints = Run(worker, options)
-        batches = _batches(worker.program, options, checkpoints.resume())
+        taken = checkpoints.resume()
+        batches = _batches(worker.program, options.data, worker.seed, taken)
         with checkpoints.listening():
             for number in range(worker.step_count, options.steps):
                 loss = worker.train_step(next(batches))
@@ -61,7 +63,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         help="compare the batches of tensor and pipeline ranks at the first step and every so many "
         f"({CHECK_BATCHES}; 0: at the first alone)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of synthetic batches (0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of dropout and other random operators, and of synthetic batches (0); a run that "
+        "goes on has the one that it began with",
+    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -79,11 +87,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _batches(program: RankProgram, options: argparse.Namespace, taken: int) -> Iterator[object]:
-    """Batches from the file, or random ones, for ever, without those that were `taken`."""
-    if options.data is not None:
-        yield from _from_file(program, options.data, taken)
-    generator = torch.Generator().manual_seed(options.seed)
+def _batches(program: RankProgram, data: Path | None, seed: int, taken: int) -> Iterator[object]:
+    """Batches from a file, or random ones, for ever, without those that were `taken`."""
+    if data is not None:
+        yield from _from_file(program, data, taken)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(taken):
         random_batch(program, generator)
     while True:

@@ -254,6 +254,12 @@ class Worker:
         self._updates.scale.set(value)
 
     @property
+    def seed(self) -> int:
+        """What dropout and other random operators draw from, with step, stage and micro-batch: the
+        process's `torch.initial_seed()` when the worker was made, or a checkpoint's."""
+        return self._interpreter.seed
+
+    @property
     def skipped_steps(self) -> int:
         """How many steps were skipped since gradients were not finite (in float16)."""
         return 0 if self._updates.scale is None else self._updates.scale.skipped

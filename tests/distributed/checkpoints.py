@@ -156,17 +156,21 @@ def play(folder: Path, job: dict[str, Any], rank: int) -> None:
 
 def script(folder: Path, job: dict[str, Any], rank: int) -> int:
     """The exit code of an emitted script; SIGTERM comes to one rank in its second step."""
-    worker = pc.load(folder / job["program"]).worker()
-    step = worker.train_step
 
-    def terminated(batch: object) -> torch.Tensor:
-        if rank == job.get("terminated") and worker.step_count == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(batch)
+    def make(timeout: float) -> pc.Worker:
+        worker = pc.load(folder / job["program"]).worker(timeout=timeout)
+        step = worker.train_step
 
-    worker.train_step = terminated  # type: ignore[method-assign]
+        def terminated(batch: object) -> torch.Tensor:
+            if rank == job.get("terminated") and worker.step_count == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(batch)
+
+        worker.train_step = terminated  # type: ignore[method-assign]
+        return worker
+
     try:
-        run(lambda _: worker, ["--save", str(folder / job["script"]), *job["arguments"]])
+        run(make, ["--save", str(folder / job["script"]), *job["arguments"]])
     except SystemExit as end:
         return int(end.code or 0)
     return 0

@@ -1,93 +1,109 @@
 """Runs whose ranks are killed at any time, and started again from the newest checkpoint, end with
 the weights of the run that nobody has disturbed."""
 
+from __future__ import annotations
+
+import itertools
+import multiprocessing
 import os
 import random
-import shutil
-import signal
+import runpy
 import socket
-import subprocess
 import sys
 import time
+from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from parcompiler.runtime.checkpoint import folder as folders
-from tests.distributed.test_checkpoints import RESUMED, assert_equal
+from tests.distributed.test_checkpoints import RESUMED, Case, assert_equal
 
 KILLS = int(os.environ.get("KILLS", "200"))
-STEPS = 400
-ROOT = Path(__file__).parents[2]
+STEPS = 60
+LONGEST = 4.0  # s from the start of the ranks to a kill
+# Ranks are forked from a process that has imported torch: a start takes a second, not five.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch._dynamo", "parcompiler.runtime"])
 
 
-def start(script: Path, size: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def rank_of(script: Path, environment: dict[str, str], arguments: list[str]) -> None:
+    """Become a rank of an emitted script."""
+    os.environ |= environment
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent)
+    log = os.open(
+        script.parent / f"log_{environment['RANK']}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def start(script: Path, size: int, *arguments: str) -> list[BaseProcess]:
     """All ranks of an emitted script."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
-        "TORCH_CPP_LOG_LEVEL": "FATAL",
-    }  # fmt: skip
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script), "--steps", str(STEPS), *arguments],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    given = ["--steps", str(STEPS), "--seed", "3", *arguments]
+    ranks: list[BaseProcess] = []
+    for rank in range(size):
+        environment = {**address, **quiet, "RANK": str(rank)}
+        process = FORKS.Process(target=rank_of, args=(script, environment, given), daemon=True)
+        process.start()
+        ranks.append(process)
+    return ranks
 
 
-def end(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.communicate()
+def undisturbed(case: Case, folder: Path) -> folders.Checkpoint:
+    """The last checkpoint of a program whose ranks nobody kills."""
+    case.export(folder / "out")
+    ranks = start(folder / "out" / "main.py", case.ranks, "--save", str(folder / "straight"))
+    for process in ranks:
+        process.join(600)
+        assert process.exitcode == 0, (folder / "out" / "log_0").read_text()
+    return folders.read(folders.find(folder / "straight"))
+
+
+def killed(case: Case, out: Path, run: Path, draw: random.Random) -> Counter[str]:
+    """Train in spite of kills; how many, and how many while a checkpoint was written."""
+    arguments = ("--save", str(run), "--every", "1", "--keep", "2", "--resume", "auto")
+    kills: Counter[str] = Counter()
+    while True:
+        ranks = start(out / "main.py", case.ranks, *arguments)
+        ranks[0].join(draw.uniform(0.0, LONGEST))
+        ended = ranks[0].exitcode is not None
+        if not ended:
+            kills["saving"] += any(run.glob(".step_*.partial"))
+            kills["kills"] += 1
+            ranks[draw.randrange(case.ranks)].kill()
+            time.sleep(draw.uniform(0.0, 0.5))  # the others do something until they notice
+        for process in ranks:
+            process.join(60 if ended else 0)
+            process.kill()
+            process.join()
+            assert not ended or process.exitcode == 0, (out / "log_0").read_text()
+        for path in folders.complete(run):
+            assert folders.damaged(path) == []
+        if ended:
+            return kills
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(7200)
 def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
-    case, draw = RESUMED["vocab-2"], random.Random(0)
-    case.export(tmp_path / "out")
-    script = tmp_path / "out" / "main.py"
-    first = ("--save", str(tmp_path / "first"), "--steps", "1")  # all go on from its seeds
-    rest = ("--save", str(tmp_path / "straight"), "--resume", str(tmp_path / "first"))
-    for options in (first, rest):
-        straight = start(script, case.ranks, *options)
-        assert [process.wait(600) for process in straight] == [0] * case.ranks
-        end(straight)
-    expected = folders.read(folders.find(tmp_path / "straight"))
-    kills, runs = 0, 0
-    while kills < KILLS:
-        runs += 1
-        folder = tmp_path / f"run_{runs}"
-        shutil.copytree(tmp_path / "first", folder)
-        arguments = ("--save", str(folder), "--every", "1", "--keep", "2", "--resume", "auto")
-        while True:
-            processes = start(script, case.ranks, *arguments)
-            try:
-                output = processes[0].stdout
-                assert output is not None
-                assert output.readline().startswith("going on from step")
-                deadline = time.monotonic() + draw.uniform(0.0, 4.0)
-                while time.monotonic() < deadline and processes[0].poll() is None:
-                    time.sleep(0.005)
-                if processes[0].poll() is not None:
-                    break
-                processes[draw.randrange(case.ranks)].send_signal(signal.SIGKILL)
-                kills += 1
-                time.sleep(draw.uniform(0.0, 0.5))  # the others do something until they notice
-            finally:
-                end(processes)
-            for path in folders.complete(folder):
-                assert folders.damaged(path) == []
-        found = folders.read(folders.find(folder))
+    draw, total = random.Random(0), Counter[str]()
+    expected = {name: undisturbed(case, tmp_path / name) for name, case in RESUMED.items()}
+    for number, (name, case) in enumerate(itertools.cycle(RESUMED.items())):
+        run = tmp_path / name / f"run_{number}"
+        total += killed(case, tmp_path / name / "out", run, draw)
+        found = folders.read(folders.find(run))
         assert found.step == STEPS
-        assert_equal(found, expected)
-    print(f"\n{kills} kills of {runs} runs")
+        assert_equal(found, expected[name])
+        print(f"{number + 1} runs, {dict(total)}", flush=True)
+        if total["kills"] >= KILLS:
+            return

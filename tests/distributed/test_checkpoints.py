@@ -206,12 +206,13 @@ def failing_jobs() -> Iterable[dict[str, Any]]:
 
 
 def script_jobs() -> Iterable[dict[str, Any]]:
-    """An emitted script that is preempted, goes on, and one that nobody has disturbed."""
-    steps = ["--steps", "4"]
+    """An emitted script that is preempted, goes on, and one that nobody has disturbed; whatever
+    their processes have drawn before."""
+    steps = ["--steps", "4", "--seed", "3"]
     for name, script, arguments, more in (
         ("preempted", "s", steps, {"terminated": 1}),
-        ("going-on", "s", [*steps, "--resume", "auto", "--keep", "1"], {"seed": 5}),
-        ("undisturbed", "u", steps, {}),
+        ("going-on", "s", ["--steps", "4", "--resume", "auto", "--keep", "1"], {"seed": 5}),
+        ("undisturbed", "u", steps, {"seed": 6}),
     ):
         yield RESUMED["vocab-2"].job(name, "vocab-2", script=script, arguments=arguments, **more)
 
@@ -221,6 +222,7 @@ def test_sigterm_on_one_rank_ends_all_of_them_with_a_checkpoint(played: Played) 
     assert [played.seen("going-on", rank)["code"] for rank in range(4)] == [0] * 4
     assert [path.name for path in folders.complete(played.folder / "s")] == ["step_00000004"]
     assert_equal(played.checkpoint("s"), played.checkpoint("u"))
+    assert played.checkpoint("u").facts["seeds"] == [3] * 4
 
 
 @pytest.mark.parametrize("name", RESUMED)
