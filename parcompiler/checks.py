@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from parcompiler.capture.blocks import cut
+from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.cost import OPTIMIZERS
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, PlanError, shown
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
@@ -64,6 +66,7 @@ def check_options(
             f"{options.schedule} updates behind every backward: take a synchronous schedule"
         )
         raise InputError(message)
+    _check_data_updates(mesh, options)
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
 
 
@@ -74,6 +77,7 @@ def check_of_meshes(model: nn.Module | None) -> Check:
         _check_size(mesh, options, None)
         _check_order(mesh, options)
         _check_replicas(mesh, model, None)
+        _check_data_updates(mesh, options)
 
     return check
 
@@ -85,6 +89,49 @@ def check_hooks(lowered: Lowered) -> None:
             f"{min(lowered.graph.hooks)!r} has a hook, which runs once a step, and pipedream "
             "updates behind every backward: take a synchronous schedule"
         )
+        raise InputError(message)
+
+
+def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
+    """Refuse ways of the data axis that mean nothing with the mesh, or with other options."""
+    wanted = options.data_updates
+    if wanted == ALL_REDUCE:
+        return
+    packed = wanted.compression is not None
+    name = f"compression={wanted.compression!r}" if packed else f"updates={wanted.way!r}"
+    reason = ""
+    if isinstance(mesh, Mesh) and mesh.data == 1:
+        reason = "is for data ranks, and there is one (data=1)"
+    elif options.asynchronous:
+        reason = f"needs a synchronous schedule ({options.schedule!r} updates inside the step)"
+    elif options.zero not in ("auto", 0, *[1] * (wanted.compression in ("bf16", "fp16"))):
+        reason = f"does not go with zero={options.zero}: every rank that updates has whole states"
+    elif wanted.compression in ("bf16", "fp16") and options.narrow is not None:
+        reason = f"saves nothing: gradients are in 16 bits (precision={options.precision!r})"
+    elif (wanted.separate or packed) and options.precision == "fp16":
+        reason = "needs one scale of the loss and finite gradients: take precision='bf16'"
+    elif wanted.way != "all-reduce" or wanted.compression == "powersgd":
+        reason = "is not in this release: it has compression='bf16' and 'fp16'"
+    if reason:
+        message = f"{name} {reason}"
+        raise InputError(message)
+
+
+def check_data_updates(lowered: Lowered) -> None:
+    """Refuse ways of the data axis that mean nothing for a model."""
+    updates, graph = lowered.updates, lowered.graph
+    way = updates.way
+    updated = [item.name for item in graph.parameters if item.mutated]
+    reason = ""
+    if (updates.separate or updates.compression) and is_synchronized(graph.fx_graph):
+        reason = "takes each data rank by itself, and a SyncBatchNorm of the model all together"
+    elif way == "asynchronous" and updated:
+        reason = f"has no common statistics, and forwards update {updated[0]!r} ({len(updated)})"
+    elif way == "asynchronous" and graph.hooks:
+        reason = f"updates on another rank, and {min(graph.hooks)!r} has a hook on its gradient"
+    if reason:
+        name = f"compression={updates.compression!r}" if updates.compression else f"updates={way!r}"
+        message = f"{name} {reason}: take another way of the data axis"
         raise InputError(message)
 
 
@@ -174,6 +221,10 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     _check_vocabulary(problem.options, plan)
     if (plan.zero or 0) != problem.options.zero:
         message = f"the plan has zero {plan.zero or 0} (asked for: {problem.options.zero})"
+        raise PlanError(message)
+    if (plan.updates or ALL_REDUCE) != problem.options.data_updates:
+        there, here = (item and item.options for item in (plan.updates, expected.updates))
+        message = f"the plan has other updates of data ranks ({there}; asked for: {here})"
         raise PlanError(message)
     rank_problem = local(problem, plan)
     check_pins(problem, plan)

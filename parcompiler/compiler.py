@@ -21,6 +21,7 @@ from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.patches import ONE_THREAD
 from parcompiler.checks import (
+    check_data_updates,
     check_hooks,
     check_of_meshes,
     check_options,
@@ -28,6 +29,7 @@ from parcompiler.checks import (
     check_types,
     granularity_of,
 )
+from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
@@ -78,6 +80,12 @@ def compile(
     progress: bool = True,
     microbatch: str | Sequence[int] = GIVEN,
     zero: str | int = "auto",
+    updates: str = "all-reduce",
+    compression: str | None = None,
+    every: int | None = None,
+    outer: str | tuple[float, float] | None = None,
+    staleness: int | None = None,
+    compression_rank: int | None = None,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -95,8 +103,14 @@ def compile(
     in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
     memory forces), or {pattern of block names: bool}, of which the last that matches decides.
     `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, "auto" decides
-    by time under memory. `precision` "bf16" or "fp16" computes in 16 bits, with masters of the
-    parameters in float32.
+    by time under memory. `updates` is how data ranks bring together what they learn: "all-reduce"
+    (gradients are averaged), "parameter-server" (one rank of each data row updates for all),
+    "asynchronous" (as that, but none waits for the others unless it is `staleness` steps ahead of
+    the slowest) or "local" (each updates by itself, and `every` so many steps their weights are
+    averaged, as a step of an `outer` optimizer: "nesterov", "average", or a learning rate and a
+    momentum). `compression` of the gradients between data ranks is "bf16", "fp16" or "powersgd"
+    (of rank `compression_rank`).
+    `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
     plan. Collectives of tensor ranks on a CPU are measured among as many processes, if there is
@@ -118,6 +132,11 @@ def compile(
     source, criterion = (model.model, model.loss) if isinstance(model, Program) else (model, loss)
     source = source if isinstance(source, nn.Module) else None
     wanted = wanted_rows(microbatch, mesh, costs, again=source is not None)
+    data_updates = DataUpdates.of(updates, compression, every, outer, staleness, compression_rank)
+    if plan is not None and data_updates == ALL_REDUCE:
+        data_updates = plan.updates or data_updates
+    if zero == "auto" and (plan is not None or data_updates != ALL_REDUCE):
+        zero = 0 if plan is None else plan.zero or 0
     options = Options(
         microbatches=microbatches,
         schedule=schedule,
@@ -129,7 +148,8 @@ def compile(
         precision=precision,
         optimizer=optimizer,
         costs=costs,
-        zero=zero if plan is None or zero != "auto" else plan.zero or 0,
+        zero=zero,
+        **data_updates.options,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
@@ -151,6 +171,7 @@ def compile(
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_hooks(lowered)
+            check_data_updates(lowered)
         with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)

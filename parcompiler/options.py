@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from parcompiler.capture.narrow import NARROW
+from parcompiler.data_updates import DataUpdates
 from parcompiler.errors import InputError, shown
 from parcompiler.mesh import positive, whole
 from parcompiler.schedules import SCHEDULES, Schedule
@@ -42,6 +43,12 @@ class Options:
     optimizer: str = "adamw"
     costs: str = "model"
     zero: str | int = "auto"
+    updates: str = "all-reduce"
+    compression: str | None = None
+    every: int | None = None
+    outer: str | tuple[float, float] | None = None
+    staleness: int | None = None
+    compression_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that this release does not offer, before anything is captured."""
@@ -52,10 +59,19 @@ class Options:
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
         offered("zero", self.zero, ("auto", 0, 1))
+        self.data_updates  # noqa: B018 (refuses)
         offered("costs", self.costs, ("model", "measured"))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))
+
+    @property
+    def data_updates(self) -> DataUpdates:
+        """How data ranks bring together what they learn. Raises InputError for wrong options."""
+        return DataUpdates.of(
+            self.updates, self.compression, self.every, self.outer, self.staleness,
+            self.compression_rank,
+        )  # fmt: skip
 
     @property
     def asynchronous(self) -> bool:

@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass
 
 from parcompiler import documents
+from parcompiler.data_updates import DataUpdates
 from parcompiler.errors import InputError
 
 VERSION = 1
@@ -191,7 +192,8 @@ class Plan:
     name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
     `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
     activations for their backward (named at the coarsest granularity until that is decided).
-    `meshes` are those of the cluster that `mesh` was chosen from, the best first.
+    `meshes` are those of the cluster that `mesh` was chosen from, the best first. `updates` are
+    None where data ranks average whole gradients.
     """
 
     model: str
@@ -216,6 +218,7 @@ class Plan:
     vocabulary_costs: VocabularyTime | None = None
     meshes: tuple[MeshChoice, ...] | None = None
     zero: int | None = None
+    updates: DataUpdates | None = None
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -233,6 +236,8 @@ class Plan:
             del data["meshes"]
         if self.zero is None:  # nor without data ranks
             del data["zero"]
+        if self.updates is None:  # the default: an all-reduce of whole gradients
+            del data["updates"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod

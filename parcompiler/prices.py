@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from parcompiler.cost import collective
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.lower.lowered import Lowered
+from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
@@ -22,6 +22,7 @@ from parcompiler.timeline import StageCost
 __all__ = [
     "collective_seconds",
     "message_seconds",
+    "sent_bytes",
     "stage_costs",
     "staleness",
     "stashed_bytes",
@@ -78,15 +79,23 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0
-        nbytes = sum(by_name[name].nbytes for name in item.names)
-        action = "all-reduce"
+        nbytes, action = sent_bytes(lowered, item), "all-reduce"
         if line.kind is Kind.GATHER_PARAMETERS:
+            nbytes = sum(by_name[name].nbytes for name in item.names)
             action = "all-gather"
         elif lowered.zero and item in lowered.buckets:
             action = "reduce-scatter"
         return collective.joined(problem.mesh, action, nbytes, lowered.grid.replicas(line.ranks))
 
     return seconds
+
+
+def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
+    """Bytes of a sum of gradients as it goes between ranks; only buckets are compressed."""
+    tensors = [lowered.graph.by_name[name] for name in item.names]
+    if lowered.updates.compression is None or isinstance(item, TiedTensor):
+        return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.numel * 2 * (1 + tensor.dtype.is_complex) for tensor in tensors)
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:

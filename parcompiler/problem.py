@@ -330,7 +330,8 @@ class Problem:
         if self.zero:  # uneven rows are copied, to pieces that are as long on every rank
             uneven = (item.nbytes for item in trained if item.shape and item.shape[0] % ranks)
             size = max(size, max(uneven, default=0))
-        return size
+        packed = self.options.compression is not None  # it is sent, and others' are received
+        return size * (1 + packed)
 
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between neighbours of the pipeline, over their slowest link.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.passes import zero
 from parcompiler.passes.base import Pass
 from parcompiler.passes.schedule import SchedulePass
@@ -28,6 +29,7 @@ def start(problem: Problem) -> Plan:
         precision=options.precision,
         optimizer=options.optimizer,
         zero=options.zero if mesh.data > 1 and isinstance(options.zero, int) else None,
+        updates=None if options.data_updates == ALL_REDUCE else options.data_updates,
     )
 
 

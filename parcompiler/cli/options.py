@@ -18,6 +18,7 @@ Decorator = Callable[[Command], Command]
 
 PATH = words.Typed("PATH", path_of, files=True)
 COUNT = click.IntRange(min=1)
+NUMBER = click.IntRange(min=0)
 
 
 def _set(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -103,6 +104,23 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--zero", words.listed("LEVEL", words.ZERO),
      "What data ranks share out: 0 nothing, 1 optimizer states and masters; auto "
      "by predicted time under memory. Default: auto."),
+    ("--updates", words.listed("NAME", words.UPDATES),
+     "How data ranks bring together what they learn: all-reduce averages gradients, "
+     "parameter-server lets one rank of each data row update for all, asynchronous "
+     "lets none wait for the others, local averages weights. Default: all-reduce."),
+    ("--staleness", NUMBER,
+     "With --updates asynchronous: steps that a data rank may be ahead of the "
+     "slowest. Default: 2."),
+    ("--average-every", COUNT,
+     "With --updates local: steps from one average to the next. Default: 16."),
+    ("--outer", words.listed("NAME", words.OUTER),
+     "With --updates local: the optimizer that an average is a step of. Default: "
+     "nesterov, with a learning rate of 0.7 and a momentum of 0.9."),
+    ("--compression", words.listed("NAME", words.COMPRESSIONS),
+     "Of gradients between data ranks: bf16, fp16, or powersgd (two factors for "
+     "each matrix, with error feedback). Default: none."),
+    ("--compression-rank", COUNT,
+     "Of the factors of --compression powersgd. Default: 4."),
     ("--shard", words.PIN,
      "Pin how tensor ranks hold parameters: '*.ffn.up.weight=S(0)' is in pieces "
      "along dimension 0, R whole. May be repeated; the rest is decided."),
@@ -125,12 +143,16 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--rows", COUNT,
      "Rows of a micro-batch, for hf: models. Default: 1."),
 )  # fmt: skip
-_PARAMETERS = {"--shard": ["pins"], "--plan": ["plan_path"]}  # where the name says too little
+_PARAMETERS = {
+    "--shard": ["pins"],
+    "--plan": ["plan_path"],
+    "--average-every": ["every"],
+}  # where the name says too little
 
 
 def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
     """An option of the table."""
-    metavar = "N" if kind is COUNT else "FILE" if kind is PATH else None
+    metavar = "N" if kind in (COUNT, NUMBER) else "FILE" if kind is PATH else None
     return click.option(
         name, *_PARAMETERS.get(name, ()), type=kind, metavar=metavar, multiple=kind is words.PIN,
         help=text,

@@ -16,8 +16,7 @@ from parcompiler.codegen.layout import WIDTH, table, wrap
 from parcompiler.codegen.listing import written
 from parcompiler.codegen.literals import construction, literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
-from parcompiler.graph import Graph
-from parcompiler.grid import Grid
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.instruction import MESSAGES
 from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard, own_rows
@@ -122,7 +121,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         size=grid.size,
         device=device,
         microbatches=lowered.microbatches,
-        digest=digest_of(lists, graph.fingerprint, *_distinguishing(graph, grid)),
+        digest=digest_of(lists, graph.fingerprint, *_distinguishing(lowered)),
         loss=graph.loss.meta["val"].dtype,
         inputs={
             lowered.variables[placeholders[item.node]]: Input(
@@ -155,6 +154,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
         asynchronous=lowered.asynchronous,
         zero=lowered.zero,
+        updates=lowered.updates,
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
         rows=dict(zip(spread.tensors, spread.sizes, strict=True)) if spread is not None else {},
         narrow=graph.narrow,
@@ -180,11 +180,13 @@ def _dimensions(lowered: Lowered, name: str) -> list[tuple[int, Shard | None]]:
     return dimensions
 
 
-def _distinguishing(graph: Graph, grid: Grid) -> Iterator[str]:
-    """What tells apart programs with equal lists: the number of copies, hooks of the model."""
-    if grid.copies > 1:
-        yield str(grid)
-    yield from (f"{name}\n{hook.graph}" for name, hook in graph.hooks.items())
+def _distinguishing(lowered: Lowered) -> Iterator[str]:
+    """What tells apart programs with equal lists: copies, what data ranks do, the model's hooks."""
+    if lowered.grid.copies > 1:
+        yield str(lowered.grid)
+    if lowered.updates != ALL_REDUCE:
+        yield str(lowered.updates)
+    yield from (f"{name}\n{hook.graph}" for name, hook in lowered.graph.hooks.items())
 
 
 def rank_script(lowered: Lowered, program: RankProgram) -> str:
@@ -194,6 +196,7 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     tables = "\n".join(_tables(lowered, program))
     names = [name for name in ("Input", "Shard", "Tied", "Value") if f"{name}(" in tables]
     names += ["RankProgram", "Worker", "run", *["rank_among"] * (copies > 1)]
+    names += ["DataUpdates"] * (program.updates != ALL_REDUCE)
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
     modules += ["from vocabulary import Vocabulary"] if program.rows else []
     modules += ["from hooks import HOOKS"] if lowered.graph.hooks else []
@@ -323,7 +326,7 @@ def _fields(program: RankProgram) -> Iterator[str]:
     for field in fields(program):
         value = getattr(program, field.name)
         if value != field.default and value != {}:
-            text = field.name.upper() if field.name in constants else literal(value)
+            text = field.name.upper() if field.name in constants else construction(value)
             yield f"{field.name}={text}"
 
 

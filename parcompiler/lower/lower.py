@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parcompiler.capture.blocks import Cut
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Graph
 from parcompiler.lower import communicate
 from parcompiler.lower.buckets import buckets, gathered, placed
@@ -41,6 +42,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         variables=division.variables,
         asynchronous=schedule.asynchronous,
         zero=plan.zero or 0,
+        updates=plan.updates or ALL_REDUCE,
         data=plan.mesh.data,
         tensor=plan.mesh.tensor,
         buckets=reduced,

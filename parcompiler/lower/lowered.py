@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.graph import Block, EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
@@ -174,6 +175,7 @@ class Lowered:
     variables: Mapping[fx.Node, str] = field(repr=False)
     asynchronous: bool = False
     zero: int = 0
+    updates: DataUpdates = ALL_REDUCE
     data: int = 1
     tensor: int = 1
     buckets: tuple[Bucket, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from parcompiler.data_updates import DataUpdates
 from parcompiler.passes.zero import DataShare
 from parcompiler.plan import MeshChoice, Method, Weighed
 from parcompiler.report.events import MeasuredStep, Trail
@@ -80,7 +81,8 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not. `share` is what sharing states out among data ranks means, `zero` whether they are."""
+    not. `share` is what sharing states out among data ranks means, `zero` whether they are,
+    `updates` how data ranks bring together what they learn."""
 
     microbatches: int
     precision: str | None
@@ -93,6 +95,7 @@ class Choices:
     recompute: tuple[str, ...] = ()
     without: tuple[int, ...] = ()
     zero: int | None = None
+    updates: DataUpdates | None = None
     share: DataShare | None = None
 
 

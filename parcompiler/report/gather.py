@@ -88,6 +88,7 @@ def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
         recompute=plan.recompute or (),
         without=prices.without_recomputation(problem, plan),
         zero=plan.zero,
+        updates=plan.updates,
         share=None if plan.zero is None else share_of(problem, plan),
     )
 
@@ -191,7 +192,7 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     figures = []
     for rank in range(lowered.size):
-        names = (name for item in lowered.sums if rank in item.ranks for name in item.names)
+        own = [item for item in lowered.sums if rank in item.ranks]
         sums = [
             event
             for event in timeline.events
@@ -200,7 +201,7 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
         figures.append(
             data.Averaged(
                 sums=len(sums),
-                nbytes=sum(lowered.graph.by_name[name].nbytes for name in names),
+                nbytes=sum(prices.sent_bytes(lowered, item) for item in own),
                 seconds=sum(event.end - event.begin for event in sums),
                 exposed=max(0.0, max((event.end for event in sums), default=0.0) - computed),
             )

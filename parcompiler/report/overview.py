@@ -22,6 +22,7 @@ from parcompiler.report.units import (
     rate,
     ratio,
 )
+from parcompiler.report.updates import meaning
 
 
 def overview(report: ReportData) -> Table:
@@ -49,6 +50,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "optimizer", choices.optimizer
     if choices.share is not None:
         yield "states", _states(choices.zero or 0, choices.share, mesh.data)
+    if choices.updates is not None:
+        yield "updates", meaning(choices.updates)
     several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
     yield "schedule", choices.schedule + several
     if report.staleness:

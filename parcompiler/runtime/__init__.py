@@ -11,6 +11,7 @@ Layers of which tensor ranks hold pieces call the conversions of `tensor`, the o
 `sharded`, `piece` for a size that differs between ranks, and draw random numbers in `own_draws`.
 """
 
+from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
 from parcompiler.runtime.deferred import Linear, addmm, linear
@@ -44,6 +45,7 @@ from parcompiler.runtime.worker import TIMEOUT, Worker
 
 __all__ = [
     "TIMEOUT",
+    "DataUpdates",
     "Head",
     "Input",
     "Layer",

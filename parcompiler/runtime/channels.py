@@ -29,6 +29,7 @@ from parcompiler.runtime.collective_queue import (
     Started,
     queue_on,
 )
+from parcompiler.runtime.compression import DTYPES, CastSums
 from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.program import RankProgram, Value
 
@@ -94,6 +95,7 @@ class Channels:
         self.row: Axis | None = None  # the data ranks, if layers exchange something with them
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
+        self._cast: CastSums | None = None  # of gradients over the data ranks
         self._all: dist.ProcessGroup | None = None
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
@@ -117,6 +119,9 @@ class Channels:
             groups = [self._group(ranks) for ranks in grid.rows()]
             row = next(group for group in groups if group is not None)
             self.row = Axis(self._program.coordinate.data, grid.data, row, self.device)
+        compression = self._program.updates.compression
+        if compression in DTYPES:
+            self._cast = CastSums(DTYPES[compression], self.device, self._failed)
         if self._program.rows:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._plane = groups[self._program.coordinate.data]
@@ -215,9 +220,12 @@ class Channels:
 
         return self._queue.put(begin)
 
-    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> dist.Work:
-        """Start adding up a tensor over `ranks`, in place."""
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start adding up a tensor over `ranks`, in place: gradients, so what goes between data
+        ranks alone may go in 16 bits."""
         group = self._shared[ranks]
+        if self._cast is not None and len(ranks) == self._program.data:
+            return self._cast.sum(tensor, group)
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return work
@@ -225,6 +233,8 @@ class Channels:
     def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""
         group = self._shared[ranks]
+        if self._cast is not None:
+            return self._cast.scatter(segments, own, group)
         return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
 
     def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> None:
@@ -306,8 +316,9 @@ class Channels:
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
-        if self._queue is not None:
-            self._queue.close()
+        for queue in (self._queue, self._cast):
+            if queue is not None:
+                queue.close()
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
         self._plane = self._all = None

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.grid import Coordinate, Grid
 from parcompiler.instruction import TRANSFERS, Instruction, Kind, listing, parse
 from parcompiler.pieces import Shard
@@ -85,6 +86,7 @@ class RankProgram:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     asynchronous: bool = False  # whether a step updates parameters itself, after every backward
     zero: int = 0  # the level of ZeRO: what the data ranks share out
+    updates: DataUpdates = ALL_REDUCE  # how they bring together what they learn
     synchronized: bool = False  # whether layers count the batches of all data ranks
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None

@@ -26,11 +26,13 @@ import torch
 from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
+from parcompiler.verification.data_ranks import trained_together
 from parcompiler.verification.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.verification.reference import (
     Compiled,
@@ -63,6 +65,9 @@ def check(program: Compiled, seed: int) -> Verification:
     graph = program.problem.graph
     note = _note_on_buffers(program)
     native, reference = _compare(program, graph, seed, program.problem.options.dtype)
+    if reference.compression_error is not None:
+        packed = f"compressed gradients are {reference.compression_error:.1e} from whole ones"
+        note = "; ".join(filter(None, (packed, note)))
     if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
         return Verification(native, native, note)
     try:
@@ -187,6 +192,8 @@ def _at_scale(
     with Original(variant, seed, dtype, scale) as original:
         if variant.lowered.asynchronous:
             return reenacted(original, variant.lowered, [batch], optimizer)
+        if variant.lowered.updates != ALL_REDUCE:
+            return trained_together(original, variant.lowered, [batch], optimizer)
         if ranks > 1 and is_synchronized(original.graph.fx_graph):
             return accumulated_together(original, batch, count, optimizer, ranks)
         with computing_as(alone):  # whatever torch.distributed does in this process

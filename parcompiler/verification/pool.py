@@ -63,13 +63,15 @@ class Outcome:
 
     `gradients` are those of the first step by name; an asynchronous program leaves none. `norms`
     are those of the gradients of each step, where a worker computes them; `scale` is the factor of
-    the loss in the backward of the next step.
+    the loss in the backward of the next step. `compression_error` is that of gradients,
+    relative to whole ones.
     """
 
     losses: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
     scale: float = 1.0
+    compression_error: float | None = None
     norms: torch.Tensor | None = None
 
     @property
@@ -102,7 +104,7 @@ class Pool:
                 for name in ("losses", "gradients", "state")
             )
             scale, norms = float(numbers["scale"]), numbers["norms"]
-            return Outcome(numbers["losses"], gradients, state, scale, norms)
+            return Outcome(numbers["losses"], gradients, state, scale, norms=norms)
 
     def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:
         """Give each of some processes its part of a job, and wait until all have done it.

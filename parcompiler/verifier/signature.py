@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.inputs import arguments, flat
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Parameter
 from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard
@@ -61,6 +62,7 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
         "microbatches": (lowered.microbatches, plan.microbatches),
         "stages": (len(lowered.stages), len(plan.stages or ())),
         "zero": (lowered.zero, plan.zero or 0),
+        "updates": (lowered.updates, plan.updates or ALL_REDUCE),
     }
     for name, (actual, wanted) in pairs.items():
         if actual != wanted:

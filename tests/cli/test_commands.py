@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 
 import parcompiler as pc
+from parcompiler import data_updates
 from parcompiler.cli import run
-from parcompiler.cli.words import COSTS, OPTIMIZERS, PRECISIONS, SCHEDULES, VOCABULARY, devices
+from parcompiler.cli.words import (
+    COMPRESSIONS,
+    COSTS,
+    OPTIMIZERS,
+    OUTER,
+    PRECISIONS,
+    SCHEDULES,
+    UPDATES,
+    VOCABULARY,
+    devices,
+)
 from parcompiler.cost import OPTIMIZERS as KNOWN_OPTIMIZERS
 from parcompiler.device import device, names
 from parcompiler.options import METHODS
@@ -189,6 +200,8 @@ def test_the_words_of_help_and_completion_are_those_on_offer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert set(SCHEDULES) == {"auto", "search", *KNOWN_SCHEDULES}
+    assert (UPDATES, COMPRESSIONS) == (data_updates.WAYS, data_updates.COMPRESSIONS)
+    assert set(OUTER) == set(data_updates.OUTER)
     assert set(VOCABULARY) == {"auto", "whole", *METHODS}
     assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
     assert devices() == names()

@@ -22,18 +22,21 @@ PICTURE = """\
 3  problem options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
-0  errors instruction grid pieces documents
+0  errors instruction grid pieces documents data_updates
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
 }
 
 # Two rooms stand beside the layers: what of ours each imports, and from which layer up it is used.
-ASIDE = {"runtime": {"runtime", "errors", "instruction", "grid", "pieces"}, "models": {"models"}}
+ASIDE = {
+    "runtime": {"runtime", "errors", "instruction", "grid", "pieces", "data_updates"},
+    "models": {"models"},
+}
 LOWEST_USER_OF_ASIDE = 5
 
 # What an exported folder carries to machines that have torch and nothing else; and plain models.
-TORCH_ONLY = {"errors", "instruction", "grid", "pieces", "runtime", "models"}
+TORCH_ONLY = {"errors", "instruction", "grid", "pieces", "data_updates", "runtime", "models"}
 
 # The one room that knows a library.
 DOORS = {"ortools": "solver"}

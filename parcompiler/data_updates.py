@@ -1,0 +1,129 @@
+"""How data ranks bring together what they learn: `updates` and `compression` of `compile`.
+
+    all-reduce          gradients are averaged, and every rank updates alike
+    parameter-server    one rank of each data row gets the gradients, updates, and sends parameters
+    asynchronous        as that, but nobody waits for the others: bounded staleness
+    local               every rank updates by itself; every so many steps the weights are averaged
+
+>>> DataUpdates.of("local", every=50)
+DataUpdates(way='local', compression=None, rank=0, every=50, outer=(0.7, 0.9), staleness=0)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from parcompiler.errors import InputError, shown
+
+WAYS = ("all-reduce", "parameter-server", "asynchronous", "local")
+COMPRESSIONS = ("bf16", "fp16", "powersgd")
+OUTER = {"average": (1.0, 0.0), "nesterov": (0.7, 0.9)}  # learning rate and momentum
+EVERY = 16  # steps from one average to the next
+STALENESS = 2  # steps that a data rank may be ahead of the slowest
+RANK = 4  # of the factors of a matrix: the largest of arXiv 1905.13727
+
+
+@dataclass(frozen=True, slots=True)
+class DataUpdates:
+    """The way of the data axis, with what belongs to it; 0 and () stand for what does not.
+
+    `rank` is that of PowerSGD's factors. `every` so many steps weights are averaged; `outer` are
+    the learning rate and the momentum of the optimizer for which the average is a step.
+    `staleness` is how many steps a data rank may be ahead of the slowest. Raises InputError for
+    values that cannot be.
+    """
+
+    way: str = "all-reduce"
+    compression: str | None = None
+    rank: int = 0
+    every: int = 0
+    outer: tuple[float, ...] = ()
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, and what means nothing with this way."""
+        _offered("updates", self.way, WAYS)
+        _offered("compression", self.compression, (None, *COMPRESSIONS))
+        local, powersgd = self.way == "local", self.compression == "powersgd"
+        _count("every", self.every, 1, "updates='local'", there=local)
+        _count("compression_rank", self.rank, 1, "compression='powersgd'", there=powersgd)
+        there = self.way == "asynchronous"
+        _count("staleness", self.staleness, 0, "updates='asynchronous'", there=there)
+        numbers = all(isinstance(x, float) and math.isfinite(x) for x in self.outer)
+        if len(self.outer) != 2 * local or not numbers:
+            message = (
+                "outer is 'average', 'nesterov', or a learning rate and a momentum, for "
+                f"updates='local' ({shown(self.outer)} given, updates={self.way!r})"
+            )
+            raise InputError(message)
+        if self.compression is not None and self.way != "all-reduce":
+            message = (
+                f"compression={self.compression!r} is of the gradients that an all-reduce sums, "
+                f"and updates={self.way!r} has none: leave one of them out"
+            )
+            raise InputError(message)
+
+    @classmethod
+    def of(
+        cls,
+        updates: str = "all-reduce",
+        compression: str | None = None,
+        every: int | None = None,
+        outer: str | tuple[float, float] | None = None,
+        staleness: int | None = None,
+        compression_rank: int | None = None,
+    ) -> DataUpdates:
+        """The value of options of `compile`, of which None is the default."""
+        local, powersgd = updates == "local", compression == "powersgd"
+        given: object = ("nesterov" if local else ()) if outer is None else outer
+        given = OUTER.get(given, given) if isinstance(given, str) else given
+        numbers = given if isinstance(given, tuple | list) else (given,)
+        return cls(
+            updates,
+            compression,
+            (RANK if powersgd else 0) if compression_rank is None else compression_rank,
+            (EVERY if local else 0) if every is None else every,
+            tuple(float(x) if type(x) is int else x for x in numbers),
+            (STALENESS if updates == "asynchronous" else 0) if staleness is None else staleness,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `compile` that `of` makes the value of."""
+        counts = {"every": self.every, "outer": self.outer, "compression_rank": self.rank}
+        given: dict[str, Any] = {name: value for name, value in counts.items() if value}
+        if self.way == "asynchronous":
+            given["staleness"] = self.staleness
+        return {"updates": self.way, "compression": self.compression, **given}
+
+    @property
+    def separate(self) -> bool:
+        """Whether data ranks step by gradients of their own."""
+        return self.way in ("asynchronous", "local")
+
+    @property
+    def averages(self) -> bool:
+        """Whether a round ends with the plain average of the weights."""
+        return self.outer == OUTER["average"]
+
+
+def _offered(name: str, value: object, values: tuple[str | None, ...]) -> None:
+    """Raise InputError unless a word is one of some."""
+    if not (value is None or isinstance(value, str)) or value not in values:
+        message = f"{name} must be one of {', '.join(map(repr, values))} ({shown(value)} given)"
+        raise InputError(message)
+
+
+def _count(name: str, value: object, least: int, owner: str, *, there: bool) -> None:
+    """Raise InputError unless a number is at least `least`, or 0 where its owner is not `there`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least * there:
+        message = f"{name} must be an integer, {least} or more ({shown(value)} given)"
+        raise InputError(message)
+    if value and not there:
+        message = f"{name} is for {owner} ({name}={value} given): leave it out"
+        raise InputError(message)
+
+
+ALL_REDUCE = DataUpdates()  # of whole gradients: the default

@@ -1,0 +1,18 @@
+"""What the way of the data axis means for the numbers, in words."""
+
+from __future__ import annotations
+
+from parcompiler.data_updates import DataUpdates
+
+DIGITS = {"bf16": 8, "fp16": 11}  # bits of a significand
+
+
+def meaning(updates: DataUpdates) -> str:
+    """What data ranks do, and how far the numbers are those of one process."""
+    match updates.compression:
+        case "bf16" | "fp16" as name:
+            return (
+                f"all-reduce in {name}: gradients, and their sums, are rounded to {DIGITS[name]} "
+                "bits, so the numbers are near those of one process"
+            )
+    return "all-reduce: the numbers of one process"

@@ -1,0 +1,87 @@
+"""Gradients between data ranks in 16 bits: cast, exchanged, added up as they were, and cast again.
+
+    rank 0   a0 a1 ─ cast ─►  a0 b0   a0 + b0 ─ cast ─►  s0 s1
+    rank 1   b0 b1 ─ cast ─►  a1 b1   a1 + b1 ─ cast ─►  s0 s1
+                      all-to-all              all-gather
+
+As many bytes as an all-reduce in 16 bits (the hooks `bf16_compress_hook` and `fp16_compress_hook`
+of DistributedDataParallel), but a sum is rounded once and not at every rank that it passes, and
+summands are added in the order of the ranks: so any process can repeat it to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parcompiler.runtime.collective_queue import Pending, queue_on
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What ranks get for their summands, each of which is sent in `dtype`, as is the sum.
+
+    >>> summed([torch.tensor([1.0]), torch.tensor([0.001])], torch.bfloat16)
+    tensor([1.])
+    """
+    kind = summands[0].dtype
+    total = summands[0].to(dtype).to(kind)
+    for summand in summands[1:]:
+        total = total + summand.to(dtype).to(kind)
+    return total.to(dtype).to(kind)
+
+
+class CastSums:
+    """Sums over ranks in `dtype`, one after another, beside the compute."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        failed: Callable[[Exception], object],
+    ) -> None:
+        self._dtype = dtype
+        self._queue = queue_on(device, failed)
+        self.close = self._queue.close
+
+    def sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+        """Start adding up a tensor over a group, in place."""
+        size = dist.get_world_size(group)
+
+        def start() -> tuple[torch.Tensor, None]:
+            flat = _real(tensor)
+            segments = flat.new_zeros(-(-flat.numel() // size) * size, dtype=self._dtype)
+            segments[: flat.numel()].copy_(flat)
+            own = self._own_sum(segments.view(size, -1), flat.dtype, group)
+            dist.all_gather_single(segments, own, group)
+            flat.copy_(segments[: flat.numel()])
+            return tensor, None
+
+        return self._queue.put(start)
+
+    def scatter(
+        self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> Pending:
+        """Start adding up segments [ranks, n] over a group, each rank of which gets its `own`."""
+
+        def start() -> tuple[torch.Tensor, None]:
+            flat = _real(segments).view(dist.get_world_size(group), -1)
+            _real(own).copy_(self._own_sum(flat.to(self._dtype), flat.dtype, group))
+            return own, None
+
+        return self._queue.put(start)
+
+    def _own_sum(self, segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Tensor:
+        """The sum of this rank's segments [ranks, n], added up in `kind`."""
+        received = torch.empty_like(segments)
+        dist.all_to_all_single(received, segments, group=group)
+        return summed([row.to(kind) for row in received], self._dtype).to(self._dtype)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a row of real numbers."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

@@ -1,0 +1,122 @@
+"""The other ways of the data axis in one process: what each data rank does, one after another.
+
+With compression every data rank's own gradient of the mean loss is packed as the rank packs it;
+tied tensors of several pipeline coordinates are summed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from parcompiler.lower import Lowered
+from parcompiler.runtime.compression import DTYPES, summed
+from parcompiler.verification.pool import Outcome
+from parcompiler.verification.reference import Optimizer, Original
+
+Gradients = dict[str, torch.Tensor]
+
+
+def trained_together(
+    original: Original,
+    lowered: Lowered,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    optimizer: Optimizer,
+) -> Outcome:
+    """Steps with compressed gradients, one on each batch: mean losses, the gradients of the first
+    step, and the state after the last. `compression_error` is that of the gradients."""
+    steps = _Steps(original, lowered, optimizer)
+    first: Gradients = {}
+    means = []
+    for batch in batches:
+        losses, each = steps.gradients_of_ranks(batch)
+        with original.accumulating():
+            steps.set_gradients(steps.packed(each))
+        first = first or original.gradients()
+        steps.update()
+        means.append(torch.stack(losses).mean())
+    return Outcome(
+        torch.stack(means), first, original.state(), original.scale,
+        compression_error=steps.compression_error,
+    )  # fmt: skip
+
+
+class _Steps:
+    """The model, its optimizer, and what the data ranks do in a step."""
+
+    def __init__(self, original: Original, lowered: Lowered, optimizer: Optimizer) -> None:
+        self._original, self._lowered = original, lowered
+        trained = [p for p in original.masters.values() if p.requires_grad]
+        self._optimizer = optimizer(trained) if trained else None
+        self._tied = {item.name for item in lowered.tied}
+        self.compression_error = 0.0
+
+    def gradients_of_ranks(
+        self, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Gradients]]:
+        """The losses of all micro-batches, and what each data rank adds to the gradient of their
+        mean. Every data rank begins with the buffers of the model; those of the first remain."""
+        original, count = self._original, self._lowered.microbatches
+        ranks = self._lowered.data
+        losses, each, before = [], [], original.updated()
+        first = before
+        for r in range(ranks):
+            original.set_values(before)
+            for i in range(r * count, (r + 1) * count):
+                with original.computing():
+                    loss = original.loss(batch, i)
+                    share = torch.full_like(loss, original.scale / (count * ranks))
+                    torch.autograd.backward(loss, share)
+                losses.append(loss.detach())
+            named = original.parameters.items()
+            each.append({name: p.grad for name, p in named if p.grad is not None})
+            self.set_gradients({})
+            first = original.updated() if r == 0 else first
+        original.set_values(first)
+        return losses, each
+
+    def set_gradients(self, gradients: Gradients) -> None:
+        """Give parameters these gradients, and the others none."""
+        for name, parameter in self._original.parameters.items():
+            parameter.grad = gradients.get(name)
+
+    def packed(self, each: Sequence[Gradients]) -> Gradients:
+        """The gradients that the data ranks make of what each of them adds."""
+        dtype = DTYPES[self._lowered.updates.compression or ""]
+        names = dict.fromkeys(name for own in each for name in own)
+        whole = {name: sum_of([own[name] for own in each if name in own]) for name in names}
+        found = {
+            name: whole[name]
+            if name in self._tied
+            else summed([own[name] for own in each if name in own], dtype)
+            for name in names
+        }
+        self.compression_error = max(self.compression_error, _distance(found, whole))
+        return found
+
+    def update(self) -> None:
+        """A step of the optimizer."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        self.set_gradients({})
+
+
+def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, in order."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
+def _distance(found: Gradients, wanted: Gradients) -> float:
+    """The norm of the difference over that of what was wanted."""
+
+    def norm(tensors: list[torch.Tensor]) -> float:
+        squares = [torch.linalg.vector_norm(t).double().square() for t in tensors]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    difference = norm([found[name] - wanted[name] for name in wanted])
+    return difference / (norm([*wanted.values()]) or 1.0)

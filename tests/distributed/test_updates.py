@@ -1,0 +1,51 @@
+"""The other ways of the data axis: exact as they say, on ranks that run the emitted scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.models import gpt
+
+
+def compiled(mesh: dict[str, Any], *, tied: bool = False, **options: Any) -> pc.Program:
+    torch.manual_seed(0)
+    config = gpt.Config(layers=2, heads=2, hidden=8, vocabulary=16, sequence=4, tied=tied)
+    tokens = torch.randint(config.vocabulary, (2, config.sequence + 1))
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    given = {"microbatches": 2, "progress": False, **options}
+    return pc.compile(gpt.GPT(config), pc.Mesh(**mesh), batch, **given)
+
+
+def exact(program: pc.Program, tmp_path: Path, *words: str) -> Any:
+    """Its verification, once the emitted script says what is meant."""
+    script = (program.export(tmp_path / "out") / "rank_0.py").read_text()
+    for text in words:
+        assert text in script, text
+    verification = program.verify()
+    assert verification.ok, str(verification)
+    assert max(verification.loss_error, verification.gradient_error) <= 1e-9, str(verification)
+    assert verification.parameter_error <= 1e-9, str(verification)
+    return verification
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 3}, {"compression": "bf16"}),
+        ({"data": 2, "pipeline": 2}, {"compression": "fp16", "tied": True}),
+        ({"data": 2, "tensor": 2}, {"compression": "bf16", "zero": 1}),
+    ],
+)
+def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
+    mesh: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    name = options["compression"]
+    program = compiled(mesh, **options)
+    verification = exact(program, tmp_path, f'updates=DataUpdates(compression="{name}")')
+    assert "compressed gradients are" in verification.note
+    assert "0.0e+00 from whole" not in verification.note
