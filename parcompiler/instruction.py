@@ -12,6 +12,8 @@ True
 RECV layers_1.grad mb 0 from 1
 >>> print(Instruction.parse("REDUCE wte mb 2 to 0"), Instruction.parse("S mb 2"), sep=", ")
 REDUCE wte mb 2 to 0, S mb 2
+>>> print(Instruction(Kind.REDUCE_GRADIENTS, value="bucket_0", microbatch=2, ranks=(0,)))
+REDUCE_GRADIENTS bucket_0 mb 2 ranks 0
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Kind(StrEnum):
     BROADCAST = "BROADCAST"  # value mb peer: every rank gets that rank's tensor
     REDUCE = "REDUCE"  # value mb peer: the sum of all ranks' parts goes to that rank
     EXCHANGE = "EXCHANGE"  # value mb: numbers of each row, over all ranks
-    REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value (a tied parameter), ranks: sum of its copies
+    REDUCE_GRADIENTS = "REDUCE_GRADIENTS"  # value, ranks: sum of a tied parameter's copies, or of a
+    # bucket over the data ranks; with mb what this micro-batch has added, to pieces
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
     GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
 
@@ -62,7 +65,7 @@ _FIELDS: dict[Kind, set[str]] = {
     **{kind: {"value", "gradient", "microbatch", "peer"} for kind in (*MESSAGES, *TRANSFERS)},
     **{kind: {"value", "microbatch"} for kind in (*EMBEDDING, Kind.EXCHANGE)},
     **{kind: {"microbatch"} for kind in HEAD},
-    **{kind: {"value", "ranks"} for kind in BUCKETED},
+    **{kind: {"value", "ranks"} for kind in BUCKETED},  # and perhaps a micro-batch
     Kind.SHARE_LOSS: {"peer"},
 }
 
@@ -99,7 +102,9 @@ class Instruction:
         """Read one line. Raises InputError naming the line when it is not an instruction."""
         try:
             fields = dict(_fields(line.split()))
-            if fields.keys() != {"kind", *_FIELDS[Kind(str(fields["kind"]))]}:
+            kind = Kind(str(fields["kind"]))
+            optional = {"microbatch"} if kind is Kind.REDUCE_GRADIENTS else set()
+            if fields.keys() - optional != {"kind", *_FIELDS[kind]} - optional:
                 raise ValueError(sorted(fields))
             return cls(**fields)  # type: ignore[arg-type]
         except (ValueError, IndexError) as error:

@@ -58,7 +58,7 @@ class Options:
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
-        offered("zero", self.zero, ("auto", 0, 1))
+        offered("zero", self.zero, ("auto", 0, 1, 2))
         self.data_updates  # noqa: B018 (refuses)
         offered("costs", self.costs, ("model", "measured"))
         object.__setattr__(self, "stages", _stages(self.stages))

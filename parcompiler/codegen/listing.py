@@ -199,7 +199,7 @@ def _cells(item: Instruction, first: int | None = None) -> list[str]:
     if item.kind in VALUED:
         peer = [" ".join(words[4:])] if words[4:] else []
         return [*words[:2], " ".join(words[2:4]), *peer]
-    return [str(item)]
+    return [" ".join(words)]
 
 
 def _line(indent: str, cells: Sequence[str], widths: Counter[int]) -> str:

@@ -11,12 +11,23 @@ A parameter that several stages of a rank read is final after the last of their 
 order inside a stage is that in which a backward makes gradients final: the reverse of the order in
 which the forward reads the parameters. A tensor that several ranks hold is summed over all of
 their data replicas at once, as `TiedTensor`, and is in no bucket.
+
+Where data ranks keep pieces of gradients (the second level of ZeRO), a bucket is summed behind each
+backward of its stage, and what that has added goes to the pieces:
+
+    BACKWARD stage 1 mb 6
+    REDUCE_GRADIENTS bucket_0 mb 6 ranks 1
+    BACKWARD stage 1 mb 7
+    REDUCE_GRADIENTS bucket_0 mb 7 ranks 1
+
+A tensor that several ranks hold is in a bucket of each then, and its sum at the end is over pieces.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from parcompiler.graph import Graph, Parameter
 from parcompiler.instruction import MESSAGES, Instruction, Kind
@@ -36,7 +47,8 @@ def buckets(
     lists: Sequence[Lines],
     spread: Spread | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets of every rank, in the order in which they become final there."""
+    """The buckets of every rank, in the order in which they become final there; what is `tied` is
+    in none."""
     apart = {item.name for item in tied}
     found: list[Bucket] = []
     for rank, lines in enumerate(lists):
@@ -69,18 +81,26 @@ def _gathers(rank: int, labels: Sequence[str], tied: Sequence[TiedTensor]) -> It
         yield Instruction(Kind.GATHER_PARAMETERS, value=label, ranks=(rank,))
 
 
-def placed(lists: Sequence[Lines], found: Sequence[Bucket]) -> tuple[Lines, ...]:
-    """The lists with the buckets of each stage behind its last backward and what that sends."""
-    return tuple(tuple(_placed(rank, lines, found)) for rank, lines in enumerate(lists))
+def placed(
+    lists: Sequence[Lines], found: Sequence[Bucket], *, each: bool = False
+) -> tuple[Lines, ...]:
+    """The lists with the buckets of each stage behind its last backward and what that sends;
+    `each`: behind that of each micro-batch."""
+    return tuple(tuple(_placed(rank, lines, found, each)) for rank, lines in enumerate(lists))
 
 
-def _placed(rank: int, lines: Lines, found: Sequence[Bucket]) -> Iterator[Instruction]:
+def _placed(rank: int, lines: Lines, found: Sequence[Bucket], each: bool) -> Iterator[Instruction]:
     """The list of one rank with its buckets."""
-    last, behind = _last(lines), defaultdict(list)
+    behind: dict[int, list[Instruction]] = defaultdict(list)
+    ends: dict[tuple[int, int | None], int] = {(j, None): k for j, k in _last(lines).items()}
+    if each:
+        ends = {(_home(line), line.microbatch): k for k, line in enumerate(lines) if _adds(line)}
     for bucket in found:
         if bucket.ranks == (rank,):
-            line = Instruction(Kind.REDUCE_GRADIENTS, value=bucket.label, ranks=bucket.ranks)
-            behind[last[bucket.stage]].append(line)
+            whole = Instruction(Kind.REDUCE_GRADIENTS, value=bucket.label, ranks=bucket.ranks)
+            for (stage, i), place in ends.items():
+                if stage == bucket.stage:
+                    behind[place].append(replace(whole, microbatch=i))
     due: list[Instruction] = []
     for place, line in enumerate(lines):
         if line.kind not in MESSAGES:
@@ -93,13 +113,18 @@ def _placed(rank: int, lines: Lines, found: Sequence[Bucket]) -> Iterator[Instru
 
 def _last(lines: Lines) -> dict[int, int]:
     """Where each stage of a list goes back for the last time, the earliest first."""
-    places = {}
-    for place, line in enumerate(lines):
-        if line.kind in FINAL and line.stage is not None:
-            places[line.stage] = place
-        elif line.kind in EVERYWHERE:
-            places[NOWHERE] = place
+    places = {_home(line): place for place, line in enumerate(lines) if _adds(line)}
     return dict(sorted(places.items(), key=lambda item: item[1]))
+
+
+def _adds(line: Instruction) -> bool:
+    """Whether an instruction adds to gradients of parameters for good."""
+    return line.kind in FINAL or line.kind in EVERYWHERE
+
+
+def _home(line: Instruction) -> int:
+    """The stage of such an instruction; NOWHERE for what all ranks do."""
+    return NOWHERE if line.stage is None else line.stage
 
 
 def _final(

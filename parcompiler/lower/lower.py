@@ -24,10 +24,12 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     lists = communicate.training(
         schedule.orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
-    reduced = buckets(graph, stages, tied, lists, everywhere) if plan.mesh.data > 1 else ()
-    lists = placed(lists, reduced)
-    if plan.zero:
-        lists = gathered(lists, reduced, tied)
+    level = plan.zero or 0
+    apart = tied if level < 2 else ()  # whose gradients are never in pieces
+    reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.data > 1 else ()
+    lists = placed(lists, reduced, each=level >= 2)
+    if level:
+        lists = gathered(lists, reduced, apart)
     evaluation = communicate.evaluation(
         plan.mesh.pipeline, plan.microbatches, stages, values, everywhere
     )
@@ -41,7 +43,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         evaluation=evaluation,
         variables=division.variables,
         asynchronous=schedule.asynchronous,
-        zero=plan.zero or 0,
+        zero=level,
         updates=plan.updates or ALL_REDUCE,
         data=plan.mesh.data,
         tensor=plan.mesh.tensor,

@@ -237,13 +237,14 @@ class Channels:
             return self._cast.scatter(segments, own, group)
         return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
 
-    def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """Fill segments [ranks, n] with the `own` [n] of each of `ranks`."""
-        dist.all_gather_single(_flat(segments), _flat(own), group=self._shared[ranks])
+    def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start filling segments [ranks, n] with the `own` [n] of each of `ranks`."""
+        group = self._shared[ranks]
+        return dist.all_gather_single(_flat(segments), _flat(own), group=group, async_op=True)
 
-    def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> None:
-        """Give all of `ranks` the tensor of number `home` of them, in place."""
-        dist.broadcast(_real(tensor), ranks[home], group=self._shared[ranks])
+    def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> Any:
+        """Start giving all of `ranks` the tensor of number `home` of them, in place."""
+        return dist.broadcast(_real(tensor), ranks[home], group=self._shared[ranks], async_op=True)
 
     def total(self, tensor: torch.Tensor) -> None:
         """Add up a tensor over all ranks, in place."""

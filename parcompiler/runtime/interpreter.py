@@ -77,12 +77,17 @@ class Interpreter:
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
-        self.parts = DataParts(program, self.tensors, channels) if program.zero else None
+        held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
+        self.parts = DataParts(program, self.tensors, channels, held) if program.zero else None
         self._reduction = Reduction(program, self.tensors, self.parts)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
         self._trained = {j for j in backwards if j is not None}  # the stages with a backward
-        self._last = frozenset(backwards.values())  # of each stage
+        self._last = frozenset(
+            line
+            for line in lines  # of each stage; all, where each micro-batch is summed by itself
+            if line.kind in BACKWARDS and (program.zero > 1 or line == backwards[line.stage])
+        )
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
         self.step = 0  # of training

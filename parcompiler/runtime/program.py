@@ -109,11 +109,17 @@ class RankProgram:
 
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
-        places = {tied.ranks for tied in self.tied.values()}
-        if self.data > 1:
-            places |= {(position,) for position in range(self.grid.pipeline)}
         grid = self.grid
-        return [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
+        ties = {tied.ranks for tied in self.tied.values()}
+        places: set[tuple[int, ...]] = set()
+        if self.data > 1:
+            places |= {(position,) for position in range(grid.pipeline)}
+        if self.zero < 2:
+            places, ties = places | ties, set()
+        groups = [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
+        for ranks in sorted(ties):  # data ranks have pieces of the gradients by then
+            groups += [tuple(grid.rank(p, *column) for p in ranks) for column in grid.columns()]
+        return groups
 
     def is_near(self, rank: int) -> bool:
         """Whether a rank has the pipeline coordinate of this one."""

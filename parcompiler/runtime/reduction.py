@@ -8,9 +8,10 @@
 
 A bucket is one flat tensor. The gradients are copied into it once, and then are views of it, so
 that nothing is copied back. Sums start in the order of the list whatever becomes final first, so
-that the ranks of a group agree. [1] A gradient is final when autograd has added the last
-micro-batch to it; [2] where the backward comes in two parts, or a parameter has no gradient at
-all, only the list says so.
+that the ranks of a group agree. Where data ranks keep pieces of gradients, the same happens in
+every backward, and a new sum waits for the one before the last, so that few whole gradients are in
+memory. [1] A gradient is final when autograd has added the last micro-batch to it; [2] where the
+backward comes in two parts, or a parameter has no gradient at all, only the list says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.zero import DataParts, flat
 
 Work = tuple[int, Any]  # the number of a sum, and its work
+MOST_IN_FLIGHT = 2  # sums of whole gradients, where ranks keep pieces of them alone
 
 
 class Summing(Protocol):
@@ -46,6 +48,7 @@ class Reduction:
         parts: DataParts | None = None,
     ) -> None:
         self._parts = parts
+        self._pieces = parts is not None and program.zero > 1
         lines = program.instructions
         self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
         self._names = [_names(program, line) for line in self.lines]
@@ -58,9 +61,9 @@ class Reduction:
         self._works: list[Work] = []
         self._started = 0
         self._channels: Summing | None = None
-        for numbers in self._behind.values():
-            for tensor in (tensor for k in numbers for tensor in self._tensors[k]):
-                tensor.register_post_accumulate_grad_hook(self._became_final)
+        numbers = (k for behind in self._behind.values() for k in behind)
+        for tensor in {id(tensor): tensor for k in numbers for tensor in self._tensors[k]}.values():
+            tensor.register_post_accumulate_grad_hook(self._became_final)
 
     def begin(self, channels: Summing) -> None:
         """Begin a step: no gradient is final."""
@@ -104,10 +107,18 @@ class Reduction:
     def _start(self, k: int) -> None:
         """Start a sum."""
         assert self._channels is not None
+        if self._pieces:  # the sum of a tie is that of complete pieces
+            for _, earlier in self._works[: -MOST_IN_FLIGHT + 1 or None]:
+                earlier.wait()
+            self._works = self._works[-MOST_IN_FLIGHT + 1 :]
         with torch.no_grad():
             tensors, names = self._tensors[k], self._names[k]
             if self._parts is not None and not self._tied[k]:
                 work = self._parts.scatter(names)
+            elif self._parts is not None and self._pieces:
+                for _, earlier in self._works:
+                    earlier.wait()
+                work = self._parts.sum_copies(*names)
             else:
                 gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
                 work = self._channels.sum(gradients, self.lines[k].ranks)

@@ -151,20 +151,19 @@ class Updates:
         }
         if self._parts is None:
             return found
-        wholes = {name: self._parameters[name].detach() for name in self._parts.reduced}
+        dtypes = {name: self._parameters[name].dtype for name in self._parts.reduced}
         if narrow is not None:
-            wholes = {name: _at_least_float32(tensor) for name, tensor in wholes.items()}
-        return self._parts.joined(found, wholes)
+            dtypes = {n: torch.promote_types(dtype, torch.float32) for n, dtype in dtypes.items()}
+        return self._parts.joined(found, dtypes)
 
     def whole_masters(self) -> dict[str, torch.Tensor]:
         """The masters of this rank by name. A collective of the data ranks where each has rows of
         them."""
         if self._parts is None:
             return dict(self.masters.by_name)
-        narrow = self._program.narrow
-        shared = {n: p.detach() for n, p in self._parts.parameters.items() if p.dtype == narrow}
-        wholes = {name: tensor.float() for name, tensor in shared.items()}
-        return self._parts.joined(self.masters.by_name, wholes)
+        narrow, shared = self._program.narrow, self._parts.parameters.items()
+        trained = [name for name, p in shared if p.dtype == narrow and p.requires_grad]
+        return self._parts.joined(self.masters.by_name, dict.fromkeys(trained, torch.float32))
 
     @torch.no_grad()
     def fill_master(

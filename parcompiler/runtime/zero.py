@@ -1,4 +1,4 @@
-"""The rows of its parameters that each data rank updates: ZeRO's first level.
+"""What each data rank has of the parameters of a rank: the levels of ZeRO.
 
     bucket    ┌ w rows ┐┌ b ┐        of a rank of the pipeline and of the tensor axis
     data 0     w0        b0          [1] gradients are summed over the data ranks, and each gets
@@ -11,12 +11,24 @@ Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1: 4 + 12/d bytes a paramet
 precision with Adam instead of 16, and as many bytes on the links as an all-reduce. Rows are those
 of dimension 0, dealt as `pieces.piece` does. An optimizer that is not known to work element by
 element gets whole parameters, balanced over the ranks by their size.
+
+The second level does [1] behind every micro-batch and adds to the rows, so that whole gradients of
+a few buckets alone are in memory. The third has nothing but rows of the parameters of stages, and
+so no [3]: around each use of a stage
+
+    UNSHARD     its parameters get memory, and the rows of all data ranks
+    RESHARD     that memory is free again
+
+Autograd refers to the memory of parameters by their storage, which stays one object throughout:
+what a forward saved is there again when its backward has unsharded it (as in FSDP2).
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +37,7 @@ from torch import nn
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.pieces import Span, piece
+from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
 
@@ -44,32 +57,77 @@ class _Place(NamedTuple):
     end: int
 
 
-class DataParts:
-    """What each data rank updates of the trained parameters of a rank, by their names.
+@dataclass(slots=True)
+class Arrival:
+    """A collective on its way; `wait` does `then` when it has ended, once."""
 
-    `parts` are views of the rows of this data rank; a parameter of which it updates none has no
-    part. `reduced` are the names of those that have gradients in this step, `whole` says whether
-    parameters are shared out undivided.
+    works: Sequence[Any]
+    then: Callable[[], object]
+    _waits: bool = True
+
+    def wait(self) -> None:
+        """Wait for it."""
+        if self._waits:
+            self._waits = False
+            for work in self.works:
+                work.wait()
+            with torch.no_grad():
+                self.then()
+            self.works, self.then = (), _nothing
+
+
+class DataParts:
+    """What each data rank has of the parameters of a rank, by their names.
+
+    `parts` are the rows that this data rank updates: views of the parameters, or all that it has
+    of those `in_pieces`. A parameter of which it has none has no part. `reduced` are the names of
+    those that have gradients in this step, `whole` says whether parameters are shared out
+    undivided.
     """
 
-    def __init__(self, program: RankProgram, tensors: Tensors, channels: Channels) -> None:
-        at = program.coordinate
+    def __init__(
+        self,
+        program: RankProgram,
+        tensors: Tensors,
+        channels: Channels,
+        held: Mapping[int, Sequence[str]],
+    ) -> None:
+        """`held` are the names of the tensors of each stage."""
+        at, self.level = program.coordinate, program.zero
         self._ranks = program.grid.replicas((at.pipeline,), at.tensor)
         self._count, self._index = program.data, at.data
         self._channels = channels
-        tied = {label: (item.name,) for label, item in program.tied.items()}
-        buckets = {**program.buckets, **tied}
+        alone = {label: (item.name,) for label, item in program.tied.items()}
+        buckets = {**program.buckets, **(alone if self.level == 1 else {})}
         lines = [x for x in program.instructions if x.kind is Kind.GATHER_PARAMETERS]
-        self._buckets = {line: buckets[line.value or ""] for line in lines}
+        self._behind = {line: buckets[line.value or ""] for line in lines}
+        shared = dict.fromkeys(name for names in buckets.values() for name in names)
+        self._stages: dict[int, list[str]] = {}
+        if self.level == 3:
+            for j, names in held.items():
+                own = [n for n in dict.fromkeys(names) if isinstance(tensors[n], nn.Parameter)]
+                self._stages[j] = own
+                shared |= dict.fromkeys(own)
         self.parameters = {
             name: parameter
-            for names in self._buckets.values()
-            for name in names
+            for name in shared
             if isinstance(parameter := tensors[name], nn.Parameter)
+        }
+        bucketed = {name for names in buckets.values() for name in names}
+        self._buckets = [*buckets.values(), *((n,) for n in shared if n not in bucketed)]
+        self.in_pieces = frozenset(name for own in self._stages.values() for name in own)
+        self._nbytes = {n: self.parameters[n].untyped_storage().nbytes() for n in self.in_pieces}
+        self._users: Counter[str] = Counter()  # how many stages need a parameter whole now
+        self._arriving: list[tuple[set[str], Arrival]] = []
+        self._ties = {
+            item.name: tuple(program.grid.rank(p, at.data, at.tensor) for p in item.ranks)
+            for item in program.tied.values()
         }
         self.whole = False
         self.reduced: set[str] = set()
         self._share_out()
+        for name in self.in_pieces:
+            self._free(name)
 
     def suits(self, kind: Callable[..., torch.optim.Optimizer]) -> bool:
         """Whether an optimizer can take the parameters as they are shared out."""
@@ -89,8 +147,13 @@ class DataParts:
                 "than this optimizer needs them: call worker.set_optimizer before worker.step"
             )
             raise InputError(message)
+        dtypes = {name: self.parameters[name].dtype for name in self.in_pieces}
+        wholes = self.joined(self.parts, dtypes)
         self.whole = not self.whole
         self._share_out()
+        with torch.no_grad():
+            for name, tensor in wholes.items():
+                self.fill(name, functools.partial(_copy, tensor))
 
     def rows(self, name: str, tensor: torch.Tensor, data: int | None = None) -> torch.Tensor:
         """The rows of a data rank (this one) of a tensor like the parameter `name`: a view."""
@@ -105,37 +168,95 @@ class DataParts:
         """Whether no data rank before this one updates rows of a parameter."""
         return not any(span.size for span in self._spans[name][: self._index])
 
-    def scatter(self, names: Sequence[str]) -> Any:
-        """Start summing the gradients of a bucket over the data ranks; what to wait for.
+    def fill(self, name: str, write: Callable[[torch.Tensor], object]) -> None:
+        """Fill the part of a parameter in pieces, as `write` fills a tensor of its form."""
+        whole = torch.zeros_like(self.parameters[name])
+        write(whole)
+        if name in self.parts:
+            self.parts[name].data.copy_(self.rows(name, whole))
 
-        Parts have the sums as gradients when that has ended, and parameters have none any more.
-        """
+    def unshard(self, j: int) -> None:
+        """Start getting the parameters of a stage whole. A collective of the data ranks."""
+        missing = [name for name in self._stages.get(j, ()) if not self._users[name]]
+        self._users.update(self._stages.get(j, ()))
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in missing:
+            by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
+        for names in by_dtype.values():
+            arrival = self._exchange(names, self.parts, self.parameters)
+            self._arriving.append(({*names}, arrival))
+
+    def ready(self, j: int) -> Arrival | None:
+        """What to wait for until the parameters of a stage are whole; None where they are."""
+        needed = {*self._stages.get(j, ())}
+        behind = [k for k, (names, _) in enumerate(self._arriving) if names & needed]
+        if not behind:
+            return None
+        first, self._arriving = self._arriving[: behind[-1] + 1], self._arriving[behind[-1] + 1 :]
+        arrivals = [arrival for _, arrival in first]
+        return Arrival(arrivals, _nothing)
+
+    def reshard(self, j: int) -> None:
+        """Let go of the parameters of a stage, but for the rows of this data rank."""
+        for name in self._stages.get(j, ()):
+            self._users[name] -= 1
+            if not self._users[name]:
+                self._free(name)
+
+    def end(self) -> None:
+        """The end of a list: what it has left whole is free again."""
+        for _, arrival in self._arriving:
+            arrival.wait()
+        self._arriving.clear()
+        for name in +self._users:
+            self._free(name)
+        self._users.clear()
+
+    def sum_copies(self, name: str) -> Arrival:
+        """Start adding up the gradients of the rows of a tensor that several ranks hold, over those
+        at this data coordinate."""
+        part = self.parts.get(name)
+        if part is None:
+            return Arrival((), _nothing)
+        self.reduced.add(name)
+        gradient = torch.zeros_like(part) if part.grad is None else part.grad
+        part.grad = in_memory(gradient)
+        return Arrival([self._channels.sum(part.grad, self._ties[name])], _nothing)
+
+    def scatter(self, names: Sequence[str]) -> Arrival:
+        """Start summing the gradients of a bucket over the data ranks, for which parameters have
+        none any more; then the sums are added to the gradients of parts."""
+        found = [name for name in names if self.parameters[name].grad is not None]
+        self.reduced.update(found)
         if self.whole:
             work = self._channels.sum(flat([self.parameters[n] for n in names]), self._ranks)
-            self.take_gradients(names)
-            return work
-        segments, places = self._bucket(names, {n: self.parameters[n].grad for n in names})
-        targets, gradients = [], []
+            mine = {n: g for n in found if (g := self.parameters[n].grad) is not None}
+            for name in names:
+                self.parameters[name].grad = None
+            return Arrival([work], lambda: self._add(mine))
+        gradients = [p.grad for n in names if (p := self.parameters[n]).grad is not None]
+        like = gradients[0] if gradients else self.parameters[names[0]]
+        segments, places = self._bucket(names, like, gradients if len(names) == 1 else [])
+        targets, rows = [], []
         for place in places:
             gradient = self.parameters[place.name].grad
             if gradient is None:
                 segments[place.data, place.begin : place.end] = 0
             elif gradient.data_ptr() != segments.data_ptr():
-                gradients.append(self.rows(place.name, gradient, place.data))
-                targets.append(_view(segments, place, gradients[-1]))
+                rows.append(self.rows(place.name, gradient, place.data))
+                targets.append(_view(segments, place, rows[-1]))
         if targets:
-            torch._foreach_copy_(targets, gradients)
+            torch._foreach_copy_(targets, rows)
         own = segments.new_empty(1, segments.shape[1])
         work = self._channels.scatter(segments, own, self._ranks)
-        for place in places:
-            if place.data == self._index and self.parameters[place.name].grad is not None:
-                part = self.parts[place.name]
-                part.grad = _view(own, place._replace(data=0), part)
+        sums = {
+            place.name: _view(own, place._replace(data=0), self.parts[place.name])
+            for place in places
+            if place.data == self._index and place.name in {*found}
+        }
         for name in names:
-            if self.parameters[name].grad is not None:
-                self.reduced.add(name)
             self.parameters[name].grad = None
-        return work
+        return Arrival([work], lambda: self._add(sums))
 
     def take_gradients(self, names: Iterable[str]) -> None:
         """Give parts their rows of gradients that are summed as a whole, and parameters none."""
@@ -150,89 +271,147 @@ class DataParts:
     def gather(self) -> Iterator[Instruction]:
         """Get the rows that the other data ranks have updated, line by line: yields each, and then
         does it. A collective of the data ranks."""
-        for line, names in self._buckets.items():
+        for line, names in self._behind.items():
             yield line
-            self._exchange(names, self.parts, self.parameters)
+            self._exchange(names, self.parts, self.parameters).wait()
 
-    def joined(self, rows: Tensors, like: Tensors) -> dict[str, torch.Tensor]:
-        """Whole tensors of the form of those in `like` from the `rows` that each data rank has of
-        them. A collective of the data ranks."""
-        found = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-        for bucket in self._buckets.values():
-            names = [name for name in bucket if name in like]
+    def joined(
+        self, rows: Tensors, dtypes: Mapping[str, torch.dtype], *, keep: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors of the form of parameters from the `rows` that each data rank has of them,
+        in these dtypes; nothing for a rank that does not `keep` them. A collective of the data
+        ranks."""
+        found: dict[str, torch.Tensor] = {}
+        for bucket in self._buckets:
+            names = [name for name in bucket if name in dtypes]
+            whole = {n: torch.empty_like(self.parameters[n], dtype=dtypes[n]) for n in names}
             if names:
-                self._exchange(names, rows, found)
+                self._exchange(names, rows, whole).wait()
+            found |= whole if keep else {}
         return found
 
     @torch.no_grad()
-    def _exchange(self, names: Sequence[str], rows: Tensors, into: Tensors) -> None:
-        """Fill tensors of one dtype with the rows of all data ranks."""
+    def _exchange(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
+        """Start filling tensors of one dtype with the rows of all data ranks."""
         if self.whole:
+            works, buffers = [], {}
             for name in names:
                 home = next(k for k, span in enumerate(self._spans[name]) if span.size)
                 buffer = torch.empty_like(into[name], memory_format=torch.contiguous_format)
                 if home == self._index:
                     buffer.copy_(rows[name].view_as(buffer))
-                self._channels.give(buffer, self._ranks, home)
-                into[name].copy_(buffer)
-            return
-        segments, places = self._bucket(names, into)
+                works.append(self._channels.give(buffer, self._ranks, home))
+                buffers[name] = buffer
+            return Arrival(works, lambda: self._copy_wholes(buffers, into))
+        memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
+        segments, places = self._bucket(names, into[names[0]], memory)
         own = segments.new_empty(1, segments.shape[1])
         mine = [place for place in places if place.data == self._index]
         views = [_view(own, place._replace(data=0), rows[place.name]) for place in mine]
         if views:
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
-        self._channels.gather(segments, own, self._ranks)
-        if segments.data_ptr() != into[names[0]].data_ptr():
-            here = into is self.parameters  # its own rows are there
-            others = [place for place in places if not here or place.data != self._index]
-            targets = [self.rows(place.name, into[place.name], place.data) for place in others]
-            if others:
-                torch._foreach_copy_(
-                    targets,
-                    [_view(segments, *pair) for pair in zip(others, targets, strict=True)],
-                )
+        work = self._channels.gather(segments, own, self._ranks)
+        return Arrival([work], lambda: self._copy_rows(segments, places, into))
+
+    def _copy_wholes(self, buffers: Tensors, into: Tensors) -> None:
+        """Fill tensors with those that have come."""
+        for name, buffer in buffers.items():
+            self._with_memory(name, into).copy_(buffer)
+
+    def _copy_rows(self, segments: torch.Tensor, places: list[_Place], into: Tensors) -> None:
+        """Fill tensors with the rows of a bucket that has come."""
+        wholes = {name: self._with_memory(name, into) for name in {place.name for place in places}}
+        if any(segments.data_ptr() == whole.data_ptr() for whole in wholes.values()):
+            return  # it is the memory of the one tensor
+        here = into is self.parameters  # its own rows are there, unless it was in pieces
+        others = [
+            place
+            for place in places
+            if not here or place.data != self._index or place.name in self.in_pieces
+        ]
+        targets = [self.rows(place.name, wholes[place.name], place.data) for place in others]
+        if others:
+            torch._foreach_copy_(
+                targets,
+                [_view(segments, *pair) for pair in zip(others, targets, strict=True)],
+            )
+
+    def _with_memory(self, name: str, into: Tensors) -> torch.Tensor:
+        """A tensor that is to be filled. Autograd does not take it for a change: what a parameter
+        in pieces gets is what it had."""
+        tensor = into[name]
+        if into is not self.parameters or name not in self.in_pieces:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != self._nbytes[name]:
+            storage.resize_(self._nbytes[name])
+        return tensor.data
+
+    def _free(self, name: str) -> None:
+        """Free the memory of a parameter in pieces."""
+        self.parameters[name].untyped_storage().resize_(0)
+
+    def _add(self, sums: Tensors) -> None:
+        """Add to the gradients of parts."""
+        for name, gradient in sums.items():
+            part = self.parts.get(name)
+            if part is None:
+                continue
+            if part.grad is not None:
+                part.grad.add_(gradient.view_as(part))
+            elif self.whole and self.level > 1:  # a view keeps those of other ranks in memory
+                part.grad = gradient.clone()
+            else:
+                part.grad = gradient
 
     def _share_out(self) -> None:
         """Deal the rows of all parameters, and make the parts of this rank."""
         self._spans: dict[str, list[Span]] = {}
+        self._row_sizes: dict[str, int] = {}  # elements
         loads = [0] * self._count
+        places = {name: k for k, name in enumerate(sorted(self._ties))}  # alike on their ranks
         for name, parameter in sorted(self.parameters.items(), key=lambda item: -item[1].numel()):
-            size = _with_rows(parameter).shape[0]
+            size = parameter.shape[0] if parameter.dim() else 1
+            self._row_sizes[name] = parameter.numel() // max(1, size)
             if self.whole:
-                home = loads.index(min(loads))
+                home = places[name] % self._count if name in places else loads.index(min(loads))
                 loads[home] += parameter.numel()
                 spans = [Span(0, size if k == home else 0) for k in range(self._count)]
             else:
                 spans = [piece(size, self._count, k) for k in range(self._count)]
             self._spans[name] = spans
         self.parts = {
-            name: nn.Parameter(self.rows(name, parameter.detach()), parameter.requires_grad)
+            name: nn.Parameter(self._own(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in self.parameters.items()
             if self._spans[name][self._index].size
         }
 
+    def _own(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of this data rank: a view, or memory of their own."""
+        if name not in self.in_pieces:
+            return self.rows(name, parameter)
+        rows = self.rows(name, torch.empty_like(parameter, device="meta"))
+        return torch.empty_like(rows, device=parameter.device)
+
     def _bucket(
-        self, names: Sequence[str], tensors: Mapping[str, torch.Tensor | None]
+        self, names: Sequence[str], like: torch.Tensor, memory: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[_Place]]:
         """A bucket with a segment for each data rank, all as long, and what stands where in it.
 
-        It is the memory of a tensor that is alone in it, where that lies there as it would.
+        It is the `memory` of the tensor that is alone in it, where that lies there as it would.
         """
         places, longest = [], 0
         for k in range(self._count):
             begin = 0
             for name in names:
-                end = begin + self.rows(name, self.parameters[name], k).numel()
+                end = begin + self._spans[name][k].size * self._row_sizes[name]
                 if end > begin:
                     places.append(_Place(name, k, begin, end))
                 begin = end
             longest = max(longest, begin)
-        known = [tensor.detach() for name in names if (tensor := tensors[name]) is not None]
-        if len(names) == len(known) == 1 and known[0].numel() == self._count * longest:
-            if known[0].is_contiguous():
-                return known[0].view(self._count, longest), places
-        like = (*known, self.parameters[names[0]])[0]
+        for tensor in memory:
+            if tensor.is_contiguous() and tensor.numel() == self._count * longest:
+                return tensor.detach().view(self._count, longest), places
         return like.new_empty(self._count, longest), places
 
 
@@ -257,6 +436,15 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if targets:
         torch._foreach_copy_(targets, gradients)
     return bucket
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor into another."""
+    target.copy_(source)
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Ranks match messages by their order on the channel and by nothing else (NCCL kno
 receives that are swapped give no error but wrong numbers. The ranks of a group meet in the order in
 which their collectives stand; two that are swapped on one rank would add the gradients of different
 tensors. A bucket is summed by one rank here, together with its data replicas, which have the same
-list.
+list; behind every micro-batch where they keep pieces of gradients.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def faults(step: StepIndex) -> Iterator[Fault]:
     for (source, target), channel in step.channels.items():
         yield from _message_order(source, target, channel)
     if step.training:
-        sums = {item.label: item for item in step.wiring.lowered.sums}
+        lowered = step.wiring.lowered
+        sums = {item.label: item for item in lowered.sums}
         for item in sums.values():
-            for rank in item.ranks:
-                if 0 <= rank < len(step.lists) and item.label not in step.reductions[rank]:
-                    yield Fault(REDUCED, f"rank {rank} never sums {item.label} ({_named(item)})")
+            for rank in (rank for rank in item.ranks if 0 <= rank < len(step.lists)):
+                yield from _never(step, rank, item)
         for rank in range(len(step.lists)):
             yield from _wrong(step, rank, sums)
-            if step.wiring.lowered.zero:
-                yield from _gathered(step, rank, sums)
+            if lowered.zero:
+                updated = lowered.buckets if lowered.zero > 1 else lowered.sums
+                yield from _gathered(step, rank, {item.label: item for item in updated})
         for group in dict.fromkeys(item.ranks for item in sums.values()):
             yield from _collective_order(step, group)
     yield from _shares(step)
@@ -141,12 +142,28 @@ def _named(item: TiedTensor | Bucket) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
+def _never(step: StepIndex, rank: int, item: TiedTensor | Bucket) -> Iterator[Fault]:
+    """A sum stands once at the end, or behind every micro-batch where that goes to pieces."""
+    start = f"rank {rank} never sums {item.label} ({_named(item)})"
+    if isinstance(item, TiedTensor) or step.wiring.lowered.zero < 2:
+        if item.label not in step.reductions[rank]:
+            yield Fault(REDUCED, start)
+    elif missing := set(step.microbatches) - set(step.scatters[rank].get(item.label, ())):
+        yield Fault(REDUCED, f"{start} for {numbers(missing)}")
+
+
 def _wrong(step: StepIndex, rank: int, sums: Mapping[str, TiedTensor | Bucket]) -> Iterator[Fault]:
     """A rank takes part in sums that exist, with the ranks that belong to them."""
-    for label, position in step.reductions[rank].items():
+    found = [*step.reductions[rank].items()]
+    found += [(n, at) for n, places in step.scatters[rank].items() for at in places.values()]
+    for label, position in found:
         line, item = step.at(rank, position), sums.get(label)
+        pieces = isinstance(item, Bucket) and step.wiring.lowered.zero > 1
         if item is None:
             yield Fault(REDUCED, f"rank {rank}: {line}: no tensor has this label")
+        elif pieces != (line.microbatch is not None):
+            kept = "pieces" if pieces else "a whole"
+            yield Fault(REDUCED, f"rank {rank}: {line}: its gradients are kept as {kept}")
         elif line.ranks != item.ranks:
             yield Fault(REDUCED, f"rank {rank}: {line}: {_named(item)} is on {ranks(item.ranks)}")
 

@@ -12,6 +12,7 @@ in its list:
     FORWARD, back            before   back, done
     last FORWARD             before   SHARE_LOSS
     last done                before   REDUCE_GRADIENTS
+    done                     before   REDUCE_GRADIENTS of the micro-batch, the last one behind all
 
 and in an asynchronous step, of every stage
 
@@ -30,6 +31,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain, pairwise
 
 from parcompiler.instruction import BACKWARDS, Kind
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier import shared_vocabulary
 from parcompiler.verifier.fault import Fault, numbers
 from parcompiler.verifier.steps import Pair, Phase, Places, StepIndex
@@ -153,8 +155,14 @@ def _sent(step: StepIndex, crossing: Crossing) -> Iterator[Pair]:
 def _collected(step: StepIndex) -> Iterator[Pair]:
     """The order around collectives: they come when all that they collect has been computed."""
     names = {item.label: item.names for item in step.wiring.lowered.sums}
+    stages = {item.label: item.stage for item in step.wiring.lowered.buckets}
     for rank in range(len(step.lists)):
-        for label, place in step.reductions[rank].items():
+        last = {n: max(places.values()) for n, places in step.scatters[rank].items()}
+        for label, places in step.scatters[rank].items():
+            j = stages.get(label, NOWHERE)
+            if j != NOWHERE and step.wiring.rank_of(j) == rank:
+                yield Pair(rank, step.done[j], places)
+        for label, place in (*step.reductions[rank].items(), *last.items()):
             holders = (step.wiring.holders.get(name, ()) for name in names.get(label, ()))
             for j in dict.fromkeys(chain.from_iterable(holders)):
                 if step.wiring.stages[j].rank == rank:

@@ -94,6 +94,7 @@ class StepIndex:
         self.channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         self.parts: list[dict[Phase, Places]] = [{} for _ in lists]  # of each rank
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
+        self.scatters: list[dict[str, Places]] = [{} for _ in lists]  # those of a micro-batch
         self.gathers: list[dict[str, int]] = [{} for _ in lists]
         self.shares: list[int | None] = [None for _ in lists]
         self.faults: list[Fault] = []
@@ -211,7 +212,14 @@ class StepIndex:
             return "there are no gradients"
         if rank not in line.ranks:
             return "it leaves out its own rank"
-        if line.value in self.reductions[rank]:
+        if line.microbatch is not None:
+            if self.wiring.lowered.zero < 2:
+                return "no data rank keeps a piece of its gradients"
+            if line.microbatch not in self.microbatches:
+                return self._no_microbatch()
+            places = self.scatters[rank].setdefault(line.value, {})
+            self._place(places, line.microbatch, rank, position, line)
+        elif line.value in self.reductions[rank]:
             self._repeated[rank, line] += 1
         else:
             self.reductions[rank][line.value] = position

@@ -11,7 +11,7 @@ bucket is summed after the last backward of its stages is a rule of `compute.py`
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
@@ -202,9 +202,13 @@ def _data_sums(wiring: Wiring) -> Iterator[Fault]:
 
 
 def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
-    """A parameter that one rank holds is in one bucket of that rank; others are in none."""
+    """A parameter that one rank holds is in one bucket of that rank; others are in none, or in one
+    of each of their ranks where data ranks keep pieces of gradients."""
     holders = wiring.ranks_of(name)
     listed = ", ".join(item.label for item in buckets)
+    if len(holders) > 1 and wiring.lowered.zero > 1:
+        yield from _on_each(f"{name} is on {ranks(holders)}", "gradients", name, buckets, holders)
+        return
     if len(holders) > 1:
         if buckets:
             yield Fault(AVERAGED, f"{name} is on {ranks(holders)}, and also in {listed}")
@@ -221,14 +225,22 @@ def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fau
 
 def _in_rows(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
     """Rows of a parameter that all ranks share are in one bucket of each rank."""
+    every = range(wiring.lowered.size)
+    yield from _on_each(f"all ranks hold rows of {name}", "rows", name, buckets, every)
+
+
+def _on_each(
+    where: str, what: str, name: str, buckets: list[Bucket], holders: Iterable[int]
+) -> Iterator[Fault]:
+    """What several ranks hold is in one bucket of each."""
     counts = Counter(item.ranks for item in buckets)
-    for rank in range(wiring.lowered.size):
+    for rank in holders:
         count = counts.pop((rank,), 0)
         if count != 1:
             times = f"{count} times" if count else "in no bucket"
-            yield Fault(AVERAGED, f"the rows of {name} on rank {rank} are summed {times}")
+            yield Fault(AVERAGED, f"the {what} of {name} on rank {rank} are summed {times}")
     for others in counts:
-        yield Fault(AVERAGED, f"all ranks hold rows of {name}, and it is summed on {ranks(others)}")
+        yield Fault(AVERAGED, f"{where}, and it is summed on {ranks(others)}")
 
 
 def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:

@@ -162,6 +162,7 @@ def plan(
     microbatches: int,
     virtual_stages: int = 1,
     data: int = 1,
+    zero: int | None = None,
 ) -> Plan:
     """The plan that puts these blocks on stages, and those where the schedule has them."""
     ranks = len(stages) // virtual_stages
@@ -178,6 +179,7 @@ def plan(
         virtual_stages=virtual_stages,
         granularity=1,
         stages=choices,
+        zero=zero,
     )
 
 
@@ -199,6 +201,7 @@ def program(
     counts: Sequence[int] = (),
     virtual_stages: int = 1,
     data: int = 1,
+    zero: int | None = None,
 ) -> Lowered:
     """The program of a model with its blocks in order, `counts` of them on each stage."""
     each = stages_per_rank(schedule, virtual_stages)
@@ -207,7 +210,8 @@ def program(
     ends = [0, *accumulate(counts or even(ranks * each, len(names)))]
     stages = [names[a:b] for a, b in pairwise(ends)]
     graph, parts = captured(name, level)
-    return planless(lower(graph, plan(name, stages, schedule, microbatches, each, data), parts))
+    choice = plan(name, stages, schedule, microbatches, each, data, zero)
+    return planless(lower(graph, choice, parts))
 
 
 def placed(

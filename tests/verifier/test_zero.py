@@ -65,3 +65,55 @@ def test_a_gather_where_every_data_rank_updates_all_is_found(chain: Lowered) -> 
 def test_shared_states_of_one_data_rank_are_found() -> None:
     mutant = replace(program("chain", 2, "1f1b", 3), zero=1)
     assert any("zero is 1, and the program has one data rank" in text for text in texts(mutant))
+
+
+# Pieces of gradients.
+
+PIECES = "every copy of a parameter is reduced: "
+
+
+@pytest.fixture
+def pieces() -> Lowered:
+    """Two pipeline coordinates of two data ranks that keep pieces of gradients."""
+    return program("chain", 2, "1f1b", 3, data=2, zero=2)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize("name", ["deep chain", "knots"])
+def test_pieces_of_gradients_are_legal(name: str, schedule: str, each: int) -> None:
+    lowered = program(name, 2, schedule, 4, virtual_stages=each, data=2, zero=2)
+    assert texts(lowered) == []
+    sums = [line for line in lowered.instructions[0] if line.value == lowered.buckets[0].label]
+    assert [line.microbatch for line in sums] == [0, 1, 2, 3, None]
+
+
+def test_a_micro_batch_whose_gradients_reach_no_piece_is_found(pieces: Lowered) -> None:
+    (fault,) = texts(dropped(pieces, 0, "REDUCE_GRADIENTS bucket_0 mb 1 ranks 0"))
+    assert fault == PIECES + "rank 0 never sums bucket_0 (layers.1.bias and 3 more) for mb 1"
+
+
+def test_a_sum_before_its_backward_is_found(pieces: Lowered) -> None:
+    line, backward = "REDUCE_GRADIENTS bucket_0 mb 1 ranks 0", "BACKWARD stage 0 mb 1"
+    (fault,) = texts(moved(pieces, 0, line, before=backward))
+    assert f"rank 0: {line} stands before {backward}" in fault
+
+
+def test_a_sum_of_all_micro_batches_at_once_is_found(pieces: Lowered) -> None:
+    line, whole = "REDUCE_GRADIENTS bucket_0 mb 2 ranks 0", "REDUCE_GRADIENTS bucket_0 ranks 0"
+    found = texts(rewritten(pieces, 0, line, whole))
+    assert f"{PIECES}rank 0: {whole}: its gradients are kept as pieces" in found
+
+
+def test_pieces_where_all_gradients_are_whole_are_found(pieces: Lowered) -> None:
+    assert any("keeps a piece" in text for text in texts(replace(pieces, zero=1)))
+
+
+def test_copies_that_are_in_the_bucket_of_one_rank_alone_are_found() -> None:
+    lowered = program("knots", 2, "1f1b", 3, data=2, zero=2)
+    name = lowered.tied[0].name
+    without = [
+        replace(item, names=tuple(n for n in item.names if n != name or item.ranks != (0,)))
+        for item in lowered.buckets
+    ]
+    found = texts(replace(lowered, buckets=tuple(without)))
+    assert any(f"the gradients of {name} on rank 0 are summed in no bucket" in t for t in found)
