@@ -14,9 +14,7 @@ from torch import nn
 
 from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
-from parcompiler.capture.clean import simplify
 from parcompiler.capture.inputs import Batch
-from parcompiler.capture.lift import lift
 from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.patches import ONE_THREAD
@@ -50,7 +48,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
-from parcompiler.problem import Problem
+from parcompiler.problem import Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.runtime.joining import rank_device
@@ -86,6 +84,7 @@ def compile(
     outer: str | tuple[float, float] | None = None,
     staleness: int | None = None,
     compression_rank: int | None = None,
+    exact: bool = False,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -111,6 +110,9 @@ def compile(
     learning rate and a momentum). `compression` of the gradients between data ranks is "bf16",
     "fp16" or "powersgd" (of rank `compression_rank`).
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
+    `exact` keeps the model's own operators: without it, attention whose mask is the same for every
+    batch runs in the causal kernel, or without a mask, and reads repeated heads in groups, which
+    rounds otherwise in the last bits.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
     plan. Collectives of tensor ranks on a CPU are measured among as many processes, if there is
@@ -150,6 +152,7 @@ def compile(
         costs=costs,
         zero=zero,
         **data_updates.options,
+        exact=exact,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
@@ -159,7 +162,9 @@ def compile(
             _warn_of_evaluation_mode(captured)
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            problem = Problem(_prepared(captured, options), one_mesh, options, bench=bench)
+            problem = Problem(
+                _prepared(captured, options, one_mesh), one_mesh, options, bench=bench
+            )
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = _sizes(problem, captured, wanted, source, criterion)
@@ -244,11 +249,10 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
         print(message, file=sys.stderr)
 
 
-def _prepared(captured: Graph, options: Options) -> Graph:
+def _prepared(captured: Graph, options: Options, mesh: Mesh) -> Graph:
     """A captured graph in the precision that the program computes in."""
-    if options.dtype not in (None, captured.narrow):
-        captured = lift(captured, options.dtype)
-    return simplify(captured)
+    lifted = None if options.dtype == captured.narrow else options.dtype
+    return prepared(captured, options, mesh, lifted)
 
 
 def _sizes(
@@ -267,7 +271,11 @@ def _sizes(
             return _captured(source, inputs, loss, options.narrow)
 
     return MicrobatchSizes(
-        problem, captured, wanted, capture_again, lambda graph: _prepared(graph, options)
+        problem,
+        captured,
+        wanted,
+        capture_again,
+        lambda graph: _prepared(graph, options, problem.mesh),
     )
 
 

@@ -49,6 +49,7 @@ class Options:
     outer: str | tuple[float, float] | None = None
     staleness: int | None = None
     compression_rank: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that this release does not offer, before anything is captured."""
@@ -61,6 +62,7 @@ class Options:
         offered("zero", self.zero, ("auto", 0, 1, 2))
         self.data_updates  # noqa: B018 (refuses)
         offered("costs", self.costs, ("model", "measured"))
+        offered("exact", self.exact, (False, True))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))

@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
+from parcompiler.capture.attention import with_kernels
 from parcompiler.capture.blocks import Cut, cut, levels
+from parcompiler.capture.clean import simplify
 from parcompiler.capture.effects import effects_of, is_repeatable
+from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import cone
 from parcompiler.cost import BlockCost, bytes_per_parameter, more_in_update, seconds, trace_block
 from parcompiler.cost.collective import slowest
@@ -31,6 +35,13 @@ Found = TypeVar("Found")
 
 MOST_ZERO = 1  # the highest level of ZeRO
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
+
+
+def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype | None) -> Graph:
+    """The graph of a problem: a captured one with the kernels of its devices, lifted to `dtype`."""
+    if not options.exact:
+        captured = with_kernels(captured, on_cpu=mesh.devices[0].is_cpu)
+    return simplify(captured if dtype is None else lift(captured, dtype))
 
 
 @dataclass(frozen=True)

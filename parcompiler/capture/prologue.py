@@ -8,12 +8,12 @@ before the last of them, are in the prologue or none is. So do the results of a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects, is_random
-from parcompiler.graph import Graph
+from parcompiler.capture.effects import Effects, effects_of, is_random
+from parcompiler.graph import Graph, Parameter
 
 
 def prologue_of(
@@ -28,7 +28,12 @@ def prologue_of(
     `nodes` are all that blocks are made of, `home` is the segment of each, `sent` are cheaper to
     send.
     """
-    free = graph.once("free", lambda: _free(graph, nodes, effects))
+
+    def may_read(node: fx.Node) -> bool:
+        known = graph.by_node.get(node.name)
+        return known is None or (known.buffer and not known.mutated)
+
+    free = graph.once("free", lambda: _free(nodes, effects, may_read))
     wanted = [
         node
         for node in nodes
@@ -48,18 +53,40 @@ def prologue_of(
             return chosen
 
 
-def _free(graph: Graph, nodes: list[fx.Node], effects: Effects) -> set[fx.Node]:
-    """The nodes that could be in the prologue."""
-    mutable = {item.node for item in graph.parameters if item.mutated}
+def constants(graph: Graph) -> set[fx.Node]:
+    """What is the same for every batch, whatever the weights: what reads no input, no parameter and
+    no buffer that a checkpoint or a forward may change; those of its operands that are buffers too.
+    """
+
+    def find() -> set[fx.Node]:
+        nodes = [node for node in graph.fx_graph.nodes if node.op == "call_function"]
+        buffers = {
+            node
+            for node in graph.fx_graph.nodes
+            if node.op == "placeholder" and _is_fixed(graph.by_node.get(node.name))
+        }
+        return buffers | _free(nodes, effects_of(graph), buffers.__contains__)
+
+    return graph.once("constants", find)
+
+
+def _is_fixed(item: Parameter | None) -> bool:
+    """Whether a placeholder is a buffer that no state dict has and no forward updates."""
+    if item is None or not item.buffer or item.mutated:
+        return False
+    return {item.name, *item.aliases} <= {*item.unsaved}
+
+
+def _free(
+    nodes: list[fx.Node], effects: Effects, may_read: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """The nodes without chance that follow from some placeholders alone."""
     blocked: set[fx.Node] = set()
     while True:
         free: set[fx.Node] = set()
 
         def is_free(node: fx.Node, free: set[fx.Node] = free) -> bool:
-            if node.op == "placeholder":
-                known = graph.by_node.get(node.name)
-                return known is None or (known.buffer and node.name not in mutable)
-            return node in free
+            return may_read(node) if node.op == "placeholder" else node in free
 
         for node in nodes:
             chance = is_random(node) or effects.root(node) in blocked

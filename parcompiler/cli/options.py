@@ -127,6 +127,9 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--precision", words.listed("NAME", words.PRECISIONS),
      "fp32, fp64, or bf16 and fp16 with masters in float32. Default: the model's "
      "own."),
+    ("--exact", bool,
+     "Keep the model's own operators, also where attention has a kernel that is "
+     "equal but for rounding."),
     ("--costs", words.listed("WORD", words.COSTS),
      "Where the times of blocks come from: model (the device's figures), or "
      "measured (each distinct block, the passes of a spread vocabulary and what tensor "
@@ -152,6 +155,8 @@ _PARAMETERS = {
 
 def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
     """An option of the table."""
+    if kind is bool:
+        return click.option(name, is_flag=True, default=None, help=text)
     metavar = "N" if kind in (COUNT, NUMBER) else "FILE" if kind is PATH else None
     return click.option(
         name, *_PARAMETERS.get(name, ()), type=kind, metavar=metavar, multiple=kind is words.PIN,

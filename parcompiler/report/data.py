@@ -24,7 +24,8 @@ class TrainedModel:
     `frozen` are those of them that are not trained, `dtype` the one of most elements; `random`
     says whether an operator draws random numbers. `evaluating` are the outermost modules that were
     in evaluation mode when it was captured ("" is the model itself), in which so many modules would
-    drop elements in training (`dropouts`), or update running statistics (`norms`).
+    drop elements in training (`dropouts`), or update running statistics (`norms`). `attention` has
+    what the compiler made of attention, and how often.
     """
 
     name: str
@@ -36,6 +37,15 @@ class TrainedModel:
     evaluating: tuple[str, ...] = ()
     dropouts: int = 0
     norms: int = 0
+    attention: tuple[AttentionForm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """How so many attentions are computed, other than as the model says it."""
+
+    text: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ PASSES = {
 def model(graph: Graph) -> data.TrainedModel:
     """The model, on all tensor ranks together."""
     parameters = [item.whole for item in graph.parameters if not item.buffer]
+    forms = Counter(text for node in graph.fx_graph.nodes for text in node.meta.get("kernel", ()))
     return data.TrainedModel(
         name=graph.name,
         parameters=sum(item.numel for item in parameters),
@@ -54,6 +55,7 @@ def model(graph: Graph) -> data.TrainedModel:
         evaluating=graph.modes.outermost,
         dropouts=graph.modes.dropouts,
         norms=graph.modes.norms,
+        attention=tuple(data.AttentionForm(text, count) for text, count in forms.items()),
     )
 
 

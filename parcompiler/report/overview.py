@@ -48,6 +48,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     yield "precision", choices.precision or f"{model.dtype}, as the model is"
     yield "optimizer", choices.optimizer
+    for form in model.attention:
+        yield "attention", f"{form.text} ({form.count})"
     if choices.share is not None:
         yield "states", _states(choices.zero or 0, choices.share, mesh.data)
     if choices.updates is not None:

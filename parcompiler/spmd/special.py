@@ -167,7 +167,7 @@ def _head_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]
     query, key = call.shapes[:2]
     if not call.arguments.get("enable_gqa") or len(query) < 3:
         return
-    if query[-3] % n or key[-3] == 1 or key[-3] % n == 0:
+    if not _divides(query[-3], n, uneven) or key[-3] == 1 or key[-3] % n == 0:
         return
     heads = len(query) - 3
     inputs: list[Placement] = [S(heads), R, R]

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import torch
 
-from parcompiler.capture.clean import simplify
-from parcompiler.capture.lift import lift
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
+from parcompiler.problem import prepared
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
@@ -71,7 +70,8 @@ def check(program: Compiled, seed: int) -> Verification:
     if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
         return Verification(native, native, note)
     try:
-        double = simplify(lift(program.captured, torch.float64))
+        options, mesh = program.problem.options, program.problem.mesh
+        double = prepared(program.captured, options, mesh, torch.float64)
         for node in double.fx_graph.nodes:
             name = str(getattr(node.target, "_opname", ""))
             if name in ("_grouped_mm", "grouped_mm"):

@@ -1,0 +1,347 @@
+"""Attention as its kernels want it: constant masks become flags, and repeated heads groups.
+
+    mask = arange(s)[None, :] <= arange(s)[:, None]             the kernel that reads a mask
+    F.scaled_dot_product_attention(q, k, v, attn_mask=mask)     [..., s, s] for every micro-batch
+        │  the mask depends on no input and no parameter: it is computed here and compared
+        ▼
+    F.scaled_dot_product_attention(q, k, v, is_causal=True)     the causal kernel, half the scores
+
+| the mask                             | becomes                                                |
+|--------------------------------------|--------------------------------------------------------|
+| each query sees the keys up to it    | `is_causal=True` (row i sees columns 0 to i, as torch) |
+| each query sees all keys             | nothing                                                |
+| another, or it depends on the batch  | itself                                                 |
+
+Without a mask the heads of keys and values that were repeated for the queries of a group are read
+as they are (`enable_gqa=True`), where kernels take that: elsewhere torch would compute all scores.
+The sums are added up in another order, so that results differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from parcompiler.capture.clean import drop_dead, keep_names
+from parcompiler.capture.effects import effects_of, overload_name
+from parcompiler.capture.prologue import cone, constants
+from parcompiler.graph import Graph
+
+LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
+WIDEST = 256  # features of a head that flash kernels take
+SHORT = 128  # positions of the attention that is run in both forms
+EQUAL = 1e-12  # relative, in float64
+_HIDDEN = -3e38  # what hides a key is that or less: float32's least, or bfloat16's
+
+Arguments = dict[str, Any]  # of an attention by name
+
+
+def with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
+    """`graph` with attention in the forms above; each such node says so in `meta["kernel"]`.
+
+    `on_cpu`: torch's kernel there takes groups of heads in every precision, those of GPUs in 16
+    bits alone.
+    """
+    return graph.once(("kernels", on_cpu), lambda: _with_kernels(graph, on_cpu=on_cpu))
+
+
+def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
+    """Uncached body of `with_kernels`."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.fx_graph, nodes))
+    keep_names(nodes)
+    masks = ConstantMasks(graph)
+    proved: dict[str, bool] = {}
+    found = {}
+    for node, copy in nodes.items():
+        if overload_name(node) != "scaled_dot_product_attention":
+            continue
+        before = _arguments(node)
+        after = _in_groups(_with_flags(before, masks, node), node, on_cpu=on_cpu)
+        if after == before:
+            continue
+        template = repr([_shown(form) for form in (before, after)])
+        if template not in proved:
+            masked = before["attn_mask"] is not after["attn_mask"]
+            proved[template] = _same(before, after, masks.read(node) if masked else None)
+        if proved[template]:
+            copy.args = tuple(nodes[after[name]] for name in _OPERANDS)
+            copy.kwargs = {
+                name: nodes[item] if isinstance(item, fx.Node) else item
+                for name, item in after.items()
+                if name in _DEFAULTS and item != _DEFAULTS[name]
+            }
+            copy.meta["kernel"] = found[node.name] = tuple(_words(before, after))
+    if not found:
+        return graph
+    drop_dead(copied)
+    digest = hashlib.sha256(f"{graph.fingerprint} {sorted(found.items())}".encode())
+    return dataclasses.replace(
+        graph, fx_graph=copied, loss=nodes[graph.loss], fingerprint=digest.hexdigest()[:16]
+    )
+
+
+_OPERANDS = ("query", "key", "value")
+_DEFAULTS: Arguments = {
+    "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+
+
+def _arguments(node: fx.Node) -> Arguments:
+    """The arguments of an attention by name, with torch's defaults."""
+    named = dict(zip((*_OPERANDS, *_DEFAULTS), node.args, strict=False))
+    return {**_DEFAULTS, **named, **node.kwargs}
+
+
+def _shown(arguments: Arguments) -> list[object]:
+    """The shapes and flags of an attention."""
+    return [
+        tuple(item.meta["val"].shape) if isinstance(item, fx.Node) else item
+        for item in arguments.values()
+    ]
+
+
+def _words(before: Arguments, after: Arguments) -> Iterator[str]:
+    """What was recognised."""
+    if after["is_causal"] and not before["is_causal"]:
+        yield "causal kernel, recognised from a mask"
+    elif before["attn_mask"] is not None and after["attn_mask"] is None:
+        yield "no mask, as it hid nothing"
+    if after["enable_gqa"] and not before["enable_gqa"]:
+        yield "groups of heads instead of repeated keys and values"
+
+
+# Masks
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantMask:
+    """A mask that is the same for every batch: "causal", or "open" where it hides nothing; and its
+    first rows and columns, [queries, keys], at most `SHORT` of each."""
+
+    kind: str
+    corner: torch.Tensor
+
+
+class ConstantMasks:
+    """The masks of a graph that are the same for every batch and that a flag can say."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._effects = effects_of(graph)
+        self._position = {node: index for index, node in enumerate(graph.fx_graph.nodes)}
+        self._known: dict[str, ConstantMask | None] = {}
+
+    def read(self, attention: fx.Node) -> ConstantMask | None:
+        """The mask of an attention, by the formula that it is computed by, which layers share; None
+        for any other."""
+        mask = _arguments(attention)["attn_mask"]
+        writers = self._effects.writers.get(self._effects.root(mask), ())
+        position = self._position
+        if mask not in constants(self._graph) or any(
+            position[writer] > position[attention] for writer in writers
+        ):
+            return None
+        members = sorted(cone(mask, self._effects), key=position.__getitem__)
+        number = {node: f"%{index}" for index, node in enumerate(members)}
+
+        def name(node: fx.Node) -> str:
+            return number.get(node, node.name)
+
+        lines = [(str(n.target), fx.map_arg((n.args, n.kwargs), name)) for n in members]
+        formula = repr((lines, name(mask)))
+        if formula not in self._known:
+            value = self._value(mask, members)
+            self._known[formula] = None if value is None else _as_flag(value)
+        return self._known[formula]
+
+    def _value(self, mask: fx.Node, members: Sequence[fx.Node]) -> torch.Tensor | None:
+        """What a mask is in every micro-batch; None where that cannot be found here."""
+        if not all(map(_is_small, members)):
+            return None
+        last = {operand: node for node in members for operand in node.all_input_nodes}
+        values: dict[fx.Node, Any] = {}
+        try:
+            with torch.no_grad():
+                for buffer in (mask, *last):
+                    if buffer.op == "placeholder":
+                        values[buffer] = self._buffer(buffer)
+                for node in members:
+                    values[node] = _run(node, values)
+                    for operand in node.all_input_nodes:
+                        if last[operand] is node and operand is not mask:
+                            values.pop(operand, None)
+        except (RuntimeError, NotImplementedError, KeyError, TypeError):
+            return None  # what does not run here is left to the ranks
+        value, known = values[mask], mask.meta["val"]
+        same = (value.shape, value.dtype) == (known.shape, known.dtype)
+        return value if same else None
+
+    def _buffer(self, node: fx.Node) -> torch.Tensor:
+        """The value of a buffer. Raises KeyError where it has none."""
+        value = self._graph.tensors[self._graph.by_node[node.name].name]
+        if value.is_meta:
+            raise KeyError(node.name)
+        return value.detach().cpu()
+
+
+def _is_small(node: fx.Node) -> bool:
+    """Whether a value can be computed while compiling: by its size, and by an operator of torch."""
+    leaves = node.meta.get("val")
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    sizes = [leaves] if isinstance(leaves, torch.Tensor) else leaves
+    return (
+        known
+        and isinstance(sizes, list | tuple)
+        and all(isinstance(one, torch.Tensor) and math.prod(one.shape) <= LARGEST for one in sizes)
+    )
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The value of a node on the CPU."""
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return values[item]
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _as_flag(mask: torch.Tensor) -> ConstantMask | None:
+    """What flag says the same as a mask [..., queries, keys], if all rows and heads agree.
+
+    Booleans are true, floating numbers 0, where a key is seen. The least number of a dtype hides a
+    key as -inf does: beside it no score counts, and its exponential is 0.
+    """
+    if mask.dim() < 2:
+        return None
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:  # the same memory
+            mask = mask.narrow(dim, 0, 1)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool:
+        hidden = mask <= max(torch.finfo(mask.dtype).min, _HIDDEN)
+        if not (seen | hidden).all():
+            return None
+    triangle = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
+    kind = "open" if seen.all() else "causal"
+    matrices = seen.reshape(-1, *mask.shape[-2:])
+    if kind == "causal" and not all(torch.equal(one, triangle) for one in matrices):
+        return None
+    corner = mask.reshape(-1, *mask.shape[-2:])[0, :SHORT, :SHORT].clone()
+    return ConstantMask(kind, corner if mask.dtype == torch.bool else corner.double())
+
+
+def _with_flags(before: Arguments, masks: ConstantMasks, node: fx.Node) -> Arguments:
+    """The arguments without a mask, where a flag or nothing says the same."""
+    mask = before["attn_mask"]
+    known = None if mask is None or before["is_causal"] else masks.read(node)
+    if known is None or mask.meta["val"].dim() > node.meta["val"].dim():
+        return before
+    causal = known.kind == "causal"
+    queries, keys = (before[name].meta["val"].shape[-2] for name in ("query", "key"))
+    if causal and tuple(mask.meta["val"].shape[-2:]) != (queries, keys):
+        return before
+    return {**before, "attn_mask": None, "is_causal": causal}
+
+
+# Heads
+
+
+def _in_groups(before: Arguments, node: fx.Node, *, on_cpu: bool) -> Arguments:
+    """The arguments with keys and values as they were before each head was repeated."""
+    query, key, value = before["query"], before["key"], before["value"]
+    width = [operand.meta["val"].shape[-1] for operand in (key, value)]
+    taken = on_cpu or query.meta["val"].dtype.itemsize == 2
+    if not taken or before["attn_mask"] is not None or before["enable_gqa"]:
+        return before
+    if width[0] != width[1] or width[0] > WIDEST or node.meta["val"].dim() != 4:
+        return before
+    sources = _repeated(key), _repeated(value)
+    shapes = {tuple(one.meta["val"].shape) for one in sources if one is not None}
+    if None in sources or len(shapes) != 1:
+        return before
+    return {**before, "key": sources[0], "value": sources[1], "enable_gqa": True}
+
+
+def _repeated(node: fx.Node) -> fx.Node | None:
+    """The tensor [b, heads, s, d] of which a node [b, n · heads, s, d] has each head n times.
+
+    Either `repeat_interleave(x, n, dim=1)`, or what is written for it:
+    `x[:, :, None].expand(b, heads, n, s, d).reshape(b, heads * n, s, d)`.
+    """
+    if overload_name(node) == "repeat_interleave" and len(node.args) >= 2:
+        source, times, dim = node.args[0], node.args[1], (*node.args[2:], node.kwargs.get("dim"))[0]
+        by_heads = isinstance(times, int) and dim in (1, -3)
+        return source if by_heads and isinstance(source, fx.Node) else None
+    if overload_name(node) not in ("reshape", "view", "_unsafe_view", "flatten"):
+        return None
+    expanded = node.args[0]
+    if not isinstance(expanded, fx.Node) or overload_name(expanded) != "expand":
+        return None
+    inserted = expanded.args[0]
+    if not isinstance(inserted, fx.Node) or overload_name(inserted) != "unsqueeze":
+        return None
+    source = inserted.args[0]
+    assert isinstance(source, fx.Node)
+    shapes = [tuple(one.meta["val"].shape) for one in (source, inserted, expanded, node)]
+    if len(shapes[0]) != 4 or len(shapes[2]) != 5:
+        return None
+    rows, heads, *rest = shapes[0]
+    times = shapes[2][2]
+    wanted = [(rows, heads, 1, *rest), (rows, heads, times, *rest), (rows, heads * times, *rest)]
+    by_heads = shapes[1:] == wanted and inserted.args[1] in (2, -3)
+    return source if by_heads else None
+
+
+# The proof
+
+
+def _same(before: Arguments, after: Arguments, mask: ConstantMask | None) -> bool:
+    """Whether both forms give equal results and gradients on random numbers in float64.
+
+    They have one row, two groups of heads, the features of the template, and at most `SHORT`
+    positions: the mask was compared as a whole before.
+    """
+    query, key, value = (after[name].meta["val"].shape for name in ("query", "key", "value"))
+    groups = [min(2, size) for size in key[-3:-2]]  # none without heads
+    heads = [number * query[-3] // key[-3] for number in groups]
+    long = [min(shape[-2], SHORT) for shape in (query, key)]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    operands = [
+        random(*heads, long[0], query[-1]), random(*groups, long[1], key[-1]),
+        random(*groups, long[1], value[-1]),
+    ]  # fmt: skip
+    seed = random(*heads, long[0], value[-1])
+
+    def run(arguments: Arguments, corner: torch.Tensor | None, times: int) -> list[torch.Tensor]:
+        leaves = [operand.clone().requires_grad_() for operand in operands]
+        left, right = (x.repeat_interleave(times, -3) if times > 1 else x for x in leaves[1:])
+        options = {name: arguments[name] for name in ("is_causal", "scale", "enable_gqa")}
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(leaves[0], left, right, corner, **options)
+            return [result.detach(), *torch.autograd.grad(result, leaves, seed)]
+
+    grouped = after["enable_gqa"] and not before["enable_gqa"]
+    corner = None if mask is None else mask.corner.expand(*long)
+    first = run(before, corner, heads[0] // groups[0] if grouped else 1)
+    second = run(after, None, 1)
+    pairs = zip(first, second, strict=True)
+    return all((one - two).abs().max() <= EQUAL * one.abs().max() for one, two in pairs)
