@@ -107,6 +107,17 @@ class RankProgram:
         """The instructions before the optimizer's step."""
         return tuple(x for x in self.instructions if x.kind is not Kind.GATHER_PARAMETERS)
 
+    @cached_property
+    def samples(self) -> int:
+        """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
+        rows = {spec.shape[0] for spec in self.inputs.values() if spec.shape}
+        return rows.pop() if len(rows) == 1 else 1
+
+    @property
+    def samples_of_step(self) -> int:
+        """The samples that all data ranks together take in a step."""
+        return self.samples * self.microbatches * self.data
+
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
         grid = self.grid
