@@ -104,6 +104,14 @@ class DataUpdates:
         return self.way in ("asynchronous", "local")
 
     @property
+    def kept(self) -> int:
+        """How many tensors like each weight are kept besides the optimizer's states: the anchor
+        and the momentum of rounds."""
+        if self.way != "local" or self.averages:
+            return 0
+        return 2 if self.outer[1] else 1
+
+    @property
     def averages(self) -> bool:
         """Whether a round ends with the plain average of the weights."""
         return self.outer == OUTER["average"]

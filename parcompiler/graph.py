@@ -199,8 +199,7 @@ class Graph:
     that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
     16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
     the model's modules, which it computes in whatever becomes of them later. `hooks` are what is
-    done to complete gradients, by the name of the parameter. `recapture` captures the model on
-    other inputs; None where the graph comes from no model.
+    done to complete gradients, by the name of the parameter.
     """
 
     name: str
@@ -218,7 +217,6 @@ class Graph:
     narrow: torch.dtype | None = None
     modes: Modes = Modes()
     hooks: Mapping[str, Hook] = field(default_factory=dict)
-    recapture: Callable[[Any], Graph] | None = field(default=None, repr=False, compare=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -260,15 +258,6 @@ class Graph:
     def input_nodes(self) -> frozenset[str]:
         """The placeholders that stand for tensors of the batch."""
         return frozenset(item.node for item in self.inputs)
-
-    @cached_property
-    def unread(self) -> frozenset[str]:
-        """The parameters and buffers that no stage reads: the first holds them."""
-        spread = self.vocabulary or VocabularyLayers()
-        nodes = (node for node in self.fx_graph.nodes if node not in spread.nodes)
-        used = {operand.name for node in nodes for operand in node.all_input_nodes}
-        others = {item.name for item in self.parameters if item.node not in used}
-        return frozenset(others - spread.tensors)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

@@ -48,6 +48,7 @@ class Kind(StrEnum):
     # bucket over the data ranks; with mb what this micro-batch has added, to pieces
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
     GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
+    AVERAGE_PARAMETERS = "AVERAGE_PARAMETERS"  # value, ranks: weights of data ranks, now and then
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
@@ -58,7 +59,8 @@ EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
 _OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
-BUCKETED = frozenset({Kind.REDUCE_GRADIENTS, Kind.GATHER_PARAMETERS})  # of several tensors
+BEHIND = frozenset({Kind.GATHER_PARAMETERS, Kind.AVERAGE_PARAMETERS})  # the optimizer's step
+BUCKETED = BEHIND | {Kind.REDUCE_GRADIENTS}  # of several tensors
 _VALUED = BUCKETED | EMBEDDING | {Kind.EXCHANGE}
 _FIELDS: dict[Kind, set[str]] = {
     **{kind: {"stage", "microbatch"} for kind in (*COMPUTE, Kind.UPDATE)},

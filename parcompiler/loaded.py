@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from parcompiler import documents
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, shown
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instructions, parse
@@ -42,11 +43,12 @@ class LoadedProgram:
         They are read, not run: the plan's device need not be here.
         """
         path, grid = self._path(rank), self._grid
+        at, updates = grid.coordinate(rank), self.plan.updates or ALL_REDUCE
         with loading(path):
             for statement in ast.parse(path.read_bytes()).body:
                 match statement:
                     case ast.Assign([ast.Name("INSTRUCTIONS")], ast.Constant(str(text))):
-                        return Instructions(on_rank(parse(text), grid.coordinate(rank), grid))
+                        return Instructions(on_rank(parse(text), at, grid, updates))
         message = f"{path} has no INSTRUCTIONS: export the program again"
         raise InputError(message)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parcompiler.cost import collective
+from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
@@ -71,23 +72,36 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
     """Seconds of a sum over data ranks, or of a gather, by its instruction; else none.
 
     Where data ranks share the updates out, a bucket is scattered: each gets a part of the sums.
+    Averages of weights that not every step makes count with their share of a step.
     """
-    sums = {item.label: item for item in lowered.sums}
-    by_name = lowered.graph.by_name
+    sums = {item.label: item for item in lowered.shared}
+    by_name, updates = lowered.graph.by_name, lowered.updates
 
     def seconds(line: Instruction) -> float:
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0
         nbytes, action = sent_bytes(lowered, item), "all-reduce"
+        if updates.separate and line.kind is Kind.REDUCE_GRADIENTS:  # of one data rank
+            ranks = tuple(lowered.grid.rank(position) for position in line.ranks)
+            return collective.joined(problem.mesh, action, nbytes, ranks)
         if line.kind is Kind.GATHER_PARAMETERS:
             nbytes = sum(by_name[name].nbytes for name in item.names)
             action = "all-gather"
         elif lowered.zero and item in lowered.buckets:
             action = "reduce-scatter"
-        return collective.joined(problem.mesh, action, nbytes, lowered.grid.replicas(line.ranks))
+        ranks = lowered.grid.replicas(line.ranks)
+        rounds = updates.every if line.kind is Kind.AVERAGE_PARAMETERS else 1
+        if line.kind is Kind.AVERAGE_PARAMETERS:
+            nbytes = sum(master_bytes(problem, by_name[name]) for name in item.names)
+        return collective.joined(problem.mesh, action, nbytes, ranks) / rounds
 
     return seconds
+
+
+def master_bytes(problem: Problem, item: Parameter) -> int:
+    """Bytes of what the optimizer changes of a parameter: the master of one in 16 bits."""
+    return item.numel * 4 if item.dtype == problem.options.narrow else item.nbytes
 
 
 def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:

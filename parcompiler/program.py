@@ -33,7 +33,7 @@ from parcompiler.problem import Problem
 from parcompiler.report import Report
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
 from parcompiler.runtime.joining import current_rank
-from parcompiler.symbolic import Costs
+from parcompiler.symbolic import Costs, capture_at, sizes_of
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification.check import check
 from parcompiler.verification.comparison import Verification
@@ -81,9 +81,13 @@ class Program:
         """FLOPs and bytes of blocks and stages as expressions in sizes and degrees, and figures at
         other sizes, micro-batches and degrees: `costs.at(batch=8, sequence=4096)`.
 
-        Found when they are first asked for: the model is captured once more at each of these sizes.
+        Found when they are first asked for. Where the graph leaves open which sizes its numbers
+        follow from, the model is captured once more, at other sizes.
         """
-        return Costs(self.problem, self.plan)
+        again = None
+        if self.model is not None:
+            again = capture_at(self.model, self.captured, sizes_of(self.captured), self.loss)
+        return Costs(local(self.problem, self.plan), self.plan, again, self.problem)
 
     def verify(self, seed: int = 0) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.
@@ -205,3 +209,8 @@ class Program:
             lowered = lower(divided, self.plan, cut(divided, self.plan.granularity, sent))
         verify(lowered)
         return dataclasses.replace(self, problem=problem, lowered=lowered)
+
+    def with_lowered(self, lowered: Lowered) -> Program:
+        """The same program, lowered otherwise."""
+        verify(lowered)
+        return dataclasses.replace(self, lowered=lowered)

@@ -38,7 +38,6 @@ from parcompiler.capture.capture import capture
 from parcompiler.capture.hooks import hooks_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import PREFIX, WithLoss
-from parcompiler.capture.modes import in_modes
 from parcompiler.capture.patches import ModelMode
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
@@ -92,14 +91,7 @@ def capture_in(
     named = original.named_parameters(remove_duplicate=False)
     originals = {name.removeprefix(PREFIX): parameter for name, parameter in named}
     tensors = {name: originals.get(name, tensor) for name, tensor in graph.tensors.items()}
-
-    def recapture(other: Batch) -> Graph:
-        with in_modes(model, graph.modes):
-            return capture_in(dtype, model, other, loss)
-
-    return dataclasses.replace(
-        graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks, recapture=recapture
-    )
+    return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks)
 
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:

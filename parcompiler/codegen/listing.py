@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from parcompiler.codegen.quoting import WIDTH
 from parcompiler.instruction import (
     BACKWARDS,
+    BEHIND,
     COMPUTE,
     EMBEDDING,
     HEAD,
@@ -52,6 +53,7 @@ EXPLAINED = {
     Kind.REDUCE: "summed over all ranks",
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
     Kind.GATHER_PARAMETERS: "rows that the other data ranks have updated",
+    Kind.AVERAGE_PARAMETERS: "weights of all data ranks, behind the last step of a round",
 }
 
 
@@ -128,7 +130,7 @@ def _phases(instructions: Sequence[Instruction]) -> list[tuple[str, Sequence[Ins
         (name, part) for name, part in zip(names, parts, strict=True) if part
     ]
     headed = len(phases) > 1
-    gathers = [line for line in lines[end:] if line.kind is Kind.GATHER_PARAMETERS]
+    gathers = [line for line in lines[end:] if line.kind in BEHIND]
     phases.append(("End of the step", lines[end : len(lines) - len(gathers)]))
     phases = [(name if headed else "", part) for name, part in phases if part]
     return [*phases, *([("Behind the optimizer's step", gathers)] if gathers else [])]

@@ -145,7 +145,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         buckets={item.label: item.names for item in lowered.buckets if position in item.ranks},
         channels=channels_of(lists),
         stages=stages,
-        instructions=on_rank(lists[position], at, grid),
+        instructions=on_rank(lists[position], at, grid, lowered.updates),
         evaluation=on_rank(lowered.evaluation[position], at, grid),
         aliases={alias: item.name for item in graph.parameters for alias in item.aliases},
         positional=graph.positional,

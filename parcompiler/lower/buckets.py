@@ -65,20 +65,25 @@ def buckets(
 
 
 def gathered(
-    lists: Sequence[Lines], found: Sequence[Bucket], tied: Sequence[TiedTensor]
+    lists: Sequence[Lines],
+    found: Sequence[Bucket],
+    tied: Sequence[TiedTensor],
+    kind: Kind = Kind.GATHER_PARAMETERS,
 ) -> tuple[Lines, ...]:
     """The lists, and behind the optimizer's step what the data ranks have updated of each bucket
     and of each tied tensor; what the next forward reads first comes first."""
     return tuple(
-        (*lines, *_gathers(rank, [b.label for b in found if b.ranks == (rank,)], tied))
+        (*lines, *_gathers(rank, [b.label for b in found if b.ranks == (rank,)], tied, kind))
         for rank, lines in enumerate(lists)
     )
 
 
-def _gathers(rank: int, labels: Sequence[str], tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
+def _gathers(
+    rank: int, labels: Sequence[str], tied: Sequence[TiedTensor], kind: Kind
+) -> Iterator[Instruction]:
     """The gathers of a rank."""
     for label in (*[item.label for item in tied if rank in item.ranks], *reversed(labels)):
-        yield Instruction(Kind.GATHER_PARAMETERS, value=label, ranks=(rank,))
+        yield Instruction(kind, value=label, ranks=(rank,))
 
 
 def placed(

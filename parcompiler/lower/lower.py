@@ -5,6 +5,7 @@ from __future__ import annotations
 from parcompiler.capture.blocks import Cut
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Graph
+from parcompiler.instruction import Kind
 from parcompiler.lower import communicate
 from parcompiler.lower.buckets import buckets, gathered, placed
 from parcompiler.lower.lowered import Lowered
@@ -24,10 +25,13 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     lists = communicate.training(
         schedule.orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
-    level = plan.zero or 0
+    level, updates = plan.zero or 0, plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # whose gradients are never in pieces
     reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.data > 1 else ()
-    lists = placed(lists, reduced, each=level >= 2)
+    if updates.way == "local":
+        lists = gathered(lists, reduced, tied, Kind.AVERAGE_PARAMETERS)
+    else:
+        lists = placed(lists, reduced, each=level >= 2)
     if level:
         lists = gathered(lists, reduced, apart)
     evaluation = communicate.evaluation(
@@ -44,7 +48,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         variables=division.variables,
         asynchronous=schedule.asynchronous,
         zero=level,
-        updates=plan.updates or ALL_REDUCE,
+        updates=updates,
         data=plan.mesh.data,
         tensor=plan.mesh.tensor,
         buckets=reduced,

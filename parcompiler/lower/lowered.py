@@ -195,6 +195,11 @@ class Lowered:
     @property
     def sums(self) -> tuple[TiedTensor | Bucket, ...]:
         """Everything whose gradients are summed over ranks."""
+        return self.tied if self.updates.separate else self.shared
+
+    @property
+    def shared(self) -> tuple[TiedTensor | Bucket, ...]:
+        """Everything that ranks bring together: gradients, or parameters behind the step."""
         return (*self.tied, *self.buckets)
 
     @property

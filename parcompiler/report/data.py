@@ -91,8 +91,8 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not. `zero` is what data ranks share out, None where there is one; `updates` how they bring
-    together what they learn."""
+    not. `share` is what sharing states out among data ranks means, `zero` whether they are,
+    `updates` how data ranks bring together what they learn."""
 
     microbatches: int
     precision: str | None
@@ -106,6 +106,7 @@ class Choices:
     without: tuple[int, ...] = ()
     zero: int | None = None
     updates: DataUpdates | None = None
+    share: DataShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +246,10 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank: the fraction of the step that it does not compute, and its largest memory. Of that,
-    what it keeps of parameters, of gradients and of optimizer states, in bytes."""
+    """A rank: the fraction of the step that it does not compute, and its largest memory."""
 
     idle: float
     peak_memory: int
-    parameters: int = 0
-    gradients: int = 0
-    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +336,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists,
-    `levels` those of ZeRO with the stages of the plan."""
+    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists."""
 
     model: TrainedModel
     mesh: DeviceMesh
@@ -364,7 +360,6 @@ class ReportData:
     exchanged: tuple[TensorCollective, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
-    levels: tuple[DataShare, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()
     version: int = VERSION

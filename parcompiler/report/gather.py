@@ -16,8 +16,7 @@ from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
-from parcompiler.options import MOST_ZERO
-from parcompiler.passes.zero import DataShare, share_of, tensors
+from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
@@ -92,23 +91,7 @@ def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
         without=prices.without_recomputation(problem, plan),
         zero=plan.zero,
         updates=plan.updates,
-    )
-
-
-def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
-    """What each level of ZeRO would take; nothing where there is one data rank, or an order of
-    which the steps are no prediction."""
-    if plan.zero is None or problem.options.asynchronous:
-        return ()
-    return tuple(share_of(problem, plan, level) for level in range(MOST_ZERO + 1))
-
-
-def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:
-    """What each rank does not compute, and what it holds."""
-    pairs = zip(timeline.bubble, timeline.peak_memory, tensors(problem, plan), strict=True)
-    return tuple(
-        data.Rank(idle, peak, *map(sum, zip(*map(problem.kept_bytes, own), strict=True)))
-        for idle, peak, own in pairs
+        share=None if plan.zero is None else share_of(problem, plan),
     )
 
 
@@ -290,7 +273,8 @@ def shared(lowered: Lowered) -> tuple[data.SharedTensor, ...]:
 
 def unread(graph: Graph) -> tuple[str, ...]:
     """Parameters that no operator reads."""
-    return tuple(p.name for p in graph.parameters if not p.buffer and p.name in graph.unread)
+    read = {operand.name for node in graph.fx_graph.nodes for operand in node.all_input_nodes}
+    return tuple(p.name for p in graph.parameters if not p.buffer and p.node not in read)
 
 
 def estimated(priced: Priced) -> tuple[data.Estimated, ...]:

@@ -15,4 +15,12 @@ def meaning(updates: DataUpdates) -> str:
                 f"all-reduce in {name}: gradients, and their sums, are rounded to {DIGITS[name]} "
                 "bits, so the numbers are near those of one process"
             )
+    if updates.way == "local":
+        rate, momentum = updates.outer
+        step = f"as a step with learning rate {rate:g} and Nesterov's momentum {momentum:g}"
+        how = "as they are" if updates.averages else step
+        return (
+            f"local: each data rank steps by its own gradients, and every {updates.every} steps "
+            f"weights are averaged, {how}; other numbers than those of one process, repeatable"
+        )
     return "all-reduce: the numbers of one process"

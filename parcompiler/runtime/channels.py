@@ -29,7 +29,7 @@ from parcompiler.runtime.collective_queue import (
     Started,
     queue_on,
 )
-from parcompiler.runtime.compression import DTYPES, CastSums
+from parcompiler.runtime.compression import DTYPES, CastSums, sum_in_order
 from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.program import RankProgram, Value
 
@@ -95,6 +95,9 @@ class Channels:
         self.row: Axis | None = None  # the data ranks, if layers exchange something with them
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
+        self._side: dist.ProcessGroup | None = (
+            None  # of this data coordinate, if it steps by itself
+        )
         self._cast: CastSums | None = None  # of gradients over the data ranks
         self._all: dist.ProcessGroup | None = None
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
@@ -119,6 +122,9 @@ class Channels:
             groups = [self._group(ranks) for ranks in grid.rows()]
             row = next(group for group in groups if group is not None)
             self.row = Axis(self._program.coordinate.data, grid.data, row, self.device)
+        if self._program.updates.separate:
+            groups = [self._group(grid.plane(data)) for data in range(grid.data)]
+            self._side = groups[self._program.coordinate.data]
         compression = self._program.updates.compression
         if compression in DTYPES:
             self._cast = CastSums(DTYPES[compression], self.device, self._failed)
@@ -250,6 +256,14 @@ class Channels:
         """Add up a tensor over all ranks, in place."""
         dist.all_reduce(tensor, group=self._all)
 
+    def total_of_step(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over all ranks that step together, in place."""
+        dist.all_reduce(tensor, group=self._all if self._side is None else self._side)
+
+    def sum_in_order(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        """Add up a real tensor over `ranks`, in place and in their order: repeatable to the bit."""
+        sum_in_order(tensor, self._shared[ranks], tensor.dtype)
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give every rank the tensor of `source`, in place."""
         dist.broadcast(tensor, source, group=self._all)
@@ -322,7 +336,7 @@ class Channels:
                 queue.close()
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
-        self._plane = self._all = None
+        self._plane = self._side = self._all = None
         for axis in (self.axis, self.row):
             if axis is not None:
                 axis.close()

@@ -50,15 +50,9 @@ class CastSums:
 
     def sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         """Start adding up a tensor over a group, in place."""
-        size = dist.get_world_size(group)
 
         def start() -> tuple[torch.Tensor, None]:
-            flat = _real(tensor)
-            segments = flat.new_zeros(-(-flat.numel() // size) * size, dtype=self._dtype)
-            segments[: flat.numel()].copy_(flat)
-            own = self._own_sum(segments.view(size, -1), flat.dtype, group)
-            dist.all_gather_single(segments, own, group)
-            flat.copy_(segments[: flat.numel()])
+            sum_in_order(tensor, group, self._dtype)
             return tensor, None
 
         return self._queue.put(start)
@@ -70,16 +64,27 @@ class CastSums:
 
         def start() -> tuple[torch.Tensor, None]:
             flat = _real(segments).view(dist.get_world_size(group), -1)
-            _real(own).copy_(self._own_sum(flat.to(self._dtype), flat.dtype, group))
+            _real(own).copy_(_own_sum(flat.to(self._dtype), flat.dtype, group))
             return own, None
 
         return self._queue.put(start)
 
-    def _own_sum(self, segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Tensor:
-        """The sum of this rank's segments [ranks, n], added up in `kind`."""
-        received = torch.empty_like(segments)
-        dist.all_to_all_single(received, segments, group=group)
-        return summed([row.to(kind) for row in received], self._dtype).to(self._dtype)
+
+def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+    """Add up a tensor over a group, in place and in the order of its ranks. A collective."""
+    flat, size = _real(tensor), dist.get_world_size(group)
+    segments = flat.new_zeros(-(-flat.numel() // size) * size, dtype=dtype)
+    segments[: flat.numel()].copy_(flat)
+    own = _own_sum(segments.view(size, -1), flat.dtype, group)
+    dist.all_gather_single(segments, own, group)
+    flat.copy_(segments[: flat.numel()])
+
+
+def _own_sum(segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Tensor:
+    """The sum of this rank's segments [ranks, n], added up in `kind`."""
+    received = torch.empty_like(segments)
+    dist.all_to_all_single(received, segments, group=group)
+    return summed([row.to(kind) for row in received], segments.dtype).to(segments.dtype)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

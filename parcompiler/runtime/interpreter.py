@@ -91,7 +91,6 @@ class Interpreter:
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
         self.step = 0  # of training
-        self.samples = 0  # that all data ranks together have trained on
         self._waited = 0.0  # seconds of the current instruction; counted while recording
         self._recording = False
         self.current: Instruction | None = None
@@ -157,7 +156,6 @@ class Interpreter:
             self._end(start, record)
         self.current = None
         self.step += training  # so that an evaluation between steps changes none of their draws
-        self.samples += training * self.program.samples_of_step
         assert state.mean is not None
         return state.mean
 
@@ -279,7 +277,8 @@ class Interpreter:
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             share = 1 if self.program.asynchronous else self.program.microbatches
-            share *= self.program.data  # the gradients of data ranks are summed
+            if not self.program.updates.separate:
+                share *= self.program.data  # the gradients of data ranks are summed
             gradients.append(torch.full_like(saved.loss, state.scale / share))
         if roots:
             axis = active()  # tensor ranks add up some gradients in the last backward of a stage
@@ -368,8 +367,9 @@ class Interpreter:
         if self.program.grid.copies == 1:
             self.channels.broadcast(mean, instruction.peer)
         else:
-            mean /= self.program.grid.copies
-            self.channels.total(mean)
+            apart = state.training and self.program.updates.separate
+            mean /= self.program.tensor if apart else self.program.grid.copies
+            (self.channels.total_of_step if apart else self.channels.total)(mean)
         state.mean = mean
 
     def _synchronize(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.grid import Coordinate, Grid
-from parcompiler.instruction import TRANSFERS, Instruction, Kind, listing, parse
+from parcompiler.instruction import BEHIND, TRANSFERS, Instruction, Kind, listing, parse
 from parcompiler.pieces import Shard
 
 
@@ -105,18 +105,7 @@ class RankProgram:
     @cached_property
     def step(self) -> tuple[Instruction, ...]:
         """The instructions before the optimizer's step."""
-        return tuple(x for x in self.instructions if x.kind is not Kind.GATHER_PARAMETERS)
-
-    @cached_property
-    def samples(self) -> int:
-        """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
-        rows = {spec.shape[0] for spec in self.inputs.values() if spec.shape}
-        return rows.pop() if len(rows) == 1 else 1
-
-    @property
-    def samples_of_step(self) -> int:
-        """The samples that all data ranks together take in a step."""
-        return self.samples * self.microbatches * self.data
+        return tuple(x for x in self.instructions if x.kind not in BEHIND)
 
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
@@ -125,10 +114,10 @@ class RankProgram:
         places: set[tuple[int, ...]] = set()
         if self.data > 1:
             places |= {(position,) for position in range(grid.pipeline)}
-        if self.zero < 2:
+        if self.zero < 2 and not self.updates.separate:
             places, ties = places | ties, set()
         groups = [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
-        for ranks in sorted(ties):  # data ranks have pieces of the gradients by then
+        for ranks in sorted(ties):  # gradients are in pieces by then, or of this data rank alone
             groups += [tuple(grid.rank(p, *column) for p in ranks) for column in grid.columns()]
         return groups
 
@@ -155,27 +144,36 @@ class RankProgram:
         at, grid = program.coordinate, program.grid
         return replace(
             program,
-            instructions=on_rank(program.instructions, at, grid),
-            evaluation=on_rank(program.evaluation, at, grid),
+            instructions=on_rank(program.instructions, at, grid, program.updates),
+            evaluation=on_rank(program.evaluation, at, grid, program.updates),
         )
 
 
-def on_rank(lines: Iterable[Instruction], at: Coordinate, grid: Grid) -> tuple[Instruction, ...]:
+def on_rank(
+    lines: Iterable[Instruction], at: Coordinate, grid: Grid, updates: DataUpdates = ALL_REDUCE
+) -> tuple[Instruction, ...]:
     """The list of a pipeline coordinate as that of the rank at `at`.
 
     A peer is the rank at the peer's pipeline coordinate and this rank's other ones, but the first
     of its tensor-parallel group where all ranks of a pipeline take part; a group that sums
-    gradients has the ranks of all data coordinates.
+    gradients has the ranks of all data coordinates, or those of this rank's own where data ranks
+    step by themselves.
     """
     if grid.copies == 1:
         return tuple(lines)
+
+    def group(line: Instruction) -> tuple[int, ...]:
+        if updates.separate and line.kind is Kind.REDUCE_GRADIENTS:
+            return tuple(grid.rank(p, at.data, at.tensor) for p in line.ranks)
+        return grid.replicas(line.ranks, at.tensor)
+
     return tuple(
         replace(
             line,
             peer=None
             if line.peer is None
             else grid.rank(line.peer, at.data, 0 if line.kind in TRANSFERS else at.tensor),
-            ranks=grid.replicas(line.ranks, at.tensor),
+            ranks=group(line),
         )
         for line in lines
     )

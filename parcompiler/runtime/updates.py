@@ -27,6 +27,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.vocabulary import VocabularyRows
 from parcompiler.runtime.zero import DataParts
 
@@ -39,6 +40,7 @@ class Updates:
     `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
     before they were clipped, once it is known; `scale` that of the loss, for float16. `updated` are
     the parameters that the optimizer changes or their masters copy to: with `parts` those are rows.
+    `rounds` makes those of data ranks that step by themselves.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Updates:
         device: torch.device,
         total: Callable[[torch.Tensor], None],
         parts: DataParts | None = None,
+        rounds: Callable[[Mapping[str, nn.Parameter]], Rounds] | None = None,
     ) -> None:
         self._parts = parts
         self.scale = LossScale() if program.narrow == torch.float16 else None
@@ -60,6 +63,7 @@ class Updates:
         self.error_if_nonfinite = False
         self.current: Instruction | None = None
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
+        self.rounds = None if rounds is None else rounds(self.weights())
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -104,6 +108,8 @@ class Updates:
         """Begin a step without gradients; returns the scale of the loss."""
         self._free()
         self.norm = None
+        if self.rounds is not None:
+            self.rounds.begin()
         scale = 1.0 if self.scale is None else self.scale.value
         self._factor = self._ones() / scale
         return scale
@@ -133,6 +139,8 @@ class Updates:
             if self._program.narrow is not None:
                 self.masters.take_gradients(self._factor)
             optimizer.step()
+            for line in () if self.rounds is None else self.rounds.end():
+                self.current = line
             self.masters.write()
             for line in () if self._parts is None else self._parts.gather():
                 self.current = line
@@ -140,6 +148,17 @@ class Updates:
         optimizer.zero_grad(set_to_none=True)
         self._free()
         return good
+
+    def restart(self) -> None:
+        """Begin anew with other weights."""
+        if self.rounds is not None:
+            self.rounds.position = 0
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes by name: masters where there are some."""
+        masters = self.masters.by_name
+        own = {name: masters.get(name, p) for name, p in self.updated.items()}
+        return {name: weight for name, weight in own.items() if weight.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank by name: unscaled, in float32 where masters are. A collective
@@ -226,7 +245,7 @@ def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
     """Whether the norm counts this rank's copy or piece of a tensor; `part`: rows of it that no
     other data rank has."""
     at = program.coordinate
-    if at.data and not part:
+    if at.data and not part and not program.updates.separate:
         return False
     if name in program.rows:
         return True

@@ -20,6 +20,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
+from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.agreement import (
     WorkerCall,
@@ -36,6 +37,7 @@ from parcompiler.runtime.files import Fingerprint, fingerprint, stored
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
 from parcompiler.runtime.program import RankProgram, of_first
+from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.stage import Stage, Unfilled
 from parcompiler.runtime.state_dict import IncompatibleKeys, RankTensors, concluded
 from parcompiler.runtime.synchronized import together
@@ -116,8 +118,11 @@ class Worker:
                 program,
                 dict(self.named_parameters()),
                 self.device,
-                self._channels.total,
+                self._channels.total_of_step,
                 self._interpreter.parts,
+                (lambda weights: Rounds(program, weights, self._channels))
+                if program.updates.way == "local"
+                else None,
             )
             self._interpreter.update = self._updates.apply
             if (axis := self._channels.axis) is not None:
@@ -288,6 +293,7 @@ class Worker:
             accounts = self._channels.gather_texts(self._tensors.account(state))
         keys = concluded(accounts, state, strict=strict)
         self._tensors.load(state.items())
+        self._updates.restart()
         return keys
 
     def gather_state_dict(self, everything: bool = False) -> dict[str, torch.Tensor] | None:
@@ -316,12 +322,6 @@ class Worker:
     def step_count(self) -> int:
         """How many training steps were made, with those of the checkpoint that was loaded."""
         return self._interpreter.step
-
-    @property
-    def sample_count(self) -> int:
-        """How many samples all data ranks together have trained on, with those of the checkpoint
-        that was loaded: where the run is in its data, as `Samples` reads it."""
-        return self._interpreter.samples
 
     @property
     def data_rank(self) -> int:
@@ -397,6 +397,7 @@ class Worker:
         """
         with self._failing_together("load_pretrained", InputError):
             keys, names = self._checkpoints.load_pretrained(Path(folder), strict=strict)
+            self._updates.restart()
         loaded = self._tensors.loaded or set()
         self._tensors.filled(names)
         self._tensors.loaded = loaded | names  # folders are not compared
@@ -483,7 +484,8 @@ class Worker:
         self._check_open()
         self._updates.optimizer  # noqa: B018
         call = self._failing_together("optimizer_step")
-        with call if self._updates.exchanges or self.program.zero else nullcontext():
+        apart = self.program.zero or self.program.updates != ALL_REDUCE
+        with call if self._updates.exchanges or apart else nullcontext():
             updated = self._updates.apply()
         if not updated and self._updates.scale is None:
             message = (

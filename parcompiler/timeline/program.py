@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from parcompiler.errors import PlanError
-from parcompiler.instruction import BACKWARDS, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.instruction import BACKWARDS, BEHIND, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
-ENDS = frozenset({Kind.SHARE_LOSS, Kind.GATHER_PARAMETERS})  # collectives that are waited for
+ENDS = BEHIND | {Kind.SHARE_LOSS}  # collectives that are waited for
 GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
 
 

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.instruction import BUCKETED, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.costs import StageCost, VocabularyCost
 from parcompiler.timeline.memory import levels, memory
 from parcompiler.timeline.program import ENDS, Ends, Exchange, ProgramTasks, SendRecv, tasks_of
@@ -52,9 +52,9 @@ class TaskPrices:
         """Seconds of an instruction, or of an exchange."""
         if isinstance(what, SendRecv):
             return self.message_seconds(what)
+        if what.kind in BUCKETED or what.kind is Kind.SHARE_LOSS:
+            return self.collective_seconds(what)
         match what.kind:
-            case Kind.REDUCE_GRADIENTS | Kind.SHARE_LOSS | Kind.GATHER_PARAMETERS:
-                return self.collective_seconds(what)
             case Kind.S | Kind.NORMALIZE | Kind.T:
                 return self.vocabulary.seconds(what.kind)
             case Kind.EMBED | Kind.EMBED_BACKWARD:

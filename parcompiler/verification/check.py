@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from parcompiler.problem import prepared
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
-from parcompiler.verification.data_ranks import trained_together
+from parcompiler.verification.data_ranks import trained_apart, trained_together
 from parcompiler.verification.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.verification.reference import (
     Compiled,
@@ -47,6 +47,8 @@ from parcompiler.verification.synchronized import accumulated_together
 # on, and decay tells a gradient that is zero from none.
 OPTIMIZER = "SGD"
 OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+ROUND = 2  # steps from one average of weights to the next
+STEPS = {"local": 2 * ROUND}  # by way of the data axis, so that what it keeps is used
 OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
@@ -109,20 +111,20 @@ def _compare(
     program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None
 ) -> tuple[Errors, Outcome]:
     """Run the ranks on `graph` and the model in `dtype`; their errors, and the model's outcome."""
-    variant = program.on(materialised(graph, seed))
+    variant = _with_short_rounds(program.on(materialised(graph, seed)))
     begin = time.perf_counter()
     with one_thread():
         try:
-            batch, reference, compiled_inputs = _on_some_batch(variant, seed, dtype)
+            batches, reference, compiled_inputs = _on_some_batches(variant, seed, dtype)
         except (RuntimeError, NotImplementedError) as error:
             if dtype is None:
                 raise
             raise _NoReference(str(error).splitlines()[0]) from error
-        draws = draws_of_stages(graph, variant.lowered, batch) if graph.random else None
+        draws = draws_of_stages(graph, variant.lowered, batches[0]) if graph.random else None
     with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
         path = variant.write(Path(folder) / "program", program.report())
         job = Job(
-            str(path), (batch,), seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
+            str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
             patience=PATIENCE + 30 * (time.perf_counter() - begin),
             scale=reference.scale if graph.narrow == torch.float16 else None,
         )  # fmt: skip
@@ -133,46 +135,60 @@ def _compare(
     errors = compare(reference, outcome, trained, narrow)
     if not (errors.ok or errors.cause or asynchronous):
         with one_thread():
-            again = _at_scale(variant, batch, seed, dtype, OTHER_SCALE * reference.scale)
+            again = _at_scale(variant, batches, seed, dtype, OTHER_SCALE * reference.scale)
         errors = compare(reference, outcome, trained, narrow, again)
     errors = dataclasses.replace(errors, compiled_inputs=compiled_inputs, asynchronous=asynchronous)
     return errors, reference
 
 
-def _on_some_batch(
+def _with_short_rounds(variant: Compiled) -> Compiled:
+    """The program with rounds of at most `ROUND` steps, if data ranks average weights."""
+    updates, plan = variant.lowered.updates, variant.lowered.plan
+    if updates.way != "local" or updates.every <= ROUND or plan is None:
+        return variant
+    updates = dataclasses.replace(updates, every=ROUND)
+    plan = dataclasses.replace(plan, updates=updates)
+    return variant.with_lowered(dataclasses.replace(variant.lowered, updates=updates, plan=plan))
+
+
+def _on_some_batches(
     variant: Compiled, seed: int, dtype: torch.dtype | None
-) -> tuple[dict[str, torch.Tensor], Outcome, bool]:
-    """A batch that the model takes, the model's outcome, and whether it is of the compiled inputs.
+) -> tuple[list[dict[str, torch.Tensor]], Outcome, bool]:
+    """Batches that the model takes, its outcome, and whether they are of the compiled inputs.
 
     A random batch first; where the model refuses that or its loss is not finite (it wants ordered
     boxes, places for images in a text, probabilities), the inputs that it was compiled with.
     """
     graph, count = variant.problem.graph, variant.lowered.microbatches * variant.lowered.data
-    batch = random_batch(graph, count, seed)
+    steps = STEPS.get(variant.lowered.updates.way, 1)
+    batches = [random_batch(graph, count, seed + k) for k in range(steps)]
     compiled = compiled_batch(graph, count)
     try:
-        reference = _reference(variant, batch, seed, dtype)
-        if compiled is None or reference.loss.isfinite():
-            return batch, reference, False
+        reference = _reference(variant, batches, seed, dtype)
+        if compiled is None or reference.losses.isfinite().all():
+            return batches, reference, False
     except Exception:  # whatever a user's model raises
         if compiled is None:
             raise
-    return compiled, _reference(variant, compiled, seed, dtype), True
+    return [compiled] * steps, _reference(variant, [compiled] * steps, seed, dtype), True
 
 
 def _reference(
-    variant: Compiled, batch: Mapping[str, torch.Tensor], seed: int, dtype: torch.dtype | None
+    variant: Compiled,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    seed: int,
+    dtype: torch.dtype | None,
 ) -> Outcome:
-    """The outcome of the original model on a batch in one process.
+    """The outcome of the original model on some batches in one process.
 
     In float16 the scale of the loss is the largest at which its gradients are finite, as it would
     be after some steps.
     """
     if variant.problem.graph.narrow != torch.float16:
-        return _at_scale(variant, batch, seed, dtype, 1.0)
+        return _at_scale(variant, batches, seed, dtype, 1.0)
     scale = INITIAL
     while True:
-        outcome = _at_scale(variant, batch, seed, dtype, scale)
+        outcome = _at_scale(variant, batches, seed, dtype, scale)
         if scale <= 1.0 or all(g.isfinite().all() for g in outcome.gradients.values()):
             return outcome
         scale *= BACKOFF
@@ -180,7 +196,7 @@ def _reference(
 
 def _at_scale(
     variant: Compiled,
-    batch: Mapping[str, torch.Tensor],
+    batches: Sequence[Mapping[str, torch.Tensor]],
     seed: int,
     dtype: torch.dtype | None,
     scale: float,
@@ -191,13 +207,15 @@ def _at_scale(
     count = variant.lowered.microbatches * ranks
     with Original(variant, seed, dtype, scale) as original:
         if variant.lowered.asynchronous:
-            return reenacted(original, variant.lowered, [batch], optimizer)
+            return reenacted(original, variant.lowered, batches, optimizer)
+        if variant.lowered.updates.way == "local":
+            return trained_apart(original, variant.lowered, batches, optimizer)
         if variant.lowered.updates != ALL_REDUCE:
-            return trained_together(original, variant.lowered, [batch], optimizer)
+            return trained_together(original, variant.lowered, batches, optimizer)
         if ranks > 1 and is_synchronized(original.graph.fx_graph):
-            return accumulated_together(original, batch, count, optimizer, ranks)
+            return accumulated_together(original, batches[0], count, optimizer, ranks)
         with computing_as(alone):  # whatever torch.distributed does in this process
-            return accumulated(original, batch, count, optimizer, ranks)
+            return accumulated(original, batches[0], count, optimizer, ranks)
 
 
 def _narrowest(graph: Graph) -> torch.dtype | None:

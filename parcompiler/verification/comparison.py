@@ -148,10 +148,10 @@ def compare(
         _differences(reference.gradients, again.gradients, program.gradients, trained, narrow)
     )
     state = dict(_differences(reference.state, again.state, named, trained, narrow))
-    loss = _relative(reference.loss, program.loss, 0.0)
+    loss = _relative(reference.losses, program.losses, 0.0)
     errors = {**state, **gradients}
     causes = [
-        _cause({"": loss}, {"": reference.loss}, {"": program.loss}, "the loss"),
+        _cause({"": loss}, {"": reference.losses}, {"": program.losses}, "the loss"),
         _cause(gradients, reference.gradients, program.gradients, "a gradient of {!r}"),
         _cause(state, reference.state, named, "{!r} after a step"),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from parcompiler.lower import Lowered
 from parcompiler.runtime.compression import DTYPES, summed
@@ -42,6 +43,53 @@ def trained_together(
     )  # fmt: skip
 
 
+def trained_apart(
+    original: Original,
+    lowered: Lowered,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    optimizer: Optimizer,
+) -> Outcome:
+    """Steps of data ranks that average their weights now and then: losses, the gradients of the
+    first step and the state after the last, those of the first data rank."""
+    steps = [_Steps(original, lowered, optimizer) for _ in range(lowered.data)]
+    weights = {name: p for name, p in original.masters.items() if p.requires_grad}
+    updates, losses, first = lowered.updates, [], dict[str, torch.Tensor]()
+    rate, momentum = updates.outer
+    anchors = {name: nn.Parameter(w.detach().clone()) for name, w in weights.items()}
+    outer = torch.optim.SGD(anchors.values(), rate, momentum, nesterov=momentum > 0)
+    each = [(_values(weights), original.updated()) for _ in steps]
+    for number, batch in enumerate(batches):
+        for r, own in enumerate(steps):
+            original.set_masters(each[r][0])
+            original.set_values(each[r][1])
+            with original.accumulating():
+                loss = torch.stack(own.go(batch, r, lowered.microbatches)).mean()
+            gradients = original.gradients()
+            first = first or gradients
+            losses += [loss] if r == 0 else []
+            own.update()
+            each[r] = _values(weights), original.updated()
+        if (number + 1) % updates.every == 0:
+            with torch.no_grad():
+                for name, anchor in anchors.items():
+                    if updates.averages:
+                        anchor.copy_(sum_of([values[name] for values, _ in each]) / lowered.data)
+                    else:
+                        differences = [anchor - values[name] for values, _ in each]
+                        anchor.grad = sum_of(differences) / lowered.data
+            if not updates.averages:
+                outer.step()
+            each = [(_values(anchors), buffers) for _, buffers in each]
+    original.set_masters(each[0][0])
+    original.set_values(each[0][1])
+    return Outcome(torch.stack(losses), first, original.state())
+
+
+def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
+    """Copies of tensors."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
 class _Steps:
     """The model, its optimizer, and what the data ranks do in a step."""
 
@@ -57,24 +105,29 @@ class _Steps:
     ) -> tuple[list[torch.Tensor], list[Gradients]]:
         """The losses of all micro-batches, and what each data rank adds to the gradient of their
         mean. Every data rank begins with the buffers of the model; those of the first remain."""
-        original, count = self._original, self._lowered.microbatches
-        ranks = self._lowered.data
-        losses, each, before = [], [], original.updated()
+        original, count = self._original, self._lowered.microbatches * self._lowered.data
+        losses, each, before = list[torch.Tensor](), list[Gradients](), original.updated()
         first = before
-        for r in range(ranks):
+        for r in range(self._lowered.data):
             original.set_values(before)
-            for i in range(r * count, (r + 1) * count):
-                with original.computing():
-                    loss = original.loss(batch, i)
-                    share = torch.full_like(loss, original.scale / (count * ranks))
-                    torch.autograd.backward(loss, share)
-                losses.append(loss.detach())
+            losses += self.go(batch, r, count)
             named = original.parameters.items()
             each.append({name: p.grad for name, p in named if p.grad is not None})
             self.set_gradients({})
             first = original.updated() if r == 0 else first
         original.set_values(first)
         return losses, each
+
+    def go(self, batch: Mapping[str, torch.Tensor], r: int, count: int) -> list[torch.Tensor]:
+        """Add the gradients of data rank `r`, each micro-batch's over `count`; their losses."""
+        original, own = self._original, self._lowered.microbatches
+        losses = []
+        for i in range(r * own, (r + 1) * own):
+            with original.computing():
+                loss = original.loss(batch, i)
+                torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
+            losses.append(loss.detach())
+        return losses
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Give parameters these gradients, and the others none."""

@@ -61,6 +61,7 @@ class Compiled(Protocol):
     @property
     def lowered(self) -> Lowered: ...
     def on(self, graph: Graph) -> Compiled: ...
+    def with_lowered(self, lowered: Lowered) -> Compiled: ...
     def report(self) -> Report: ...
     def write(self, path: Path, report: Report) -> Path: ...
 
@@ -177,6 +178,14 @@ class Original:
         """Copies of what forwards update themselves, by name: running statistics, a teacher."""
         names = {item.name for item in self.graph.parameters if item.mutated}
         return {n: t.detach().clone() for n, t in self._tensors().items() if n in names}
+
+    @torch.no_grad()
+    def set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give masters values, and the parameters that have them theirs."""
+        for name, value in values.items():
+            self.masters[name].copy_(value)
+            if self.masters[name] is not self.parameters[name]:
+                self.parameters[name].copy_(value)
 
     def set_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give tensors the values of earlier copies."""

@@ -15,7 +15,7 @@ from parcompiler.instruction import Kind
 from parcompiler.lower.lowered import Bucket, TiedTensor
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, numbers, ranks
-from parcompiler.verifier.steps import Channel, Label, StepIndex, Way
+from parcompiler.verifier.steps import Channel, Label, StepIndex, Way, behind
 
 TWO_ENDS = "every message is sent and received"
 WANTED = "no message is in vain"
@@ -44,8 +44,8 @@ def faults(step: StepIndex) -> Iterator[Fault]:
                 yield from _never(step, rank, item)
         for rank in range(len(step.lists)):
             yield from _wrong(step, rank, sums)
-            if lowered.zero:
-                updated = lowered.buckets if lowered.zero > 1 else lowered.sums
+            if behind(lowered) is not None:
+                updated = lowered.buckets if lowered.zero > 1 else lowered.shared
                 yield from _gathered(step, rank, {item.label: item for item in updated})
         for group in dict.fromkeys(item.ranks for item in sums.values()):
             yield from _collective_order(step, group)

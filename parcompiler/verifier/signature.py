@@ -40,6 +40,8 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
     if lowered.zero and (lowered.data == 1 or lowered.asynchronous):
         reason = "updates stage by stage" if lowered.asynchronous else "has one data rank"
         yield Fault(COUNTED, f"zero is {lowered.zero}, and the program {reason}")
+    if lowered.updates != ALL_REDUCE and (lowered.data == 1 or lowered.asynchronous):
+        yield Fault(COUNTED, f"data ranks have {lowered.updates}, and the program none, or UPDATEs")
     if lowered.plan is not None:
         yield from _planned(lowered, lowered.plan)
     placeholders = [n for n in wiring.graph.fx_graph.nodes if n.op == "placeholder"]

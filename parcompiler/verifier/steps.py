@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
+from parcompiler.lower.lowered import Lowered
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
 
@@ -128,6 +129,7 @@ class StepIndex:
             Kind.REDUCE_GRADIENTS: self._reduction,
             Kind.SHARE_LOSS: self._share,
             Kind.GATHER_PARAMETERS: self._gather,
+            Kind.AVERAGE_PARAMETERS: self._gather,
             **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
         }
         for position, line in enumerate(lines):
@@ -226,10 +228,10 @@ class StepIndex:
         return None
 
     def _gather(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A GATHER_PARAMETERS; returns what is wrong with it by itself."""
+        """What comes behind the step; returns what is wrong with it by itself."""
         if line.value is None:
             return "it names no tensors"
-        if not self.training or self.asynchronous or not self.wiring.lowered.zero:
+        if not self.training or line.kind is not behind(self.wiring.lowered):
             return "no data rank updates what others need"
         if line.value in self.gathers[rank]:
             self._repeated[rank, line] += 1
@@ -255,6 +257,13 @@ class StepIndex:
     def _no_microbatch(self) -> str:
         """The problem of a micro-batch that does not exist."""
         return f"there is no such micro-batch (micro-batches: {_span(len(self.microbatches))})"
+
+
+def behind(lowered: Lowered) -> Kind | None:
+    """How data ranks get what others have updated, behind the step."""
+    if lowered.updates.way == "local":
+        return Kind.AVERAGE_PARAMETERS
+    return Kind.GATHER_PARAMETERS if lowered.zero and not lowered.asynchronous else None
 
 
 def _span(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.data_updates import ALL_REDUCE
+from parcompiler.instruction import Kind
 from parcompiler.models import gpt
+from parcompiler.verifier import verify
 
 
 def compiled(mesh: dict[str, Any], *, tied: bool = False, **options: Any) -> pc.Program:
@@ -49,3 +53,31 @@ def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
     verification = exact(program, tmp_path, f'updates=DataUpdates(compression="{name}")')
     assert "compressed gradients are" in verification.note
     assert "0.0e+00 from whole" not in verification.note
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 3, "pipeline": 2}, {"tied": True}),
+        ({"data": 2, "tensor": 2}, {"outer": "average"}),
+        ({"data": 2}, {"outer": (0.5, 0.3), "every": 1, "precision": "bf16"}),
+    ],
+)
+def test_local_steps_and_averages_are_those_of_one_process(
+    mesh: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = compiled(mesh, updates="local", **options)
+    words = 'way="local"', "AVERAGE_PARAMETERS"
+    exact(program, tmp_path, *words)
+    kinds = [line.kind for line in program.instructions(0)]
+    assert (Kind.REDUCE_GRADIENTS in kinds) == ("pipeline" in mesh)  # of the tied tensor alone
+
+
+def test_an_average_that_is_left_out_is_found() -> None:
+    lowered = compiled({"data": 2}, updates="local").lowered
+    lists = tuple(lines[:-1] for lines in lowered.instructions)
+    with pytest.raises(pc.PlanError, match="never gathers bucket_0"):
+        verify(dataclasses.replace(lowered, instructions=lists))
+    wrong = dataclasses.replace(lowered, updates=ALL_REDUCE)
+    with pytest.raises(pc.PlanError, match="updates is"):
+        verify(wrong)

@@ -297,13 +297,14 @@ class Checkpoints:
         parts = self._layout.written(
             {key: item.parts for key, item in held.items()},
             first,
-            self._state.untrained().keys(),
+            self._state.of_first(),
             self._state.alone(held),
         )
         own = {key: held[key]._replace(parts=parts[key]) for key in parts}
         digests = [one["digests"] for one in everyone]
         zero = grid.rank(at.pipeline, 0, at.tensor)
         own |= self._state.differing(digests[program.rank], digests[zero], first)
+        own |= self._state.apart(optimizer=optimizer)
         told: set[str] = set()
         for rank in range(program.rank):
             told |= _digests(everyone[rank]["facts"].get("extra", {}))

@@ -2,6 +2,8 @@
 
     model/NAME             parameters (of 16-bit programs their float32 masters) and buffers
     unsaved/NAME           what a state dict of the model has not: buffers that are not persistent
+    rank 1 model/NAME      where data ranks step by themselves, what this one has instead
+    outer momentum/NAME    what rounds of such steps have left, and the anchor that they begin from
     data 1/NAME            what differs between data ranks (statistics of a batch norm)
     optimizer KEY/NAME     a state of the optimizer with the shape of its parameter, or its own
 
@@ -11,6 +13,7 @@ name of the parameter. Gradients, and weight versions of pipedream, do not outli
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
 
+KEPT = ("outer anchor", "outer momentum")  # of rounds
 LIKE = "like its parameter"  # the note of a state that is divided as its parameter is
 
 
@@ -47,6 +51,7 @@ class Restored:
 
     faults: list[str] = field(default_factory=list)
     copies: list[tuple[str, Part]] = field(default_factory=list)
+    kept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -96,11 +101,31 @@ class RankState:
                     parts = [Part(Box.whole(value.shape), value)]
                     place = self._place(name, parameter)
                     found[f"optimizer {key}{place}/{name}"] = Held(tuple(value.shape), "", parts)
+        for name, kind, value in self._kept():
+            shape = self._layout.shape(name, self._interpreter.tensors[name])
+            found[f"{kind}/{name}"] = Held(shape, LIKE, self._parts(name, value))
         return found
+
+    def apart(self, *, optimizer: bool = True) -> dict[str, Held]:
+        """What this rank has instead of what data rank 0 has, where data ranks step by
+        themselves: the states of its optimizer, and within a round its weights."""
+        rounds, program = self._updates.rounds, self._program
+        if rounds is None or not program.coordinate.data:
+            return {}
+        trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
+        return {
+            f"rank {program.rank} {key}": held
+            for key, held in self.tensors(optimizer=optimizer).items()
+            if key in trained or key.startswith("optimizer ")
+        }
 
     def alone(self, keys: Iterable[str]) -> set[str]:
         """Those of some keys whose tensors the data ranks have shared out."""
         return {key for key in keys if self._is_shared_out(key)}
+
+    def of_first(self) -> Collection[str]:
+        """The tensors that data rank 0 writes, as others may have other values."""
+        return (self._interpreter.tensors if self._updates.rounds else self.untrained()).keys()
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """What steps may change in another way on each data rank: buffers and frozen parameters."""
@@ -141,12 +166,13 @@ class RankState:
         own = self._optimizer() if optimizer else None
         found: dict[str, Any] = {
             "step": self._interpreter.step,
-            "samples": self._interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
             "mesh": [self._program.grid.pipeline, self._program.data, self._program.tensor],
             "seed": self._interpreter.seed,
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }
+        if self._updates.rounds is not None:
+            found["round"] = [self._updates.rounds.position, self._program.updates.every]
         if own is not None and not at.tensor and (not at.data or self._program.zero):
             names = {id(parameter): name for name, parameter in self._trained()}
             found["optimizer"] = {
@@ -190,6 +216,11 @@ class RankState:
                 continue
             found.names.add(name)
             found.copies += [(key, part) for part in self._filled(name)]
+            for key in (f"{kind}/{name}" for kind in KEPT if optimizer):
+                if key in checkpoint.entries and self._updates.rounds is not None:
+                    kept = torch.empty_like(self._updates.weights()[name])
+                    found.kept.append((key, kept))
+                    found.copies += [(key, part) for part in self._parts(name, kept)]
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, found)
@@ -205,6 +236,10 @@ class RankState:
             checkpoint.read(key, part.box, part.tensor)
         self._updates.masters.write()
         self._apply_facts(checkpoint.facts)
+        for key, tensor in restored.kept:
+            kind, _, name = key.partition("/")
+            assert self._updates.rounds is not None
+            self._updates.rounds.restore(kind, name, tensor)
         if not optimizer or checkpoint.facts.get("optimizer") is None:
             return
         own = self._optimizer()
@@ -244,10 +279,20 @@ class RankState:
     def _apply_facts(self, facts: Mapping[str, Any]) -> None:
         """The counters, the seed and the scale of the loss."""
         program, interpreter = self._program, self._interpreter
-        interpreter.step, interpreter.samples = facts["step"], facts["samples"]
+        interpreter.step = facts["step"]
         self._calls[True], self._calls[False] = facts["calls"]
         same = facts["mesh"] == [program.grid.pipeline, program.data, program.tensor]
         interpreter.seed = facts["seeds"][program.rank if same else 0]
+        rounds, saved = self._updates.rounds, facts.get("round", [0, 0])
+        if rounds is not None:
+            same = same and saved[1] == program.updates.every
+            rounds.position = saved[0] if same else 0
+        if saved[0] and (rounds is None or not same) and not program.rank:
+            text = (
+                f"the checkpoint is of step {saved[0]} of {saved[1]} between averages, for other "
+                "ranks or rounds: what data ranks beside the first have learned since is left out"
+            )
+            warnings.warn(text, stacklevel=2)
         scale = self._updates.scale
         if scale is not None and facts["scale"] is not None:
             scale.value, scale.good, scale.skipped = facts["scale"]
@@ -315,6 +360,9 @@ class RankState:
             target = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
             parts = [Part(Box.whole(entry.shape), target)]
         states[head] = target
+        own = f"rank {self._program.rank} {key}"
+        if self._is_apart(checkpoint) and own in checkpoint.entries:
+            key = own
         found.copies += [(key, part) for part in parts]
 
     def _restore_options(
@@ -338,9 +386,27 @@ class RankState:
     def _key(self, checkpoint: Checkpoint, name: str) -> str | None:
         """Under which key a checkpoint has a tensor."""
         keys = [f"model/{name}", f"unsaved/{name}"]
+        if self._is_apart(checkpoint):
+            keys.insert(0, f"rank {self._program.rank} model/{name}")
         if checkpoint.facts["mesh"][1] == self._program.data:
             keys.insert(0, f"data {self._program.coordinate.data}/{name}")
         return next((key for key in keys if key in checkpoint.entries), None)
+
+    def _is_apart(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has what this rank had of its own."""
+        grid, rounds = self._program.grid, self._updates.rounds
+        return rounds is not None and checkpoint.facts["mesh"] == [
+            grid.pipeline, grid.data, grid.tensor
+        ]  # fmt: skip
+
+    def _kept(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Name, kind and value of what rounds keep."""
+        rounds = self._updates.rounds
+        for name, _ in self._trained() if rounds is not None else ():
+            for kind in KEPT:
+                value = rounds.kept(kind, name)  # type: ignore[union-attr]
+                if value is not None:
+                    yield name, kind, value
 
     def _place(self, name: str, parameter: torch.Tensor) -> str:
         """Which boxes of a divided parameter this rank has, for states of other shapes."""
@@ -454,7 +520,7 @@ def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
     if len(states) not in (1, program.data):
         message = (
             f"extra {name!r} has a state for each of {len(states)} data ranks, and this program "
-            f"has {program.data}: save what is the same on all (pc.Samples needs no state)"
+            f"has {program.data}: load it from your own code, or save what is the same on all"
         )
         raise InputError(message)
     state = states[program.coordinate.data if len(states) > 1 else 0]
