@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from parcompiler.changes import changes
+from parcompiler.data_updates import DataUpdates
 from parcompiler.plan import (
     MeshChoice,
     Method,
@@ -165,6 +166,7 @@ def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
     other = Plan("Llama", "1f", Shape(), 1, precision="fp64", optimizer="sgd", virtual_stages=2)
     decided: dict[str, Any] = {"costs": (TIME,), "meshes": (MeshChoice(2, 2, 1, 8),)}
     decided |= {"vocabulary_costs": PASSES, "orders": ("0F0",), "search": PLAN.solution, "zero": 1}
+    decided["updates"] = DataUpdates.of("local", every=50)
     found = dataclasses.replace(other, version=2, **decided)
     names = {field.name for field in dataclasses.fields(Plan)}
     for one, two in ((PLAN, found), (found, PLAN)):
