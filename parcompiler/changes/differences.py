@@ -28,6 +28,7 @@ ABSENT = {
     "sharding": "tensors whole on every rank",
     "costs": "times by the device's figures",
     "vocabulary_costs": "times by the device's figures",
+    "updates": "all-reduce of gradients",
 }
 PRESENT = {
     "orders": "an order of its own",
@@ -155,5 +156,5 @@ def _items(value: tuple[Any, ...]) -> dict[str, Any]:
             name, _, said = item.partition(": ")
             items[name] = said
         else:
-            items[NAMES[type(item)](item)] = item
+            items[NAMES.get(type(item), _plain)(item)] = item
     return items

@@ -151,6 +151,10 @@ PLAN = Plan(
             ["meshes: undecided -> 2 x 1 x 2 of 1 rows, 2 x 1 x 2 of 2 rows"],
         ),
         ({"version": 2}, ["version: 1 -> 2"]),
+        (
+            {"updates": DataUpdates.of("local", every=50)},
+            ["updates: all-reduce of gradients -> way local, rank 0, every 50, outer 0.7, 0.9"],
+        ),
     ],
 )
 def test_a_decision_that_differs_is_said(fields: dict[str, Any], said: list[str]) -> None:
