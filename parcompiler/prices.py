@@ -24,6 +24,7 @@ __all__ = [
     "collective_seconds",
     "message_seconds",
     "sent_bytes",
+    "server_load",
     "stage_costs",
     "staleness",
     "stashed_bytes",
@@ -88,6 +89,10 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         if line.kind is Kind.GATHER_PARAMETERS:
             nbytes = sum(by_name[name].nbytes for name in item.names)
             action = "all-gather"
+            if updates.way == "parameter-server":
+                return server_seconds(problem, lowered, line, nbytes)
+        elif updates.way == "parameter-server" and item in lowered.buckets:
+            return server_seconds(problem, lowered, line, nbytes)
         elif lowered.zero and item in lowered.buckets:
             action = "reduce-scatter"
         ranks = lowered.grid.replicas(line.ranks)
@@ -97,6 +102,25 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         return collective.joined(problem.mesh, action, nbytes, ranks) / rounds
 
     return seconds
+
+
+def server_seconds(problem: Problem, lowered: Lowered, line: Instruction, nbytes: int) -> float:
+    """Seconds in which all bytes that data ranks send to the first of them, or get from it, go one
+    after another through its link."""
+    first, *others = lowered.grid.replicas(line.ranks)
+    each = (collective.joined(problem.mesh, "broadcast", nbytes, [first, r]) for r in others)
+    return sum(each)
+
+
+def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
+    """Bytes that go through the link of the fullest server in a step, into it and out of it; and
+    those of its optimizer states and masters, of which the other data ranks have none."""
+    by_name, loads = lowered.graph.by_name, [(0, 0)]
+    for rank in range(lowered.size):
+        own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
+        states = sum(item.numel * problem.bytes_of(item)[1] for item in own)
+        loads.append((2 * (lowered.data - 1) * sum(item.nbytes for item in own), states))
+    return max(loads)
 
 
 def master_bytes(problem: Problem, item: Parameter) -> int:

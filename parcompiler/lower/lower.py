@@ -32,7 +32,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         lists = gathered(lists, reduced, tied, Kind.AVERAGE_PARAMETERS)
     else:
         lists = placed(lists, reduced, each=level >= 2)
-    if level:
+    if level or updates.way == "parameter-server":
         lists = gathered(lists, reduced, apart)
     evaluation = communicate.evaluation(
         plan.mesh.pipeline, plan.microbatches, stages, values, everywhere

@@ -92,7 +92,8 @@ class Choices:
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
     not. `share` is what sharing states out among data ranks means, `zero` whether they are,
-    `updates` how data ranks bring together what they learn."""
+    `updates` how data ranks bring together what they learn; of a parameter server the bytes that
+    go through its link in a step, and those of its states (`server`)."""
 
     microbatches: int
     precision: str | None
@@ -106,6 +107,7 @@ class Choices:
     without: tuple[int, ...] = ()
     zero: int | None = None
     updates: DataUpdates | None = None
+    server: tuple[int, ...] = ()
     share: DataShare | None = None
 
 

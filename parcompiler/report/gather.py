@@ -74,10 +74,11 @@ def mesh(problem: Problem) -> data.DeviceMesh:
     )
 
 
-def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
+def choices(problem: Problem, plan: Plan, priced: Priced, lowered: Lowered) -> data.Choices:
     """What the plan decides; `problem` is that of one tensor rank."""
     assert plan.schedule is not None
     assert plan.granularity is not None
+    served = lowered.updates.way in ("parameter-server", "asynchronous")
     return data.Choices(
         microbatches=plan.microbatches,
         precision=plan.precision,
@@ -91,7 +92,8 @@ def choices(problem: Problem, plan: Plan, priced: Priced) -> data.Choices:
         without=prices.without_recomputation(problem, plan),
         zero=plan.zero,
         updates=plan.updates,
-        share=None if plan.zero is None else share_of(problem, plan),
+        server=prices.server_load(problem, lowered) if served else (),
+        share=None if plan.zero is None or served else share_of(problem, plan),
     )
 
 

@@ -53,7 +53,7 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     if choices.share is not None:
         yield "states", _states(choices.zero or 0, choices.share, mesh.data)
     if choices.updates is not None:
-        yield "updates", meaning(choices.updates)
+        yield "updates", meaning(choices.updates, choices.server)
     several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
     yield "schedule", choices.schedule + several
     if report.staleness:

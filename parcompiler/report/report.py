@@ -62,7 +62,7 @@ class Report(ReportData):
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
-            choices=gather.choices(rank_problem, plan, priced),
+            choices=gather.choices(rank_problem, plan, priced, lowered),
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=plan.weighed or (),

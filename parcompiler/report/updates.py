@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from parcompiler.data_updates import DataUpdates
+from parcompiler.report.units import BYTES, quantity
 
 DIGITS = {"bf16": 8, "fp16": 11}  # bits of a significand
 
 
-def meaning(updates: DataUpdates) -> str:
-    """What data ranks do, and how far the numbers are those of one process."""
+def meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
+    """What data ranks do, and how far the numbers are those of one process; of a `server` the
+    bytes through its link and those of its states."""
+    link, states = (quantity(size, BYTES) for size in server or (0, 0))
+    load = f"data rank 0 has {link} through its link in a step, and states of {states}, others none"
     match updates.compression:
         case "bf16" | "fp16" as name:
             return (
@@ -23,4 +27,6 @@ def meaning(updates: DataUpdates) -> str:
             f"local: each data rank steps by its own gradients, and every {updates.every} steps "
             f"weights are averaged, {how}; other numbers than those of one process, repeatable"
         )
+    if updates.way == "parameter-server":
+        return f"parameter-server: {load}; the numbers of one process, as with an all-reduce"
     return "all-reduce: the numbers of one process"

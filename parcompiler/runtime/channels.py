@@ -248,6 +248,12 @@ class Channels:
         group = self._shared[ranks]
         return dist.all_gather_single(_flat(segments), _flat(own), group=group, async_op=True)
 
+    def reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Start adding up a tensor over `ranks`, in place for the first of them; others' have no
+        meaning then."""
+        group = self._shared[ranks]
+        return dist.reduce(_real(tensor), ranks[0], group=group, async_op=True)
+
     def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> Any:
         """Start giving all of `ranks` the tensor of number `home` of them, in place."""
         return dist.broadcast(_real(tensor), ranks[home], group=self._shared[ranks], async_op=True)

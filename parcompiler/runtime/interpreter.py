@@ -78,7 +78,7 @@ class Interpreter:
         self._versions = Versions() if program.asynchronous else None
         self._deferral = Deferral()
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
-        self.parts = DataParts(program, self.tensors, channels, held) if program.zero else None
+        self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
         self._reduction = Reduction(program, self.tensors, self.parts)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}

@@ -107,6 +107,11 @@ class RankProgram:
         """The instructions before the optimizer's step."""
         return tuple(x for x in self.instructions if x.kind not in BEHIND)
 
+    @property
+    def sharing(self) -> int:
+        """The level of ZeRO; 1 where one data rank updates for all, and has all rows."""
+        return 1 if self.updates.way == "parameter-server" else self.zero
+
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
         grid = self.grid

@@ -142,7 +142,7 @@ class RankTensors:
     def unpadded(self, name: str) -> list[torch.Tensor]:
         """A tensor of this rank, and its master where it has a whole one, without padding."""
         copies = [self._tensors[name]]
-        if not self._program.zero:
+        if not self._program.sharing:
             masters = self._updates.masters.by_name
             copies += [masters[name]] if name in masters else []
         return [self._rows.unpadded(name, tensor) for tensor in copies]

@@ -20,7 +20,6 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.agreement import (
     WorkerCall,
@@ -484,7 +483,7 @@ class Worker:
         self._check_open()
         self._updates.optimizer  # noqa: B018
         call = self._failing_together("optimizer_step")
-        apart = self.program.zero or self.program.updates != ALL_REDUCE
+        apart = self.program.zero or self.program.updates.way != "all-reduce"
         with call if self._updates.exchanges or apart else nullcontext():
             updated = self._updates.apply()
         if not updated and self._updates.scale is None:

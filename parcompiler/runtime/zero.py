@@ -93,7 +93,8 @@ class DataParts:
         held: Mapping[int, Sequence[str]],
     ) -> None:
         """`held` are the names of the tensors of each stage."""
-        at, self.level = program.coordinate, program.zero
+        at, self.level = program.coordinate, program.sharing
+        self._served = program.updates.way == "parameter-server"
         self._ranks = program.grid.replicas((at.pipeline,), at.tensor)
         self._count, self._index = program.data, at.data
         self._channels = channels
@@ -123,7 +124,7 @@ class DataParts:
             item.name: tuple(program.grid.rank(p, at.data, at.tensor) for p in item.ranks)
             for item in program.tied.values()
         }
-        self.whole = False
+        self.whole = self._served
         self.reduced: set[str] = set()
         self._share_out()
         for name in self.in_pieces:
@@ -131,6 +132,8 @@ class DataParts:
 
     def suits(self, kind: Callable[..., torch.optim.Optimizer]) -> bool:
         """Whether an optimizer can take the parameters as they are shared out."""
+        if self._served:
+            return True
         while isinstance(kind, functools.partial):
             kind = kind.func
         name = getattr(kind, "__name__", "")
@@ -229,7 +232,8 @@ class DataParts:
         found = [name for name in names if self.parameters[name].grad is not None]
         self.reduced.update(found)
         if self.whole:
-            work = self._channels.sum(flat([self.parameters[n] for n in names]), self._ranks)
+            add_up = self._channels.reduce if self._served else self._channels.sum
+            work = add_up(flat([self.parameters[n] for n in names]), self._ranks)
             mine = {n: g for n in found if (g := self.parameters[n].grad) is not None}
             for name in names:
                 self.parameters[name].grad = None
@@ -293,6 +297,8 @@ class DataParts:
     @torch.no_grad()
     def _exchange(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
         """Start filling tensors of one dtype with the rows of all data ranks."""
+        if self._served:
+            return self._serve(names, rows, into)
         if self.whole:
             works, buffers = [], {}
             for name in names:
@@ -312,6 +318,19 @@ class DataParts:
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
         work = self._channels.gather(segments, own, self._ranks)
         return Arrival([work], lambda: self._copy_rows(segments, places, into))
+
+    def _serve(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
+        """Start giving all data ranks what the first of them has."""
+        sizes = [into[name].numel() for name in names]
+        bucket = into[names[0]].new_empty(sum(sizes))
+        pieces = zip(names, bucket.split(sizes), strict=True)
+        buffers = {name: piece.view(into[name].shape) for name, piece in pieces}
+        if not self._index:
+            for name, buffer in buffers.items():
+                buffer.copy_(rows[name].reshape(buffer.shape))
+        work = self._channels.give(bucket, self._ranks, 0)
+        there = not self._index and into is self.parameters
+        return Arrival([work], lambda: self._copy_wholes({} if there else buffers, into))
 
     def _copy_wholes(self, buffers: Tensors, into: Tensors) -> None:
         """Fill tensors with those that have come."""
@@ -375,6 +394,7 @@ class DataParts:
             self._row_sizes[name] = parameter.numel() // max(1, size)
             if self.whole:
                 home = places[name] % self._count if name in places else loads.index(min(loads))
+                home = 0 if self._served else home
                 loads[home] += parameter.numel()
                 spans = [Span(0, size if k == home else 0) for k in range(self._count)]
             else:

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
-from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.problem import prepared
@@ -210,7 +209,7 @@ def _at_scale(
             return reenacted(original, variant.lowered, batches, optimizer)
         if variant.lowered.updates.way == "local":
             return trained_apart(original, variant.lowered, batches, optimizer)
-        if variant.lowered.updates != ALL_REDUCE:
+        if variant.lowered.updates.compression is not None:
             return trained_together(original, variant.lowered, batches, optimizer)
         if ranks > 1 and is_synchronized(original.graph.fx_graph):
             return accumulated_together(original, batches[0], count, optimizer, ranks)

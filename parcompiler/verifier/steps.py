@@ -263,7 +263,8 @@ def behind(lowered: Lowered) -> Kind | None:
     """How data ranks get what others have updated, behind the step."""
     if lowered.updates.way == "local":
         return Kind.AVERAGE_PARAMETERS
-    return Kind.GATHER_PARAMETERS if lowered.zero and not lowered.asynchronous else None
+    shares = lowered.zero or lowered.updates.way == "parameter-server"
+    return Kind.GATHER_PARAMETERS if shares and not lowered.asynchronous else None
 
 
 def _span(count: int) -> str:

@@ -81,3 +81,32 @@ def test_an_average_that_is_left_out_is_found() -> None:
     wrong = dataclasses.replace(lowered, updates=ALL_REDUCE)
     with pytest.raises(pc.PlanError, match="updates is"):
         verify(wrong)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 3, "pipeline": 2}, {"tied": True}),
+        ({"data": 2, "tensor": 2}, {"precision": "bf16"}),
+        ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}),
+    ],
+)
+def test_a_server_that_updates_for_all_has_the_numbers_of_one_process(
+    mesh: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = compiled(mesh, updates="parameter-server", **options)
+    exact(program, tmp_path, 'way="parameter-server"', "GATHER_PARAMETERS")
+    report = program.report()
+    through, states = report.choices.server
+    assert "through its link in a step" in str(report)
+    sizes = {rank.nbytes for rank in report.averaged}
+    assert through == 2 * (program.lowered.data - 1) * max(sizes)
+    assert states > 0
+
+
+def test_a_server_is_slower_than_an_all_reduce_where_many_send_to_it() -> None:
+    seconds = [
+        compiled({"data": 8}, updates=way).simulate().step_time
+        for way in ("all-reduce", "parameter-server")
+    ]
+    assert seconds[0] < seconds[1]

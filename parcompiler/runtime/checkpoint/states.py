@@ -173,7 +173,7 @@ class RankState:
         }
         if self._updates.rounds is not None:
             found["round"] = [self._updates.rounds.position, self._program.updates.every]
-        if own is not None and not at.tensor and (not at.data or self._program.zero):
+        if own is not None and not at.tensor and (not at.data or self._program.sharing):
             names = {id(parameter): name for name, parameter in self._trained()}
             found["optimizer"] = {
                 "kind": type(own).__name__,
