@@ -259,6 +259,15 @@ class Graph:
         """The placeholders that stand for tensors of the batch."""
         return frozenset(item.node for item in self.inputs)
 
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """The parameters and buffers that no stage reads: the first holds them."""
+        spread = self.vocabulary or VocabularyLayers()
+        nodes = (node for node in self.fx_graph.nodes if node not in spread.nodes)
+        used = {operand.name for node in nodes for operand in node.all_input_nodes}
+        others = {item.name for item in self.parameters if item.node not in used}
+        return frozenset(others - spread.tensors)
+
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of the tensor that a node yields for one micro-batch."""

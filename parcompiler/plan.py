@@ -134,7 +134,8 @@ class MeshChoice:
     `microbatches` are those of each data rank, of `rows` each (None: their tensors share none).
     `seconds` of the step are, in the mean of the ranks, those of `compute`, of `exchange` (between
     tensor ranks, and of gradients after the last backward) and of `idle`; `memory` the most bytes
-    on a rank. Where there is a `reason`, they are what no plan can be below, or None.
+    on a rank. Where there is a `reason`, they are what no plan can be below, or None. `zero` is
+    what data ranks share out.
     """
 
     pipeline: int
@@ -151,6 +152,7 @@ class MeshChoice:
     exchange: float | None = None
     idle: float | None = None
     reason: str | None = None
+    zero: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ Blocks are costed per template and per granularity, when a pass asks for them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,19 +22,25 @@ from parcompiler.capture.clean import simplify
 from parcompiler.capture.effects import effects_of, is_repeatable
 from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import cone
-from parcompiler.cost import BlockCost, bytes_per_parameter, more_in_update, seconds, trace_block
+from parcompiler.cost import (
+    BlockCost,
+    bytes_per_parameter,
+    collective,
+    more_in_update,
+    seconds,
+    trace_block,
+)
 from parcompiler.cost.collective import slowest
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
-from parcompiler.options import Options
+from parcompiler.options import MOST_ZERO, Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 
 Found = TypeVar("Found")
 
-MOST_ZERO = 1  # the highest level of ZeRO
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
 
@@ -107,6 +114,20 @@ class Priced:
             backward=tuple(back + once if twice else back for once, back, twice in rows),
             recomputed=frozenset(names),
             ranks=tuple(one.recomputing(names) for one in self.ranks),
+        )
+
+    def gathering(self, exchanges: Sequence[tuple[float, float]]) -> Priced:
+        """The same blocks when the parameters of each are gathered before both of its passes, and
+        its gradients scattered behind them, beside other compute: seconds of both for each."""
+        rows = [*zip(self.forward, self.backward, self.weight, exchanges, strict=True)]
+        backward = [max(back, gather + scatter) for _, back, _, (gather, scatter) in rows]
+        late = (max(weight, scatter) for _, _, weight, (_, scatter) in rows)
+        return dataclasses.replace(
+            self,
+            forward=tuple(max(once, gather) for once, _, _, (gather, _) in rows),
+            backward=tuple(backward),
+            weight=tuple(map(min, late, backward)),
+            ranks=tuple(one.gathering(exchanges) for one in self.ranks),
         )
 
     @cached_property
@@ -188,8 +209,7 @@ class Problem:
     graph: Graph
     mesh: Mesh
     options: Options
-    _priced: dict[int, Priced] = field(default_factory=dict, repr=False, compare=False)
-    _recomputing: dict[tuple[int, frozenset[str]], Priced] = field(
+    _priced: dict[tuple[int, frozenset[str], bool], Priced] = field(
         default_factory=dict, repr=False, compare=False
     )
     local: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -216,7 +236,7 @@ class Problem:
 
     def anew(self, **changes: Any) -> Problem:
         """The problem with another graph or mesh, of which nothing is known yet."""
-        names = ("_priced", "_recomputing", "local", "times", "vocabulary_times")
+        names = ("_priced", "local", "times", "vocabulary_times")
         fresh: dict[str, Any] = {name: {} for name in names}
         return dataclasses.replace(self, **changes, **fresh)
 
@@ -227,14 +247,25 @@ class Problem:
             return 0
         return self.options.zero if isinstance(self.options.zero, int) else MOST_ZERO
 
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered for each block: the third level, if that is decided."""
+        return self.zero == 3 and self.options.zero == 3
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are scattered behind every backward: the second level and above, if
+        that is decided."""
+        return self.zero >= 2 and self.options.zero == self.zero
+
     def at_zero(self, level: str | int) -> Problem:
         """The problem with a level of ZeRO, or with one that is open ("auto")."""
-        self.local.setdefault(("zero", self.mesh, self.options.zero), self)
         place = "zero", self.mesh, level
-        if place not in self.local:
-            options = dataclasses.replace(self.options, zero=level)
-            self.local[place] = dataclasses.replace(self, options=options)
-        found: Problem = self.local[place]
+        options = dataclasses.replace(self.options, zero=level)
+        found: Problem | None = self.local.get(place)
+        if found is None or (found.options, found.explain) != (options, self.explain):
+            found = dataclasses.replace(self, options=options)
+            self.local[place] = found
         return found
 
     @property
@@ -270,26 +301,46 @@ class Problem:
 
     def priced(self, level: int) -> Priced:
         """The blocks at a granularity, with their costs."""
-        if level not in self._priced:
-            sent = self._cheaper_sent(cut(self.graph, level))
-            parts = cut(self.graph, level, sent)
-            instances: dict[str, list[Block]] = {}
-            for block in parts.blocks:
-                instances.setdefault(block.template, []).append(block)
-            by_template = {name: self._trace(blocks) for name, blocks in instances.items()}
-            costs = (by_template[block.template] for block in parts.blocks)
-            times = self._times(level, parts, by_template)
-            self._priced[level] = Priced.timed(parts, costs, sent, times)
-        return self._priced[level]
+        return self.recomputing(level, ())
 
     def recomputing(self, level: int, names: Collection[str]) -> Priced:
-        """The blocks at a granularity, with their costs when some of them are recomputed."""
-        if not names:
-            return self.priced(level)
-        key = level, frozenset(names)
-        if key not in self._recomputing:
-            self._recomputing[key] = self.priced(level).recomputing(key[1])
-        return self._recomputing[key]
+        """The blocks at a granularity, with their costs when some of them are recomputed, and their
+        parameters gathered where they are."""
+        key = level, frozenset(names), self.gathers
+        if key not in self._priced:
+            if self.gathers:
+                plain = self.at_zero("auto").recomputing(level, names)
+                found = plain.gathering(self.exchanges(plain))
+            else:
+                found = self.priced(level).recomputing(key[1]) if names else self._plain(level)
+            self._priced[key] = found
+        return self._priced[key]
+
+    def _plain(self, level: int) -> Priced:
+        """The blocks at a granularity, nothing recomputed or gathered."""
+        sent = self._cheaper_sent(cut(self.graph, level))
+        parts = cut(self.graph, level, sent)
+        instances: dict[str, list[Block]] = {}
+        for block in parts.blocks:
+            instances.setdefault(block.template, []).append(block)
+        by_template = {name: self._trace(blocks) for name, blocks in instances.items()}
+        costs = (by_template[block.template] for block in parts.blocks)
+        return Priced.timed(parts, costs, sent, self._times(level, parts, by_template))
+
+    def exchanges(self, priced: Priced) -> list[tuple[float, float]]:
+        """Seconds in which data ranks gather the parameters of each block, and scatter the sums of
+        its gradients; on the slowest of the ranks."""
+
+        def joined(action: str, nbytes: int) -> float:
+            ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
+            rows = (self.mesh.grid.replicas([rank]) for rank in ranks)
+            return max(collective.joined(self.mesh, action, nbytes, row) for row in rows)
+
+        known = functools.cache(joined)
+        return [
+            (known("all-gather", self.unit_bytes(b)), known("reduce-scatter", self.made_bytes(b)))
+            for b in priced.cut.blocks
+        ]
 
     def under(self, plan: Plan) -> Priced:
         """The blocks of a plan with what each costs under it."""
@@ -297,34 +348,58 @@ class Problem:
         return self.recomputing(plan.granularity, plan.recompute or ())
 
     def state_bytes(self, item: Parameter) -> int:
-        """Bytes of a parameter or buffer with its gradient and optimizer states, on the rank that
-        has most of them."""
-        bare, states = self.bytes_of(item)
-        return item.numel * bare + self.updated(item) * states
+        """Bytes of a parameter or buffer with its gradient and optimizer states, on the data rank
+        that has most of them."""
+        return sum(self.kept_bytes(item))
+
+    def kept_bytes(self, item: Parameter) -> tuple[int, int, int]:
+        """Bytes of a parameter or buffer, of its gradient, and of its optimizer states and master,
+        as a data rank keeps them: the whole, or its part from the level that shares them out."""
+        levels = zip((3, 2, 1), self.bytes_of(item), strict=True)
+        whole, part = item.numel, self.part(item)
+        value, gradient, states = ((part if self.zero >= k else whole) * n for k, n in levels)
+        return value, gradient, states
 
     def element_bytes(self, item: Parameter) -> int:
         """The bytes of one element on the mean, rounded up."""
         return -(-self.state_bytes(item) // max(1, item.numel))
 
-    def bytes_of(self, item: Parameter) -> tuple[int, int]:
-        """Bytes of an element of a parameter with its gradient, and of its optimizer states."""
-        narrow = item.dtype == self.options.narrow
+    def bytes_of(self, item: Parameter) -> tuple[int, int, int]:
+        """Bytes of an element of a parameter, of its gradient, and of its optimizer states."""
+        narrow, value = item.dtype == self.options.narrow, item.dtype.itemsize
         bare = bytes_per_parameter("none", item.dtype, trainable=item.trainable)
         every = bytes_per_parameter(
             self.options.optimizer, item.dtype, trainable=item.trainable, masters=narrow
         )
         kept = self._kept * (4 if narrow else item.dtype.itemsize)
-        return bare, every - bare + kept * item.trainable
+        return value, bare - value, every - bare + kept * item.trainable
 
     @cached_property
     def _kept(self) -> int:
         """How many more tensors like each weight the way of the data axis keeps."""
         return self.options.data_updates.kept
 
-    def updated(self, item: Parameter) -> int:
-        """The most elements of a parameter that one data rank updates."""
-        rows, ranks = item.shape[0] if item.shape else 1, self.mesh.data if self.zero else 1
+    def part(self, item: Parameter) -> int:
+        """The most elements of a parameter that one data rank updates; of a buffer, all."""
+        rows, ranks = item.shape[0] if item.shape else 1, 1 if item.buffer else self.mesh.data
         return -(-rows // ranks) * (item.numel // max(1, rows))
+
+    def unit_bytes(self, block: Block) -> int:
+        """Bytes of the parameters that are gathered for a block."""
+        return sum(item.nbytes for item in self._read(block)) if self.gathers else 0
+
+    def made_bytes(self, block: Block) -> int:
+        """Bytes of the gradients that a backward of a block makes, where parts of them stay."""
+        if not self.scatters:
+            return 0
+        return sum(item.nbytes for item in self._read(block) if item.trainable)
+
+    def _read(self, block: Block) -> Iterator[Parameter]:
+        """The parameters that a block reads, each once."""
+        for name in {binding.name: None for binding in block.tensors}:
+            item = self.graph.by_name[name]
+            if not item.buffer:
+                yield item
 
     def update_bytes(self, item: Parameter) -> int:
         """Bytes by which a parameter or buffer takes more in the optimizer's step. Nothing where
@@ -340,7 +415,7 @@ class Problem:
     def bucket_bytes(self) -> int:
         """Bytes that a rank may need to bring the gradients of a bucket together."""
         ranks = self.mesh.data
-        if ranks == 1:
+        if ranks == 1 or self.gathers:  # those of a block are brought together then
             return 0
         trained = [item for item in self.graph.parameters if item.trainable]
         size = min(BUCKET, sum(item.nbytes for item in trained))
@@ -349,6 +424,13 @@ class Problem:
             size = max(size, max(uneven, default=0))
         packed = self.options.compression is not None  # it is sent, and others' are received
         return size * (1 + packed)
+
+    @cached_property
+    def under_way(self) -> int:
+        """Bytes of whole gradients that may wait for their bucket to be full, or be on their way to
+        the parts that data ranks keep; 0 where those of a block go together."""
+        trained = (item.nbytes for item in self.graph.parameters if item.trainable)
+        return 0 if self.gathers else max(BUCKET, max(trained, default=0))
 
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between neighbours of the pipeline, over their slowest link.

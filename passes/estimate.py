@@ -12,10 +12,10 @@ from torch import fx
 from parcompiler.cost import collective
 from parcompiler.graph import Parameter, nbytes_of
 from parcompiler.instruction import HEAD
-from parcompiler.passes.footprint import Footprint
+from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Problem
+from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -122,9 +122,20 @@ def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
 
 
 def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
-    """The tensors that the blocks of each stage read."""
+    """The tensors that the blocks of each stage read; the first holds those that none does."""
     cut = problem.under(plan).cut
-    return [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
+    found = [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
+    found[0] |= problem.graph.unread
+    return found
+
+
+def held(problem: Problem, plan: Plan) -> list[set[str]]:
+    """The tensors that each rank holds for its stages."""
+    found: list[set[str]] = [set() for _ in range(plan.mesh.pipeline)]
+    every = _held(problem, plan, _blocks(problem, plan))
+    for rank, names in zip(outline(plan).placement, every, strict=True):
+        found[rank] |= names
+    return found
 
 
 def _cost(
@@ -143,9 +154,11 @@ def _cost(
     priced = problem.under(plan).on(rank)
     stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
-    made = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
-    differentiable = problem.graph.differentiable
-    bytes_of = Footprint(priced, tuple(sorted(blocks)), differentiable, weights, beside)
+    own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
+    made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
+    differentiable, order = problem.graph.differentiable, tuple(sorted(blocks))
+    exchange = exchanged(problem, priced, order)
+    bytes_of = Footprint(priced, order, differentiable, weights, beside, exchange)
     return StageCost(
         forward=sum(priced.forward[b] for b in blocks),
         backward=sum(priced.backward[b] for b in blocks),
@@ -162,6 +175,15 @@ def _cost(
         update=sum(map(problem.update_bytes, tensors)),
         trained=problem.graph.trains([priced.cut.blocks[b] for b in blocks]),
     )
+
+
+def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchanged:
+    """What data ranks exchange for the blocks of a stage with every micro-batch."""
+    if not problem.scatters:
+        return NOTHING
+    parts = [priced.cut.blocks[b] for b in blocks]
+    gathered = tuple(map(problem.unit_bytes, parts))
+    return Exchanged(gathered, tuple(map(problem.made_bytes, parts)), problem.under_way)
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

@@ -11,6 +11,11 @@
 Parameters and their gradients, and messages, are counted elsewhere; but in the first backward of
 a step, gradients come block by block, while what was saved goes. What a stage gives to another of
 its rank is no message: it stays until it goes back, and its gradient in its place then.
+
+Where data ranks keep parts of gradients (ZeRO's second level), every backward makes whole ones, and
+those of the blocks behind are on their way to the parts while a block goes back. Where they keep
+parts of parameters too (the third), those of a block are whole while it runs, and those of the next
+are gathered meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -27,12 +33,42 @@ from parcompiler.problem import Priced
 from parcompiler.timeline import First
 
 
+class Exchanged(NamedTuple):
+    """Bytes of each block of a stage that data ranks exchange for every micro-batch: parameters
+    that are gathered for it, and gradients that its backward makes and that leave for their parts.
+    Of those of the blocks behind at most `under_way` have not arrived: 0 means one block's."""
+
+    gathered: Sequence[int] = ()
+    made: Sequence[int] = ()
+    under_way: int = 0
+
+    def forward(self, k: int) -> int:
+        """Bytes while a block runs: its parameters, and those of the next."""
+        return sum(self.gathered[k : k + 2])
+
+    def backward(self, k: int) -> int:
+        """Bytes while a block goes back: its parameters and those of the next to do so, and the
+        gradients of those that did before."""
+        behind = self.made[k + 1 :]
+        late = min(sum(behind), self.under_way) if self.under_way else sum(behind[:1])
+        return sum(self.gathered[max(0, k - 1) : k + 1]) + late
+
+    def own(self, k: int) -> int:
+        """Bytes of gradients that a block makes and that are there at once."""
+        made = sum(self.made[k : k + 1])
+        return min(made, self.under_way) if self.under_way else made
+
+
+NOTHING = Exchanged()
+
+
 @dataclass(frozen=True)
 class Footprint:
     """A stage with some blocks, in order of execution, and one micro-batch on it. All in bytes.
 
     `differentiable` are the names of the nodes that carry gradients, `weights` the bytes of the
     parameters that have gradients, by name. `beside` are the blocks of other stages on its rank.
+    `exchange` is what data ranks exchange for its blocks.
     """
 
     priced: Priced
@@ -40,6 +76,7 @@ class Footprint:
     differentiable: Collection[str]
     weights: Mapping[str, int]
     beside: Collection[int] = ()
+    exchange: Exchanged = NOTHING
 
     @property
     def saved(self) -> int:
@@ -58,20 +95,26 @@ class Footprint:
         for k, b in enumerate(self.blocks):
             cost = self.priced.costs[b]
             peak = cost.unsaved_peak if self._again(k) else cost.forward_peak
-            alive.append(before + self._passing(k) + peak)
+            alive.append(before + self._passing(k) + peak + self.exchange.forward(k))
             before += self._saved[k]
         return max(0, max(alive) - self.saved)
 
     @cached_property
     def backward_more(self) -> int:
         """More than `saved` during a whole backward."""
-        return self._backward([cost.backward_peak for cost in self._costs], [0] * len(self.blocks))
+        return self._backward(self._peaks, [0] * len(self.blocks))
 
     @cached_property
     def input_more(self) -> int:
         """More than `saved` during the first part of a backward."""
-        peaks = [cost.input_peak or cost.backward_peak for cost in self._costs]
-        return self._backward(peaks, self._left)
+        pairs = zip(self._costs, self._peaks, strict=True)
+        return self._backward([cost.input_peak or peak for cost, peak in pairs], self._left)
+
+    @cached_property
+    def _peaks(self) -> list[int]:
+        """Of the backward of each block, which makes whole gradients anew where parts stay."""
+        own = self.exchange.own
+        return [_first(c, own(k)) if own(k) else c.backward_peak for k, c in enumerate(self._costs)]
 
     @cached_property
     def weight_more(self) -> int:
@@ -82,13 +125,14 @@ class Footprint:
             alive.append(before + cost.weight_peak)
         return max(0, max(alive) - self.left)
 
-    def first(self, made: Collection[str]) -> First:
-        """What the first backward of a step leaves, which makes the gradients of `made`."""
-        costs, own = self._costs, self._own(made)
+    def first(self, kept: Mapping[str, int]) -> First:
+        """What the first backward of a step leaves: gradients of so many bytes, by name."""
+        costs, own = self._costs, self._own(kept)
         later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
         now = [size - least for size, least in zip(own, later, strict=True)]
         left = [sum(pair) for pair in zip(self._left, now, strict=True)]
         whole = [_first(cost, size) for cost, size in zip(costs, own, strict=True)]
+        whole = [*map(max, whole, self._peaks)]
         parted = [_first_input(cost, size) for cost, size in zip(costs, now, strict=True)]
         return First(
             gradients=sum(own),
@@ -109,12 +153,12 @@ class Footprint:
             behind += size
         return max(0, max(alive) - self.left)
 
-    def _own(self, made: Collection[str]) -> list[int]:
+    def _own(self, kept: Mapping[str, int]) -> list[int]:
         """Bytes of the gradients that each block is the last to add to: it reads them first."""
-        found, left = [0] * len(self.blocks), set(made)
+        found, left = [0] * len(self.blocks), set(kept)
         for k, block in enumerate(self._parts):
             own = left & {binding.name for binding in block.tensors}
-            found[k] = sum(self.weights[name] for name in own)
+            found[k] = sum(kept[name] for name in own)
             left -= own
         return found
 
@@ -127,7 +171,7 @@ class Footprint:
             cost, peak = self._costs[k], peaks[k]
             if self._again(k):
                 peak = max(peak, cost.recompute_peak + cost.gradient_bytes)
-            alive.append(before + behind + peak + self._waiting[k])
+            alive.append(before + behind + peak + self._waiting[k] + self.exchange.backward(k))
             behind += left[k]
         return max(0, max(alive) - self.saved)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from parcompiler.graph import nbytes_of
 from parcompiler.passes.divide import Flow, Load
+from parcompiler.passes.estimate import exchanged
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
@@ -49,6 +50,7 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
     blocks = priced.cut.blocks
     names = [sorted({binding.name for binding in block.tensors}) for block in blocks]
     users = Counter(name for read in names for name in read)
+    passing = _exchanged(problem, priced)
     for b, read in enumerate(names):
         items = [problem.graph.by_name[name] for name in read]
         own = [item for item in items if users[item.name] == 1]
@@ -58,12 +60,21 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
             seconds=min(times, default=priced.forward[b] + priced.backward[b]),
             resident=sum(map(problem.state_bytes, own)) - weights + left * priced.later[b],
             saved=priced.saved[b] + weights,
-            moment=priced.moments[b],
+            moment=priced.moments[b] + passing[b],
             shared=tuple(
                 (item.name, problem.state_bytes(item)) for item in items if users[item.name] > 1
             ),
             by_rank=times,
         )
+
+
+def _exchanged(problem: Problem, priced: Priced) -> list[int]:
+    """Bytes that data ranks exchange while each block runs, or goes back; see `footprint`."""
+    bytes_of = exchanged(problem, priced, range(len(priced.cut.blocks)))
+    return [
+        max(bytes_of.forward(b), bytes_of.backward(b) + bytes_of.own(b))
+        for b in range(len(priced.cut.blocks))
+    ]
 
 
 def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:

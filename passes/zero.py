@@ -1,97 +1,202 @@
-"""What data ranks share out: optimizer states and masters (ZeRO's first level), or nothing.
+"""What data ranks share out, by time under memory: the level of ZeRO.
 
-    zero=0   every data rank updates all parameters of its rank
-    zero=1   each updates its rows, and all gather the others' behind the optimizer's step
+    level   a data rank keeps        exchanged in a step of m micro-batches
+    0       everything               gradients: all-reduce, beside the last backward
+    1       parts of states          gradients: reduce-scatter there; parameters: all-gather
+    2       and of gradients         the same, with a reduce-scatter beside each of m backwards
+    3       and of parameters        of each block, before both its passes, and its gradients behind
+                                     them, beside the compute of other blocks: m times
 
-Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Sums of gradients take half as long then, as
-each rank needs those of its rows alone, and the gathers take the other half, which nothing hides.
-So states are shared where that saves more time than the gathers take: where memory would force
-blocks to be recomputed, a slower schedule, or no plan at all.
+Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7. Each level takes less memory than the
+one before it, and most take longer to exchange. So a level pays where memory would force blocks to
+be recomputed, a slower schedule, or no plan at all. (What level 3 would keep gathered from one
+micro-batch to the next is level 2.)
+
+    lean     the plan for the memory of the highest level and the exchange of none: no plan's
+             compute is faster. Where everything fits, nothing is shared out
+    levels   at which it fits: the lowest whose step is about as short as any is taken
+    others   are planned again, if what they save of the exchange may be more than compute that they
+             lose: `lean` and every refusal bound that
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompiler.cost import collective
+from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
-from parcompiler.passes.estimate import estimate
+from parcompiler.graph import Parameter
+from parcompiler.options import MOST_ZERO
+from parcompiler.passes.estimate import costs, estimate, held
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
-from parcompiler.problem import Problem
+from parcompiler.problem import BUCKET, Problem
+from parcompiler.schedules.planned import outline
+
+GAIN = 0.01  # of a step: what a higher level, or another plan, must save
 
 
 @dataclass(frozen=True, slots=True)
 class DataShare:
-    """Bytes of optimizer states and masters on the rank that has most, if every data rank has them
-    whole and if they are shared out, and the seconds of the gathers in a step then."""
+    """What a level of ZeRO means for the stages of a plan.
 
-    whole: int
-    shared: int
-    gathers: float
+    Bytes of parameters, gradients and optimizer states on the rank with most of them, and the most
+    bytes on a rank in the step; seconds of the step, and of what a rank exchanges with its data
+    replicas in it, of which so many are `exposed`, beside no compute. `fits` says whether every
+    rank has that memory.
+    """
+
+    level: int
+    parameters: int
+    gradients: int
+    states: int
+    memory: int
+    fits: bool
+    step: float
+    exchange: float
+    exposed: float
 
 
 def weighed(problem: Problem, plan: Plan, complete: Callable[[Plan, float], Plan]) -> Plan:
-    """The faster of the plans that `complete` makes with shared and with whole states.
+    """The plan with the level that is given, or with that of the shortest step that fits.
 
-    `complete` may refuse a plan with InfeasibleError whose step is not below so many seconds. A
-    plan for shared states that has room for whole ones is taken with these. Raises InfeasibleError
-    when nothing fits.
+    `complete` makes a plan whole, and may refuse one with InfeasibleError whose step is not below
+    so many seconds. Raises InfeasibleError when nothing fits.
     """
     if plan.zero is not None or problem.mesh.data == 1:
         return complete(plan, math.inf)
     if not problem.zero:
         return complete(dataclasses.replace(plan, zero=0), math.inf)
-    shared = complete(dataclasses.replace(plan, zero=1), math.inf)
-    whole = dataclasses.replace(shared, zero=0)
-    if shared.stages is None or _fits(problem, whole):
-        return whole
-    seconds = _seconds(problem, shared) + share_of(local(problem, shared), shared).gathers
+    lean = complete(plan, math.inf)
+    if lean.stages is None:
+        return dataclasses.replace(lean, zero=0)
     try:
-        whole = complete(dataclasses.replace(plan, zero=0), seconds)
-    except InfeasibleError:
-        return shared
-    return shared if seconds < _seconds(problem, whole) else whole
+        return _lowest(problem, plan, lean, complete)
+    except PlanError as error:
+        if isinstance(error, InfeasibleError):
+            raise
+        return dataclasses.replace(lean, zero=0)  # an order never ends: the verifier says why
 
 
-def share_of(problem: Problem, plan: Plan) -> DataShare:
-    """What sharing out the states of the stages' parameters means; `problem` is that of a rank."""
-    assert plan.stages is not None
-    shared = problem.at_zero(1)
-    blocks = {block.name: block for block in problem.under(plan).cut.blocks}
-    found = [(0, 0, 0.0)]
-    for rank in range(plan.mesh.pipeline):
-        names = {
-            binding.name
-            for stage in plan.stages
-            if stage.rank == rank
-            for name in stage.blocks
-            for binding in blocks[name].tensors
-        }
-        trained = [item for name in names if (item := problem.graph.by_name[name]).trainable]
-        each = [shared.bytes_of(item)[1] for item in trained]
-        parts = [shared.updated(item) for item in trained]
-        nbytes = sum(item.nbytes for item in trained)
-        seconds = collective.joined(
-            problem.mesh, "all-gather", nbytes, problem.mesh.grid.replicas([rank])
-        )
-        whole = sum(n * item.numel for n, item in zip(each, trained, strict=True))
-        found.append((whole, sum(n * part for n, part in zip(each, parts, strict=True)), seconds))
-    return DataShare(*(max(column) for column in zip(*found, strict=True)))
+def _lowest(
+    problem: Problem, start: Plan, lean: Plan, complete: Callable[[Plan, float], Plan]
+) -> Plan:
+    """The lowest level at which the lean plan takes about as long as at any, or a faster plan."""
+    rank_problem = local(problem, lean)
+    if share_of(rank_problem, lean, 0).fits:
+        return dataclasses.replace(lean, zero=0)
+    shares = [share_of(rank_problem, lean, level) for level in range(MOST_ZERO + 1)]
+    enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - GAIN)
+    first = next((share for share in shares if share.fits and share.step <= enough), None)
+    best = None if first is None else (first.step, dataclasses.replace(lean, zero=first.level))
+    least, refusal = estimate(rank_problem, lean).step_time, None
+    for share in reversed(shares):
+        apart = share.exposed if share.level < 3 else 0.0  # gathers are a part of compute
+        if share.fits and share.exposed - apart <= GAIN * share.step:
+            continue  # the lean plan is the best of this level
+        below = math.inf if best is None else (1 - GAIN) * best[0] - apart
+        if least >= below:
+            continue
+        try:
+            trial = complete(dataclasses.replace(start, zero=share.level), below)
+        except InfeasibleError as error:
+            refusal = refusal or error
+            least = below if best else least
+            continue
+        step = share_of(local(problem, trial), trial, share.level).step
+        if best is None or step < (1 - GAIN) * best[0]:
+            best = step, trial
+    if best is None:
+        assert refusal is not None, "every level was planned"
+        raise refusal
+    return best[1]
 
 
-def _fits(problem: Problem, plan: Plan) -> bool:
-    """Whether the stages of a plan fit into memory."""
-    try:
-        peaks = estimate(local(problem, plan), plan).peak_memory
-    except PlanError:  # an order that never ends: the verifier says why
-        return True
-    return all(peak <= memory for peak, memory in zip(peaks, problem.memories, strict=True))
+def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
+    """What a level means for the stages of a plan; `problem` is that of a rank."""
+    problem = problem.at_zero(level)
+    compute, timing = estimate(problem.at_zero(0), plan).step_time, estimate(problem, plan)
+    kept = [[*zip(*map(problem.kept_bytes, own), strict=True)] for own in tensors(problem, plan)]
+    sizes = max(([*map(sum, columns)] for columns in kept), key=sum)
+    exchanges = _exchanges(problem, plan)
+    step = timing.step_time + max(exchange.late for exchange in exchanges)
+    return DataShare(
+        level=level,
+        parameters=sizes[0],
+        gradients=sizes[1],
+        states=sizes[2],
+        memory=max(timing.peak_memory),
+        fits=all(map(int.__le__, timing.peak_memory, problem.memories)),
+        step=step,
+        exchange=max(exchange.seconds for exchange in exchanges),
+        exposed=step - compute,
+    )
 
 
-def _seconds(problem: Problem, plan: Plan) -> float:
-    """The predicted step, without what data ranks exchange."""
-    return estimate(local(problem, plan), plan).step_time
+def tensors(problem: Problem, plan: Plan) -> list[list[Parameter]]:
+    """The parameters and buffers of each rank: of its stages, and its rows of the vocabulary."""
+    by_name, rows = problem.graph.by_name, _rows(problem, plan)
+    return [[*(by_name[name] for name in sorted(own)), *rows] for own in held(problem, plan)]
+
+
+def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
+    """A rank's rows of the tables that all ranks share."""
+    if problem.graph.vocabulary is None:
+        return []
+    return vocabulary_rows(problem.graph, plan.mesh.pipeline * plan.mesh.tensor)
+
+
+class Exchange(NamedTuple):
+    """Seconds of what a rank exchanges with its data replicas in a step, and those behind its last
+    compute."""
+
+    seconds: float
+    late: float
+
+
+def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
+    """Of each rank at the level of a problem, as the simulator times it: sums begin behind the last
+    backward, or behind every one beside what follows it, and gathers behind the sums."""
+    m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
+    stages, units = costs(problem, plan), _units(problem, plan)
+    found = []
+    for rank, own in enumerate(tensors(problem, plan)):
+        bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
+        sizes = [item.nbytes for item in bucketed if item.trainable]
+        count = max(1, min(len(sizes), math.ceil(sum(sizes) / BUCKET)))
+        each = functools.partial(
+            collective.joined, problem.mesh, nbytes=sum(sizes) / count,
+            ranks=problem.mesh.grid.replicas([rank]),
+        )  # fmt: skip
+        sums = count * each("reduce-scatter" if level else "all-reduce")
+        gathers = count * each("all-gather") if level else 0.0
+        seconds, late = sums + gathers, sums + gathers
+        if level >= 2:
+            mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
+            compute = sum(cost.forward + cost.backward for cost in mine)
+            seconds += (m - 1) * sums
+            late += (m - 1) * max(0.0, sums - compute)
+        if units[rank]:  # gathered for both passes; the first and the last beside no other block
+            seconds += m * sum(2 * gather + scatter for gather, scatter in units[rank])
+            late = max(late, sum(units[rank][0]))
+        found.append(Exchange(seconds, late))
+    return found
+
+
+def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:
+    """Seconds in which the parameters of each block of a rank are gathered, and its gradients
+    scattered; nothing below the third level."""
+    found: list[list[tuple[float, float]]] = [[] for _ in range(plan.mesh.pipeline)]
+    if problem.gathers:
+        priced = problem.under(plan)
+        blocks = [block.name for block in priced.cut.blocks]
+        by_name = dict(zip(blocks, problem.exchanges(priced), strict=True))
+        for choice in plan.stages or ():
+            found[choice.rank] += [by_name[name] for name in choice.blocks]
+    return found

@@ -60,8 +60,8 @@ def vocabulary_parts(
         parts[name] = seconds(work.get(name, ()), device)
     for name in ("embed", "embed_backward"):
         parts[name] = sum(seconds(item[name], device) for item in embeds)
-    parts["resident"] = sum(map(state_bytes, _pieces(graph, ranks)))
-    parts["update"] = sum(map(update_bytes, _pieces(graph, ranks))) if update_bytes else 0
+    parts["resident"] = sum(map(state_bytes, vocabulary_rows(graph, ranks)))
+    parts["update"] = sum(map(update_bytes, vocabulary_rows(graph, ranks))) if update_bytes else 0
     parts["saved"] = _saved(graph, head, ranks) if head else 0
     parts["more"] = _widened(graph, head, ranks) if head else 0
     parts["x_bytes"] = nbytes_of(head.x) if head else 0
@@ -69,7 +69,7 @@ def vocabulary_parts(
     return parts
 
 
-def _pieces(graph: Graph, ranks: int) -> list[Parameter]:
+def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
     """The tensors of which each rank holds rows, as large as its piece; tied ones once."""
     assert graph.vocabulary is not None
     names = [item.weight for item in graph.vocabulary.lookups]

@@ -140,12 +140,7 @@ class Division:
         by_node: Mapping[str, object] = self.graph.by_node
         found |= dict.fromkeys(self.graph.by_node[n.name].name for n in read if n.name in by_node)
         if j == 0:
-            spread = self.graph.vocabulary
-            apart, rows = (spread.nodes, spread.tensors) if spread else ((), frozenset())
-            nodes = (node for node in self.graph.fx_graph.nodes if node not in apart)
-            used = {operand.name for node in nodes for operand in node.all_input_nodes}
-            others = (p.name for p in self.graph.parameters if p.node not in used)
-            found |= dict.fromkeys(name for name in others if name not in rows)
+            found |= dict.fromkeys(self.graph.unread)
         yield from (item.name for item in self.graph.parameters if item.name in found)
 
 

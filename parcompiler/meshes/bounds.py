@@ -91,20 +91,20 @@ class Bounds:
     def states_on(self, mesh: Mesh) -> int:
         """Bytes of all parameters and buffers in the optimizer's step, gradients and states too, on
         the ranks of one data coordinate at least."""
-        zero = self.problem.options.zero != 0 and not self.problem.options.asynchronous
-        bare, states, update = self._states
-        if mesh.data > 1 and zero:
-            return bare + math.ceil(states / mesh.data)
-        return bare + states + update
+        problem = dataclasses.replace(self.problem, mesh=mesh)
+        *parts, update = self._states
+        levels = zip((3, 2, 1), parts, strict=True)
+        size = sum(math.ceil(n / (mesh.data if problem.zero >= k else 1)) for k, n in levels)
+        return size if problem.zero else size + update
 
     @cached_property
-    def _states(self) -> tuple[int, int, int]:
-        """Bytes of parameters and gradients, of optimizer states, and of the step besides."""
+    def _states(self) -> tuple[int, int, int, int]:
+        """Bytes of parameters, of gradients, of optimizer states, and of the step besides."""
         whole = self.problem.at_zero(0)
         items = whole.graph.parameters
         pairs = [(item.numel, whole.bytes_of(item)) for item in items]
-        bare, states = (sum(numel * each[k] for numel, each in pairs) for k in (0, 1))
-        return bare, states, sum(map(whole.update_bytes, items))
+        value, gradient, states = (sum(numel * n[k] for numel, n in pairs) for k in range(3))
+        return value, gradient, states, sum(map(whole.update_bytes, items))
 
     @cached_property
     def blocks(self) -> list[int]:

@@ -99,6 +99,7 @@ def _figures(program: Program, rank_problem: Problem, rows: int | None) -> MeshC
         schedule=plan.schedule,
         vocabulary=plan.vocabulary.method if plan.vocabulary else None,
         recomputed=len(plan.recompute or ()),
+        zero=plan.zero,
         compute=busy - among_tensor_ranks,
         exchange=among_tensor_ranks + late,
         idle=max(0.0, step - busy - late),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from parcompiler.passes.zero import DataShare
 from parcompiler.plan import STAYS, MeshChoice
 from parcompiler.report.data import ReportData
 from parcompiler.report.table import Column, Table, number, scaled, table, words
@@ -40,6 +41,31 @@ def methods(report: ReportData) -> Table:
         scaled("fullest\nrank", (item.memory for item in weighed), BYTES),
         words("why not", (item.reason or "" for item in weighed)),
     )
+
+
+def levels(report: ReportData) -> Table:
+    """What data ranks would hold and exchange with the stages of the plan at each level of ZeRO."""
+    shares = report.levels
+    chosen = report.choices.zero
+    return table(
+        f"Levels of ZeRO with these stages, on {report.mesh.data} data ranks",
+        number("zero", (share.level for share in shares)),
+        scaled("para-\nmeters", (share.parameters for share in shares), BYTES),
+        scaled("gra-\ndients", (share.gradients for share in shares), BYTES),
+        scaled("states,\nmasters", (share.states for share in shares), BYTES),
+        scaled("fullest\nrank", (share.memory for share in shares), BYTES),
+        scaled("exchanged\nin", (share.exchange for share in shares), SECONDS),
+        scaled("of that\nexposed", (share.exposed for share in shares), SECONDS),
+        scaled("step", (share.step for share in shares), SECONDS),
+        words("", (_place(share, chosen) for share in shares)),
+    )
+
+
+def _place(share: DataShare, chosen: int | None) -> str:
+    """Whether a level is that of the plan, or could not be."""
+    if share.level == chosen:
+        return "this plan"
+    return "" if share.fits else "does not fit"
 
 
 def meshes(report: ReportData) -> Table:
@@ -108,6 +134,8 @@ def _plan(mesh: MeshChoice) -> Iterator[str]:
         yield mesh.schedule
     if mesh.vocabulary not in (None, "whole"):
         yield str(mesh.vocabulary)
+    if mesh.zero:
+        yield f"zero {mesh.zero}"
     if mesh.recomputed:
         yield f"{mesh.recomputed} recomputed"
 

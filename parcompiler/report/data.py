@@ -91,9 +91,9 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not. `share` is what sharing states out among data ranks means, `zero` whether they are,
-    `updates` how data ranks bring together what they learn; of a parameter server the bytes that
-    go through its link in a step, and those of its states (`server`)."""
+    not. `zero` is what data ranks share out, None where there is one; `updates` how they bring
+    together what they learn; of a parameter server the bytes that go through its link in a step,
+    and those of its states (`server`)."""
 
     microbatches: int
     precision: str | None
@@ -108,7 +108,6 @@ class Choices:
     zero: int | None = None
     updates: DataUpdates | None = None
     server: tuple[int, ...] = ()
-    share: DataShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +247,14 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank: the fraction of the step that it does not compute, and its largest memory."""
+    """A rank: the fraction of the step that it does not compute, and its largest memory. Of that,
+    what it keeps of parameters, of gradients and of optimizer states, in bytes."""
 
     idle: float
     peak_memory: int
+    parameters: int = 0
+    gradients: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +341,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists."""
+    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists,
+    `levels` those of ZeRO with the stages of the plan."""
 
     model: TrainedModel
     mesh: DeviceMesh
@@ -362,6 +366,7 @@ class ReportData:
     exchanged: tuple[TensorCollective, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
+    levels: tuple[DataShare, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()
     version: int = VERSION

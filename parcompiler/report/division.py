@@ -88,6 +88,19 @@ def versions(report: ReportData) -> Table:
     )
 
 
+def kept(report: ReportData) -> Table:
+    """What a data rank keeps, by rank of the pipeline; empty where there are no data ranks."""
+    ranks = report.ranks if report.mesh.data > 1 else ()
+    return table(
+        f"Kept on each of {report.mesh.data} data ranks (zero {report.choices.zero or 0})",
+        number("rank", range(len(ranks))),
+        scaled("parameters", (rank.parameters for rank in ranks), BYTES),
+        scaled("gradients", (rank.gradients for rank in ranks), BYTES),
+        scaled("states,\nmasters", (rank.states for rank in ranks), BYTES),
+        scaled("peak", (rank.peak_memory for rank in ranks), BYTES),
+    )
+
+
 def averaged(report: ReportData) -> Table:
     """Sums of gradients over the data replicas of each pipeline rank."""
     ranks = report.averaged

@@ -16,7 +16,8 @@ from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
-from parcompiler.passes.zero import share_of
+from parcompiler.options import MOST_ZERO
+from parcompiler.passes.zero import DataShare, share_of, tensors
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
 from parcompiler.report import data, events
@@ -93,7 +94,24 @@ def choices(problem: Problem, plan: Plan, priced: Priced, lowered: Lowered) -> d
         zero=plan.zero,
         updates=plan.updates,
         server=prices.server_load(problem, lowered) if served else (),
-        share=None if plan.zero is None or served else share_of(problem, plan),
+    )
+
+
+def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
+    """What each level of ZeRO would take; nothing where there is one data rank, or an order of
+    which the steps are no prediction."""
+    served = plan.updates is not None and plan.updates.way in ("parameter-server", "asynchronous")
+    if plan.zero is None or problem.options.asynchronous or served:
+        return ()
+    return tuple(share_of(problem, plan, level) for level in range(MOST_ZERO + 1))
+
+
+def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:
+    """What each rank does not compute, and what it holds."""
+    pairs = zip(timeline.bubble, timeline.peak_memory, tensors(problem, plan), strict=True)
+    return tuple(
+        data.Rank(idle, peak, *map(sum, zip(*map(problem.kept_bytes, own), strict=True)))
+        for idle, peak, own in pairs
     )
 
 
@@ -275,8 +293,7 @@ def shared(lowered: Lowered) -> tuple[data.SharedTensor, ...]:
 
 def unread(graph: Graph) -> tuple[str, ...]:
     """Parameters that no operator reads."""
-    read = {operand.name for node in graph.fx_graph.nodes for operand in node.all_input_nodes}
-    return tuple(p.name for p in graph.parameters if not p.buffer and p.node not in read)
+    return tuple(p.name for p in graph.parameters if not p.buffer and p.name in graph.unread)
 
 
 def estimated(priced: Priced) -> tuple[data.Estimated, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from parcompiler.passes.zero import DataShare
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
 from parcompiler.report.names import clean, ranges
@@ -23,6 +22,13 @@ from parcompiler.report.units import (
     ratio,
 )
 from parcompiler.report.updates import meaning
+
+SHARED = (
+    "every data rank holds everything",
+    "data ranks share optimizer states and masters out",
+    "data ranks share gradients, optimizer states and masters out",
+    "data ranks share parameters, gradients, optimizer states and masters out",
+)
 
 
 def overview(report: ReportData) -> Table:
@@ -50,8 +56,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "optimizer", choices.optimizer
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
-    if choices.share is not None:
-        yield "states", _states(choices.zero or 0, choices.share, mesh.data)
+    if choices.zero is not None:
+        yield "zero", f"{choices.zero}: {SHARED[choices.zero]}"
     if choices.updates is not None:
         yield "updates", meaning(choices.updates, choices.server)
     several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
@@ -87,15 +93,6 @@ def _without(sizes: Sequence[int], mesh: DeviceMesh) -> str:
     over = sizes[rank] - mesh.limit(rank)
     lacking = f"{quantity(over, BYTES)} over the limit" if over > 0 else "within the limit"
     return f"rank {rank} would need {quantity(sizes[rank], BYTES)}, {lacking}"
-
-
-def _states(level: int, share: DataShare, ranks: int) -> str:
-    """What data ranks hold of optimizer states and masters, and what the other way would cost."""
-    whole, shared = quantity(share.whole, BYTES), quantity(share.shared, BYTES)
-    gathers = f"gathers of {quantity(share.gathers, SECONDS)} a step"
-    if level:
-        return f"zero {level}: {shared} on each of {ranks} data ranks instead of {whole}, {gathers}"
-    return f"zero 0: {whole} on each data rank; zero 1: {shared}, {gathers}"
 
 
 def _oldest(report: ReportData) -> str:

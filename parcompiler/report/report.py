@@ -23,7 +23,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import data, events, forms, gather, render, serial, web
+from parcompiler.report import events, forms, gather, render, serial, web
 from parcompiler.report.data import VERSION, ReportData
 from parcompiler.report.trace import trace_text
 from parcompiler.symbolic import Costs
@@ -68,7 +68,7 @@ class Report(ReportData):
             weighed=plan.weighed or (),
             step=gather.step(problem, whole, lowered, costs, timeline, shared, under),
             stages=gather.stages(lowered, priced, costs),
-            ranks=tuple(map(data.Rank, timeline.bubble, timeline.peak_memory)),
+            ranks=gather.ranks(rank_problem, plan, timeline),
             values=gather.values(lowered, plan),
             recomputed=gather.recomputed(lowered),
             shared=gather.shared(lowered),
@@ -83,6 +83,7 @@ class Report(ReportData):
             symbols=() if symbolic is None else forms.symbols_of(symbolic),
             forms=() if symbolic is None else forms.forms_of(symbolic),
             meshes=plan.meshes or (),
+            levels=gather.levels(rank_problem, plan),
         )
         return serial.rounded(report)
 

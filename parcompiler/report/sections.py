@@ -14,7 +14,12 @@ ALTERNATIVES = "Alternatives"
 # Tables by the heading over them on a page.
 TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
     "Plan": (overview.overview, overview.step),
-    ALTERNATIVES: (alternatives.meshes, alternatives.schedules, alternatives.methods),
+    ALTERNATIVES: (
+        alternatives.meshes,
+        alternatives.levels,
+        alternatives.schedules,
+        alternatives.methods,
+    ),
     "Vocabulary": (traffic.vocabulary, traffic.vocabulary_passes),
     "Stages": (
         division.measured,
@@ -22,6 +27,7 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
         division.work,
         division.memory,
         division.versions,
+        division.kept,
         division.averaged,
     ),
     "Placements": (traffic.placements, traffic.collectives, traffic.unsplit),

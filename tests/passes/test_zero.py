@@ -8,6 +8,7 @@ import torch
 import parcompiler as pc
 from parcompiler.device import device
 from parcompiler.models import gpt
+from parcompiler.passes.estimate import estimate
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
 
@@ -29,7 +30,9 @@ def compiled(memory: int | None = None, **options: object) -> pc.Program:
 def test_states_stay_whole_where_there_is_room() -> None:
     program = compiled()
     assert program.plan.zero == 0
-    assert "zero 1: " in str(program.report())
+    report = str(program.report())
+    assert "Levels of ZeRO with these stages, on 4 data ranks" in report
+    assert "zero              0: every data rank holds everything" in report
     text = "\n".join(map(str, program.lowered.instructions[0]))
     assert "GATHER_PARAMETERS" not in text
 
@@ -54,6 +57,46 @@ def test_recomputing_is_not_worth_it_where_shared_states_do() -> None:
     forced = compiled(memory=int(whole * 0.97), zero=0)
     assert forced.plan.recompute
     assert tight.simulate().step_time < forced.simulate().step_time
+
+
+def test_gradients_are_shared_out_where_states_alone_do_not_fit() -> None:
+    first, second = (max(compiled(zero=z).simulate().peak_memory) for z in (1, 2))
+    assert second < first
+    tight = compiled(memory=(first + second) // 2)
+    assert tight.plan.zero == tight.lowered.zero == 2
+    assert not tight.plan.recompute
+    levels = tight.report().levels
+    assert [share.fits for share in levels[:3]] == [False, False, True]
+    assert levels[2].gradients < levels[1].gradients == levels[0].gradients
+    assert levels[1].states == levels[2].states < levels[0].states
+    assert tight.report().ranks[0].gradients == levels[2].gradients
+
+
+def test_what_a_level_takes_is_what_a_plan_with_it_takes() -> None:
+    levels = compiled().report().levels
+    for share in levels:
+        forced = compiled(zero=share.level).simulate()
+        assert share.memory == max(forced.peak_memory)
+        assert share.step == pytest.approx(forced.step_time, rel=0.02)
+
+
+def test_tensors_that_no_operator_reads_count_with_the_first_stage() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+            self.unused = torch.nn.Parameter(torch.zeros(1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    program = pc.compile(
+        Model(), pc.Mesh(pipeline=2), (torch.zeros(2, 8),), microbatches=2, progress=False
+    )
+    plan = program.plan
+    assert estimate(program.problem, plan).peak_memory == program.simulate().peak_memory
 
 
 def test_a_plan_with_another_level_than_was_asked_for_is_refused() -> None:
