@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from parcompiler.plan import Plan
     from parcompiler.program import Program
     from parcompiler.report import Report
-    from parcompiler.runtime import Worker
+    from parcompiler.runtime import Samples, Worker
     from parcompiler.schedules import Schedule
     from parcompiler.timeline import Timeline
     from parcompiler.verification.comparison import Verification
@@ -50,6 +50,7 @@ _HOME = {
     "Plan": "plan",
     "Program": "program",
     "Report": "report",
+    "Samples": "runtime",
     "Schedule": "schedules",
     "Worker": "runtime",
     "Timeline": "timeline",
@@ -71,6 +72,7 @@ __all__ = [
     "PlanError",
     "Program",
     "Report",
+    "Samples",
     "Schedule",
     "Timeline",
     "Verification",

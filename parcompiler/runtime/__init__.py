@@ -20,6 +20,7 @@ from parcompiler.runtime.joining import rank_among, rank_device
 from parcompiler.runtime.program import Input, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
+from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.script import run
 from parcompiler.runtime.sharded import (
     attention_of_heads,
@@ -52,6 +53,7 @@ __all__ = [
     "Linear",
     "Lookup",
     "RankProgram",
+    "Samples",
     "Shard",
     "Stage",
     "Tied",

@@ -91,6 +91,7 @@ class Interpreter:
         self._split = {line.stage for line in lines if line.kind is Kind.BACKWARD_WEIGHT}
         self.seed = torch.initial_seed()
         self.step = 0  # of training
+        self.samples = 0  # that all data ranks together have trained on
         self._waited = 0.0  # seconds of the current instruction; counted while recording
         self._recording = False
         self.current: Instruction | None = None
@@ -156,6 +157,7 @@ class Interpreter:
             self._end(start, record)
         self.current = None
         self.step += training  # so that an evaluation between steps changes none of their draws
+        self.samples += training * self.program.samples_of_step
         assert state.mean is not None
         return state.mean
 

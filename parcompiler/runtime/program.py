@@ -112,6 +112,17 @@ class RankProgram:
         """The level of ZeRO; 1 where one data rank updates for all, and has all rows."""
         return 1 if self.updates.way == "parameter-server" else self.zero
 
+    @cached_property
+    def samples(self) -> int:
+        """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
+        rows = {spec.shape[0] for spec in self.inputs.values() if spec.shape}
+        return rows.pop() if len(rows) == 1 else 1
+
+    @property
+    def samples_of_step(self) -> int:
+        """The samples that all data ranks together take in a step."""
+        return self.samples * self.microbatches * self.data
+
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
         grid = self.grid

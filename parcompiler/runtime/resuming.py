@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from parcompiler.errors import InputError
 from parcompiler.runtime.checkpoint.folder import complete, find
@@ -21,21 +20,6 @@ from parcompiler.runtime.checkpoint.saving import check_keep
 from parcompiler.runtime.worker import Worker
 
 PREEMPTED = 128 + signal.SIGTERM
-
-
-class Position:
-    """How many batches all data ranks together have taken from the data."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number."""
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a number."""
-        self.batches = state["batches"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +46,6 @@ class Run:
 
     def __init__(self, worker: Worker, options: argparse.Namespace) -> None:
         self._worker, self._options = worker, options
-        self._position = Position()
         self._terminated = False
         self._saved = -1  # the step of the last checkpoint
         check_keep(options.keep)
@@ -74,19 +57,18 @@ class Run:
             message = "--resume auto needs --save DIR, whose newest checkpoint it takes"
             raise InputError(message)
 
-    def resume(self) -> int:
-        """Load what the options say; how many batches were taken by then."""
+    def resume(self) -> None:
+        """Load what the options say."""
         source = self._options.resume
         if source == "auto":
             folder = self._options.save
             there = self._worker.rank == 0 and bool(complete(folder))
             source = folder if self._worker.any_rank(there) else None
         if source is not None:
-            step = self._worker.load(source, {"data": self._position})
+            step = self._worker.load(source)
             self._saved = step
             if self._worker.rank == 0:
                 print(f"going on from step {step} of {find(Path(source))}", flush=True)
-        return self._position.batches
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -106,7 +88,6 @@ class Run:
 
     def after_step(self) -> None:
         """Save if it is time. Raises SystemExit on all ranks when any was told to end."""
-        self._position.batches += self._worker.data_ranks
         if self._options.save is None:
             return
         step = self._worker.step_count
@@ -124,7 +105,7 @@ class Run:
             self._save()
 
     def _save(self) -> None:
-        self._worker.save(self._options.save, {"data": self._position}, keep=self._options.keep)
+        self._worker.save(self._options.save, keep=self._options.keep)
         self._saved = self._worker.step_count
 
 

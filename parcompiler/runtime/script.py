@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 out/main.py --steps 1000 --save run/ --every 100 --r
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,10 @@ import torch
 
 from parcompiler.errors import InputError
 from parcompiler.runtime import files
-from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.program import Input, RankProgram
 from parcompiler.runtime.resuming import Run, add_options
+from parcompiler.runtime.rng import mixed
+from parcompiler.runtime.samples import Samples, positions
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
@@ -34,8 +35,8 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
             lr=options.lr,
         )
         checkpoints = Run(worker, options)
-        taken = checkpoints.resume()
-        batches = _batches(worker.program, options.data, worker.seed, taken)
+        checkpoints.resume()
+        batches = _batches(worker, options.data)
         with checkpoints.listening():
             for number in range(worker.step_count, options.steps):
                 loss = worker.train_step(next(batches))
@@ -79,37 +80,39 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         type=Path,
-        help="safetensors file with a tensor per input, its rows those of whole batches one after "
-        "another (read round and round); without it batches are random. Data ranks take batches "
-        "in turn",
+        help="safetensors file with a tensor per input, its rows one sample after another (read "
+        "round and round); without it batches are random. The data ranks share each step's samples",
     )
     add_options(parser)
     return parser.parse_args(arguments)
 
 
-def _batches(program: RankProgram, data: Path | None, seed: int, taken: int) -> Iterator[object]:
-    """Batches from a file, or random ones, for ever, without those that were `taken`."""
+def _batches(worker: Worker, data: Path | None) -> Iterator[object]:
+    """This data rank's batches from where training is, for ever: of a file, or random ones."""
     if data is not None:
-        yield from _from_file(program, data, taken)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(taken):
-        random_batch(program, generator)
-    while True:
-        yield [random_batch(program, generator) for _ in range(program.data)][
-            program.coordinate.data
-        ]
+        yield from _from_file(worker, data)
+    program, generator = worker.program, torch.Generator()
+    inputs = program.inputs.values()
+    for own in positions(worker):
+        samples = []
+        for number in own:
+            generator.manual_seed(mixed(worker.seed, number))
+            samples.append([_random(spec, 1, program.samples, generator) for spec in inputs])
+        columns = zip(inputs, zip(*samples, strict=True), strict=True)
+        batch = {s.key: torch.cat(column) if s.shape else column[0] for s, column in columns}
+        yield program.in_form(batch)
 
 
 def random_batch(program: RankProgram, generator: torch.Generator) -> object:
     """A batch of normal floats and of integers below the bounds that the model sets."""
-    specs = program.inputs.items()
-    return program.in_form({spec.key: _random(program, n, generator) for n, spec in specs})
+    specs, count = program.inputs.values(), program.microbatches
+    return program.in_form({spec.key: _random(spec, count, 1, generator) for spec in specs})
 
 
-def _from_file(program: RankProgram, path: Path, taken: int) -> Iterator[object]:
+def _from_file(worker: Worker, path: Path) -> Iterator[object]:
     """The batches of a file, round and round; what has no rows is in every batch."""
-    tensors = dict(files.read(path))
-    rows: dict[str, int] = {}  # of a batch
+    program, tensors = worker.program, dict(files.read(path))
+    rows: dict[str, int] = {}  # of a sample
     for spec in program.inputs.values():
         if spec.key not in tensors:
             message = f"{path} lacks {spec.key!r} (it has: {', '.join(sorted(tensors))})"
@@ -118,26 +121,20 @@ def _from_file(program: RankProgram, path: Path, taken: int) -> Iterator[object]
             message = f"{spec.key!r} in {path} must have rows of shape {spec.shape[1:]} (a scalar)"
             raise InputError(message)
         if spec.shape:
-            rows[spec.key] = spec.shape[0] * program.microbatches
-    ranks = program.data
-    count = min((tensors[key].shape[0] // number for key, number in rows.items()), default=ranks)
-    if count < ranks:
-        each = "" if ranks == 1 else f" for each of {ranks} data ranks"
-        message = (
-            f"{path} holds less than one batch{each} ({ranks * min(rows.values())} rows needed)"
-        )
-        raise InputError(message)
-    for position in itertools.count(taken + program.coordinate.data, ranks):
-        index = position % (count // ranks * ranks)
+            rows[spec.key] = spec.shape[0] // program.samples
+    most = program.samples_of_step
+    count = min((len(tensors[key]) // number for key, number in rows.items()), default=most)
+    for own in Samples(count, worker, shuffle=False):
+        first = torch.tensor(own)[:, None]
         batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}
-        parts = {k: batch[k].narrow(0, index * number, number) for k, number in rows.items()}
-        yield program.in_form(batch | parts)
+        for key, number in rows.items():
+            batch[key] = batch[key][(first * number + torch.arange(number)).flatten()]
+        yield program.in_form(batch)
 
 
-def _random(program: RankProgram, name: str, generator: torch.Generator) -> torch.Tensor:
-    """One input of a synthetic batch."""
-    spec = program.inputs[name]
-    shape = (spec.shape[0] * program.microbatches, *spec.shape[1:]) if spec.shape else ()
+def _random(spec: Input, times: int, parts: int, generator: torch.Generator) -> torch.Tensor:
+    """One input of so many micro-batches, or of one of the parts of a micro-batch."""
+    shape = (spec.shape[0] * times // parts, *spec.shape[1:]) if spec.shape else ()
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         kind = torch.complex128 if spec.dtype.is_complex else torch.float64
         return torch.randn(shape, generator=generator, dtype=kind).to(spec.dtype)

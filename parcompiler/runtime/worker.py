@@ -323,6 +323,12 @@ class Worker:
         return self._interpreter.step
 
     @property
+    def sample_count(self) -> int:
+        """How many samples all data ranks together have trained on, with those of the checkpoint
+        that was loaded: where the run is in its data, as `Samples` reads it."""
+        return self._interpreter.samples
+
+    @property
     def data_rank(self) -> int:
         """The data coordinate of this rank: which of the batches of a step is its own."""
         return self.program.coordinate.data

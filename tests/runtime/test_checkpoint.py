@@ -304,3 +304,43 @@ def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
         pretrained.opened(tmp_path)
     with pytest.raises(pc.InputError, match="has no published weights"):
         pretrained.opened(tmp_path / "none")
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Batches that can only be read on."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.taken += 1
+            yield batch(MICROBATCHES, self.taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # which torchdata calls
+def test_a_loader_of_torchdata_goes_on_behind_the_batch_that_was_trained(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def train(found: pc.Worker, loader: Any, steps: int) -> list[float]:
+        batches = iter(loader)
+        return [found.train_step(next(batches)).item() for _ in range(steps)]
+
+    with worker(program) as one:
+        straight = train(one, stateful(Stream(), batch_size=None), 5)
+    with worker(program) as one:
+        loader = stateful(Stream(), batch_size=None)
+        assert train(one, loader, 2) == straight[:2]
+        one.save(tmp_path, {"loader": loader})
+    with worker(program) as two:
+        loader = stateful(Stream(), batch_size=None)
+        two.load(tmp_path, {"loader": loader})
+        assert train(two, loader, 3) == straight[2:]

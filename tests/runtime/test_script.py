@@ -42,7 +42,7 @@ def test_a_file_is_read_round_and_round(
         ({"labels": torch.tensor(3)}, r"'labels' in .* must have rows of shape \(\) \(a scalar"),
         ({"labels": torch.zeros(9)}, r"batch\['labels'\] must have dtype torch.int64 \(torch.floa"),
         ({"x": torch.zeros(9, 2)}, r"batch\['x'\] must have shape \(4, 6\).*\(\(4, 2\) given\)"),
-        ({"x": torch.zeros(3, 6)}, r"holds less than one batch \(4 rows needed\)"),
+        ({"x": torch.zeros(3, 6)}, r"fewer samples than a step takes \(3 of 4: 4 for"),
     ],
 )
 def test_a_file_of_other_tensors_is_refused(

@@ -24,7 +24,7 @@ from parcompiler.runtime.checkpoint.boxes import Box
 from parcompiler.runtime.checkpoint.tensors import File
 from parcompiler.runtime.files import SUMS, checksum, sums
 
-FORMAT = 1  # of checkpoint.json and tensors.json
+FORMAT = 2  # of checkpoint.json and tensors.json
 FACTS, TENSORS = "checkpoint.json", "tensors.json"
 _NAME = re.compile(r"step_\d+(-\d+)?")
 _PARTIAL = re.compile(r"\.step_\d+(-\d+)?\.(partial|removed)")

@@ -166,6 +166,7 @@ class RankState:
         own = self._optimizer() if optimizer else None
         found: dict[str, Any] = {
             "step": self._interpreter.step,
+            "samples": self._interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
             "mesh": [self._program.grid.pipeline, self._program.data, self._program.tensor],
             "seed": self._interpreter.seed,
@@ -279,7 +280,7 @@ class RankState:
     def _apply_facts(self, facts: Mapping[str, Any]) -> None:
         """The counters, the seed and the scale of the loss."""
         program, interpreter = self._program, self._interpreter
-        interpreter.step = facts["step"]
+        interpreter.step, interpreter.samples = facts["step"], facts["samples"]
         self._calls[True], self._calls[False] = facts["calls"]
         same = facts["mesh"] == [program.grid.pipeline, program.data, program.tensor]
         interpreter.seed = facts["seeds"][program.rank if same else 0]
@@ -520,7 +521,7 @@ def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
     if len(states) not in (1, program.data):
         message = (
             f"extra {name!r} has a state for each of {len(states)} data ranks, and this program "
-            f"has {program.data}: load it from your own code, or save what is the same on all"
+            f"has {program.data}: save what is the same on all (pc.Samples needs no state)"
         )
         raise InputError(message)
     state = states[program.coordinate.data if len(states) > 1 else 0]
