@@ -35,7 +35,6 @@ from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes import (
     GIVEN,
     MicrobatchSizes,
-    Wanted,
     global_microbatches,
     search,
     wanted_rows,
@@ -121,7 +120,7 @@ def compile(
     `Cluster`, `microbatch` "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside that of
     `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step stay the
     same (the loss must be a mean over rows; where it may not be, the micro-batch stays as it is
-    given); the program takes the best, for which the model is captured once more.
+    given); the model is captured on each, and the program takes the best.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.
@@ -162,12 +161,11 @@ def compile(
             _warn_of_evaluation_mode(captured)
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            problem = Problem(
-                _prepared(captured, options, one_mesh), one_mesh, options, bench=bench
-            )
+            graph = prepared(captured, options, one_mesh, options.dtype)
+            problem = Problem(graph, one_mesh, options, bench=bench)
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
-            sizes = _sizes(problem, captured, wanted, source, criterion)
+            sizes = MicrobatchSizes(problem, captured, wanted)
             captured, problem, plan = search(sizes, mesh, chosen, check_of_meshes(source), steps)
             plan = _with_costs(local(problem, plan), plan)
         else:
@@ -247,36 +245,6 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
             f"statistics (modules: {modes.norms}); call model.train() before compile to train it"
         )
         print(message, file=sys.stderr)
-
-
-def _prepared(captured: Graph, options: Options, mesh: Mesh) -> Graph:
-    """A captured graph in the precision that the program computes in."""
-    lifted = None if options.dtype == captured.narrow else options.dtype
-    return prepared(captured, options, mesh, lifted)
-
-
-def _sizes(
-    problem: Problem,
-    captured: Graph,
-    wanted: Wanted,
-    source: nn.Module | None,
-    loss: Callable[[Any], torch.Tensor] | None,
-) -> MicrobatchSizes:
-    """The problem for micro-batches of other rows too, of which one may be captured later."""
-    options = problem.options
-
-    def capture_again(inputs: Batch) -> Graph:
-        assert source is not None, "it was asked for before"
-        with in_modes(source, captured.modes):
-            return _captured(source, inputs, loss, options.narrow)
-
-    return MicrobatchSizes(
-        problem,
-        captured,
-        wanted,
-        capture_again,
-        lambda graph: _prepared(graph, options, problem.mesh),
-    )
 
 
 @contextmanager

@@ -199,7 +199,8 @@ class Graph:
     that the model was captured on. The nodes of `vocabulary` belong to no block. `narrow` is the
     16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
     the model's modules, which it computes in whatever becomes of them later. `hooks` are what is
-    done to complete gradients, by the name of the parameter.
+    done to complete gradients, by the name of the parameter. `recapture` captures the model on
+    other inputs; None where the graph comes from no model.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Graph:
     narrow: torch.dtype | None = None
     modes: Modes = Modes()
     hooks: Mapping[str, Hook] = field(default_factory=dict)
+    recapture: Callable[[Any], Graph] | None = field(default=None, repr=False, compare=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:

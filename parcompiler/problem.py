@@ -45,10 +45,11 @@ BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as Distr
 
 
 def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype | None) -> Graph:
-    """The graph of a problem: a captured one with the kernels of its devices, lifted to `dtype`."""
+    """The graph of a problem: a captured one with the kernels of its devices, lifted to `dtype`
+    (None: its own)."""
     if not options.exact:
         captured = with_kernels(captured, on_cpu=mesh.devices[0].is_cpu)
-    return simplify(captured if dtype is None else lift(captured, dtype))
+    return simplify(captured if dtype in (None, captured.narrow) else lift(captured, dtype))
 
 
 @dataclass(frozen=True)

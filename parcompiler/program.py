@@ -33,7 +33,7 @@ from parcompiler.problem import Problem
 from parcompiler.report import Report
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
 from parcompiler.runtime.joining import current_rank
-from parcompiler.symbolic import Costs, capture_at, sizes_of
+from parcompiler.symbolic import Costs
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification.check import check
 from parcompiler.verification.comparison import Verification
@@ -81,13 +81,9 @@ class Program:
         """FLOPs and bytes of blocks and stages as expressions in sizes and degrees, and figures at
         other sizes, micro-batches and degrees: `costs.at(batch=8, sequence=4096)`.
 
-        Found when they are first asked for. Where the graph leaves open which sizes its numbers
-        follow from, the model is captured once more, at other sizes.
+        Found when they are first asked for: the model is captured once more at each of these sizes.
         """
-        again = None
-        if self.model is not None:
-            again = capture_at(self.model, self.captured, sizes_of(self.captured), self.loss)
-        return Costs(local(self.problem, self.plan), self.plan, again, self.problem)
+        return Costs(self.problem, self.plan)
 
     def verify(self, seed: int = 0) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.

@@ -37,6 +37,7 @@ from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
+from parcompiler.capture.modes import in_modes
 from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspended, unmoved
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
@@ -85,7 +86,12 @@ def capture(
     mark(graph, original)
     captured = read(original, exported, graph, inputs, positional=not kwargs)
     check_tables(captured)
-    return replace(captured, hooks=hooks)
+
+    def recapture(other: Batch) -> Graph:
+        with in_modes(model, captured.modes):
+            return capture(model, other, loss, in_float32=in_float32)
+
+    return replace(captured, hooks=hooks, recapture=recapture)
 
 
 def _on_device_of(

@@ -38,6 +38,7 @@ from parcompiler.capture.capture import capture
 from parcompiler.capture.hooks import hooks_of
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.modes import in_modes
 from parcompiler.capture.patches import ModelMode
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
@@ -91,7 +92,14 @@ def capture_in(
     named = original.named_parameters(remove_duplicate=False)
     originals = {name.removeprefix(PREFIX): parameter for name, parameter in named}
     tensors = {name: originals.get(name, tensor) for name, tensor in graph.tensors.items()}
-    return dataclasses.replace(graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks)
+
+    def recapture(other: Batch) -> Graph:
+        with in_modes(model, graph.modes):
+            return capture_in(dtype, model, other, loss)
+
+    return dataclasses.replace(
+        graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks, recapture=recapture
+    )
 
 
 def narrow_batch(inputs: Batch, dtype: torch.dtype) -> Any:

@@ -1,17 +1,13 @@
 """Which mesh of a cluster: all degrees are weighed, and that with the shortest step is taken.
 
     Cluster ── space ──► pipeline x tensor x data, always the same global batch
-    inputs ─── sizes ──► x rows of a micro-batch, if asked for: its graph without a capture
+    inputs ─── sizes ──► x rows of a micro-batch, if asked for: the model captured on them
                              │  bounds    bytes and seconds that no plan of a mesh is below
                              ▼
                          in the order of these seconds: what `compile` would plan      weigh
                              │  until the next bound is above the best step
                              ▼
                          the best plan, and what was weighed                Plan.meshes
-                             │  the model captured for its micro-batch, and planned again
-                             ▼
-                         the same plan; where a model asks how many rows there are, perhaps
-                         another: then all are weighed once more, with what is known now
 
 A mesh that a bound excludes cannot be better, so the best is that of weighing all; the bound `even`
 takes for granted, as the schedule pass does, that no stages are better than even ones. Where a
@@ -74,11 +70,9 @@ def search(
     nothing fits, with the least memory with which something would, and what the options raise when
     no mesh can have them.
     """
-    while True:
-        state = MeshSearch(sizes, cluster, passes, check, observer)
-        state.weigh_all()
-        if state.confirmed():
-            return state.answer()
+    state = MeshSearch(sizes, cluster, passes, check, observer)
+    state.weigh_all()
+    return state.answer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +134,6 @@ class MeshSearch:
                 message = f"no mesh of the cluster can be: {'; '.join(reasons[:4])}"
                 raise InputError(message)
             raise nothing_fits(self.cluster, self.sizes, possible, self.passes)
-
-    def confirmed(self) -> bool:
-        """Whether the best plan is that of a captured graph: the one that it was made for, or one
-        that is captured now, for these rows, and has the same plan. If not, its problem is another
-        one from now on, and all meshes are to be weighed again."""
-        assert self.best is not None, "something fits"
-        candidate = self.best.candidate
-        if candidate.rows in self.sizes.graphs:
-            return True
-        with self.observer(f"capture of {candidate.rows} rows"):
-            if not self.sizes.try_capture(candidate.rows):
-                return False
-        before, choice = self.best, self.choices[candidate.place]
-        self.problems.pop(candidate.place, None)
-        self.best = None
-        self._weigh(candidate)
-        if self.best is None or self.choices[candidate.place] != choice:
-            return False
-        plan = dataclasses.replace(self.best.plan, fingerprint=before.plan.fingerprint)
-        return plan == before.plan
 
     def answer(self) -> tuple[Graph, Problem, Plan]:
         """The captured graph, the problem and the plan of the best mesh.

@@ -25,7 +25,6 @@ from torch import fx
 from parcompiler.cost.stand_in import tensors
 from parcompiler.graph import Graph
 from parcompiler.spmd.call import bound
-from parcompiler.symbolic import operator_of
 
 AFFINE = frozenset("add add_ sub sub_ rsub".split())
 LINEAR = frozenset(
@@ -55,6 +54,8 @@ def batch_dependence(graph: Graph, other: Graph) -> str | None:
     twins = {node.name: node for node in other.fx_graph.nodes}
     known: dict[fx.Node, Dependence | None] = {}
     for node in graph.fx_graph.nodes:
+        if node.name not in twins:
+            return f"other rows are computed by other operators ({node.name!r})"
         if node.op != "output":
             values = (tensors(one.meta.get("val")) for one in (node, twins[node.name]))
             rows = any(one.shape != two.shape for one, two in zip(*values, strict=True))
@@ -88,15 +89,20 @@ def _is_mean(node: fx.Node) -> bool:
     """Whether an operator takes the mean of what it reads."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    name, arguments = operator_of(node), bound(node.target, node.args, node.kwargs)
+    name, arguments = _operator(node), bound(node.target, node.args, node.kwargs)
     if name in WEIGHTED and arguments.get("weight") is not None:
         return False
     return name == "mean" or arguments.get("reduction") == MEAN_OF_CRITERIA
 
 
+def _operator(node: fx.Node) -> str:
+    """The name of an operator without its library and overload."""
+    return str(getattr(node.target, "_opname", ""))
+
+
 def _is_linear(node: fx.Node, known: Mapping[fx.Node, Dependence | None]) -> bool:
     """Whether an operator yields a mean over rows if it reads one."""
-    name = operator_of(node)
+    name = _operator(node)
     means = [known[item] is Dependence.MEAN for item in node.args if isinstance(item, fx.Node)]
     if name in ("mul", "mul_"):
         return sum(means) == 1

@@ -1,37 +1,35 @@
 """Micro-batches of other rows: the same step in fewer larger ones, or in more smaller ones.
 
 rows of a step = micro-batches · rows of each          always the same
-    │  ResizableGraph    the graph for other rows, without a capture: what they would cost
+    │  capture    the model on each number of rows
     ▼
-the problem for each number of rows     ── of the one that is chosen ──►     captured once more
+the problem for each number of rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from parcompiler.capture.inputs import Batch
-from parcompiler.errors import CaptureError, InputError, shown
+from parcompiler.errors import InputError, ParcompilerError, shown
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh, whole
 from parcompiler.meshes.batch_invariance import batch_dependence
 from parcompiler.options import MOST_PASSES
 from parcompiler.plan import STAYS
-from parcompiler.problem import Problem
-from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, sample_at
+from parcompiler.problem import Problem, prepared
+from parcompiler.symbolic import Unfit, batch_of, sample_at
 
 GIVEN, AUTO = "given", "auto"
 Wanted = str | tuple[int, ...]
-Capture = Callable[[Batch], Graph]  # of the same model, on other inputs
 
 
 def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool) -> Wanted:
     """The option `microbatch`: a word, or the rows to be weighed beside those given.
 
-    `again` says that the model can be captured again. Raises InputError for what is not offered,
-    and where nothing can be weighed.
+    `again` says that the model can be captured on other rows. Raises InputError for what is not
+    offered, and where nothing can be weighed.
     """
     wanted: Wanted = given if isinstance(given, str) else _counts(given)
     if wanted not in (GIVEN, AUTO) and (isinstance(wanted, str) or not wanted):
@@ -69,21 +67,18 @@ class MicrobatchSizes:
     """The problem for micro-batches of each number of rows that is weighed.
 
     `problem` is that of the rows that are given, with one device for its mesh and the micro-batches
-    of all data ranks together; `captured` is its graph before `prepare`. `graphs` are those that
+    of all data ranks together; `captured` is its graph as it was captured. `graphs` are those that
     were captured, by their rows.
     """
 
     problem: Problem
     captured: Graph
     wanted: Wanted = GIVEN
-    capture: Capture | None = None
-    prepare: Callable[[Graph], Graph] = lambda graph: graph
     graphs: dict[int | None, Graph] = field(default_factory=dict, init=False)
     _problems: dict[int | None, Problem] = field(default_factory=dict, init=False)
-    _faults: dict[int | None, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """The rows that are given need no copy."""
+        """The rows that are given are captured already."""
         self.graphs[self.given] = self.captured
         self._problems[self.given] = self.problem
 
@@ -135,63 +130,30 @@ class MicrobatchSizes:
             return f"{STAYS}: {self._fixed}"
         try:
             self.at(rows)
-        except Unfit as unfit:
-            self._faults[rows] = str(unfit)
-        fault = self._faults.get(rows)
-        return None if fault is None else f"no micro-batch of {rows} rows: {fault}"
+        except ParcompilerError as error:
+            return f"no micro-batch of {rows} rows: {first_line(error)}"
+        return None
 
     def at(self, rows: int | None) -> Problem:
-        """The problem for micro-batches of so many rows. Raises Unfit where there is none."""
+        """The problem for micro-batches of so many rows: the model is captured on them. Raises
+        CaptureError where it refuses them."""
         if rows not in self._problems:
-            assert rows is not None, "the rows that are given are known"
-            self._problems[rows] = self.problem.anew(graph=self._resizable.at({"b": rows}))
+            assert rows is not None, "the rows that are given are captured"
+            assert self.captured.recapture is not None, "wanted_rows asks for the model"
+            sample = sample_at(self.captured, (batch_of(self.problem.graph),), {"b": rows})
+            self.graphs[rows] = self.captured.recapture(sample)
+            options, mesh = self.problem.options, self.problem.mesh
+            graph = prepared(self.graphs[rows], options, mesh, options.dtype)
+            self._problems[rows] = self.problem.anew(graph=graph)
         return self._problems[rows]
-
-    def try_capture(self, rows: int | None) -> bool:
-        """Capture the graph for so many rows, of which their problem is from now on. Where that
-        fails there is no micro-batch of so many, and the answer is False."""
-        assert rows is not None, "the rows that are given are captured"
-        try:
-            self._capture(rows)
-        except CaptureError as error:
-            self._faults[rows] = first_line(error)
-        return rows in self.graphs
-
-    def _capture(self, rows: int) -> None:
-        self.graphs[rows] = self._captured_at({"b": rows})
-        self._problems[rows] = self.problem.anew(graph=self.prepare(self.graphs[rows]))
-
-    def _captured_at(self, numbers: Mapping[str, int]) -> Graph:
-        """The model captured at other rows."""
-        assert self.capture is not None, "wanted_rows asks for the model"
-        return self.capture(sample_at(self.captured, (batch_of(self.problem.graph),), numbers))
-
-    @cached_property
-    def _resizable(self) -> ResizableGraph:
-        """The graph for any rows. Raises Unfit or CaptureError.
-
-        One row alone may leave it open what follows from rows: then it is that of two.
-        """
-        sizes = (batch_of(self.problem.graph),)
-        graph = ResizableGraph(self.problem, sizes, self._captured_at)
-        if self.given == 1:
-            try:
-                graph.at({"b": 2})
-            except Unfit:
-                self._capture(2)
-                problem = self.at(2)
-                sizes = (batch_of(problem.graph),)
-                return ResizableGraph(problem, sizes, self._captured_at)
-        return graph
 
     @cached_property
     def _fixed(self) -> str | None:
         """Why there are no micro-batches of other rows, or steps of them may have another loss."""
+        rows = max(self.given or 0, 2)  # one row alone may be computed in another way than several
         try:
-            resizable = self._resizable
-            twice = resizable.at({"b": 2 * resizable.now["b"]})
-            return batch_dependence(resizable.problem.graph, twice)
-        except (Unfit, CaptureError) as error:
+            return batch_dependence(self.at(rows).graph, self.at(2 * rows).graph)
+        except ParcompilerError as error:
             return first_line(error)
 
 

@@ -1,18 +1,18 @@
 """What the blocks of a template cost in the sizes of the captured model, in closed form.
 
-priced blocks, at the sizes of the capture
-    │  ResizableGraph    the first block of each template at some other sizes
-    │  trace_block       what it costs there
-    │  fit               polynomials, exact, and right at further points
+the model, captured at some sizes
+    │  local, trace_block     what the first block of each template costs there, on a tensor rank
+    │  fit                    polynomials, exact, and right at further sizes
     ▼
-ClosedForms              FLOPs and bytes of each template as expressions
-    │  over_ranks        once more for each of some numbers of tensor ranks
-    ▼
-ClosedForms in t
+ClosedForms                   FLOPs and bytes of each template as expressions
 
-The largest memory that is alive at once is a maximum over moments, and so no polynomial: it has no
-form. A value that was expanded over the rows has less memory than elements, and of a table an
-operator reads no more rows than there are: such costs are the smaller of two polynomials.
+A cost of a block is a sum of products of sizes, of low degree: 1 in the batch, 2 in the lengths
+together (attention). A rank of `t` computes, moves and sends a part of the whole: a sum of A, B/t
+and, where all send to all, C/t². From the values at as many points the coefficients follow by
+solving with whole numbers; further points show whether the degrees were high enough.
+
+The workspace peak is a maximum over operators, and so no polynomial: it has no form. Of a table an
+operator reads no more rows than there are: such a cost is the smaller of two polynomials.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 import sympy
 import torch
+from sympy import QQ
+from sympy.polys.matrices import DomainMatrix
 from torch import fx
 
 from parcompiler.cost import BlockCost, trace_block
 from parcompiler.cost.collective import SENT
 from parcompiler.cost.operation import EXCHANGE, label
+from parcompiler.errors import ParcompilerError
 from parcompiler.graph import Block, Graph
 from parcompiler.problem import Problem
 from parcompiler.spmd.runtime_call import Piece, RuntimeCall
-from parcompiler.symbolic.naming import symbol
-from parcompiler.symbolic.polynomials import Polynomial, Term, expression, fit, value
-from parcompiler.symbolic.resizable import ResizableGraph
-from parcompiler.symbolic.sizes import CaptureAt, InputSize, Sizes, Unfit, sizes_of, subsets
+from parcompiler.symbolic.naming import named, symbol
+from parcompiler.symbolic.sizes import InputSize, Sizes, Unfit, sizes_of
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,16 @@ class Forms:
 STATE = ("parameters", "gradients", "optimizer")
 FIELDS = tuple(field.name for field in dataclasses.fields(Forms))
 TABLES = ("aten.embedding.default", "aten.index_select.default", "aten.index.Tensor")
-RANKS = (2, 4, 8, 3, 6, 16, 5, 32)  # tensor ranks that are tried, until there are `ENOUGH`
-FEWEST, ENOUGH = 3, 4  # to tell A + B/t, and C/t² too, and to check it once
+FEWEST = 3  # tensor ranks that tell A + B/t and check it once; one more tells C/t² too
+FINEST = 4096  # the largest denominator of a cost: what a rank sends is a part of the whole
 
-# A template and a field of `Forms` or "inner", the bytes saved besides those of the outputs; or ""
-# and the name of a node, whose numbers are its shape.
+# A template and a field of `Forms`, "inner" (the bytes saved besides those of the outputs) or
+# "tables"; or "" and the name of a node, whose numbers are its shape.
 Key = tuple[str, str]
-Row = tuple[Key, int]
-Values = Mapping[Key, list[float]]
+Quantities = Mapping[Key, Sequence[float]]  # at some sizes
+Monomial = tuple[tuple[str, int], ...]  # the power of each letter
+Polynomial = Mapping[Monomial, Fraction]  # the coefficients that are not 0
+ProblemAt = Callable[[Sizes], Problem]  # that of a rank, of the model at these sizes
 
 
 def quantities(cost: BlockCost) -> dict[str, list[float]]:
@@ -102,78 +107,109 @@ def quantities(cost: BlockCost) -> dict[str, list[float]]:
     return numbers
 
 
-class TemplateCosts:
-    """What the templates of a problem cost at any sizes."""
+def states_of(problem: Problem, block: Block) -> dict[str, list[float]]:
+    """Bytes of each trainable tensor of a block, of its gradient, and of its optimizer states."""
+    tensors = [problem.graph.by_name[binding.name] for binding in block.tensors]
+    tensors = [tensor for tensor in tensors if tensor.trainable]
+    nbytes: list[float] = [tensor.nbytes for tensor in tensors]
+    optimizer: list[float] = [problem.state_bytes(one) - 2 * one.nbytes for one in tensors]
+    return {"parameters": nbytes, "gradients": nbytes, "optimizer": optimizer}
 
-    def __init__(
-        self, problem: Problem, sizes: tuple[InputSize, ...], again: CaptureAt | None, level: int
-    ) -> None:
-        self.problem = problem
-        self.resizable = ResizableGraph(problem, sizes, again, level)
-        self.like: dict[str, BlockCost] = {}  # at the sizes that were asked for first
-        self.tables: dict[str, dict[int, int]] = {}  # bytes by the place of the operator
-        self._known: dict[tuple[int, ...], Values] = {}
 
-    @property
-    def operators(self) -> dict[str, list[list[str]]]:
-        """The operators that each template runs."""
-        return {
-            name: [[operation.name for operation in side] for side in (cost.forward, cost.backward)]
-            for name, cost in self.like.items()
-        }
+class RankCosts:
+    """What the templates of a rank cost at any sizes; `at` is its problem there."""
 
-    def at(self, sizes: Sizes) -> Values:
-        """The quantities of each template and the shapes of values between blocks. Raises Unfit.
+    def __init__(self, problem: Problem, level: int, at: ProblemAt) -> None:
+        self.problem, self.at = problem, at
+        self.cut = problem.priced(level).cut
+        self.first: dict[str, Block] = {}  # of each template; its nodes stand for those of others
+        for block in self.cut.blocks:
+            self.first.setdefault(block.template, block)
+        self._problems: dict[tuple[int, ...], Problem] = {}
+        self._traced: dict[tuple[int, ...], dict[str, BlockCost]] = {}
+
+    def problem_at(self, sizes: Sizes) -> Problem:
+        """The problem at some sizes. Raises Unfit."""
+        key = tuple(sizes.values())
+        if key not in self._problems:
+            try:
+                self._problems[key] = self.at(sizes)
+            except ParcompilerError as error:
+                raise Unfit(str(error)) from error
+        return self._problems[key]
+
+    def traced(self, sizes: Sizes) -> dict[str, BlockCost]:
+        """The cost of a block of each template at some sizes. Raises Unfit."""
+        key = tuple(sizes.values())
+        if key not in self._traced:
+            graph = self.problem_at(sizes).graph
+            trainable = {item.node for item in graph.parameters if item.trainable}
+            others = {item.node for item in graph.parameters} - trainable
+            self._traced[key] = {}
+            for name, block in self.first.items():
+                nodes, inputs, outputs = (
+                    _twins(nodes, graph) for nodes in (block.nodes, block.inputs, block.outputs)
+                )
+                reads = nodes, inputs, outputs, trainable, others, graph.differentiable
+                accelerator = self.problem.accelerator
+                self._traced[key][name] = trace_block(*reads, accelerator=accelerator)
+        return self._traced[key]
+
+    def quantities(self, sizes: Sizes) -> Quantities:
+        """The quantities of each template, and the shapes of values between blocks, at some sizes.
+        Raises Unfit.
 
         What is read of tables is not in `bytes_forward`: for each it is as much as the operator
         yields, one element for each FLOP, but no more than the bytes under "tables".
         """
-        key = tuple(sizes.values())
-        if key not in self._known:
-            self._known[key] = self._states() | self._quantities(sizes)
-        return self._known[key]
-
-    def _quantities(self, sizes: Sizes) -> dict[Key, list[float]]:
-        """What runs at these sizes."""
-        graph, numbers = self.problem.graph, dict[Key, list[float]]()
-        trainable = {item.node for item in graph.parameters if item.trainable}
-        others = {item.node for item in graph.parameters} - trainable
-        run = self.resizable.templates_at(sizes)
-        for name, block in run.blocks.items():
-            parts = block.nodes, block.inputs, block.outputs
-            given = *parts, trainable, others, graph.differentiable
-            cost = trace_block(*given, accelerator=self.problem.accelerator)
-            if name not in self.like:
-                self.like[name] = cost
-                self.tables[name] = _tables(self.resizable.first[name], cost, graph)
-            if _kind(cost) != _kind(self.like[name]):
-                message = f"blocks of {name} run other operators at other sizes"
-                raise Unfit(message)
-            numbers |= {(name, field): row for field, row in quantities(cost).items()}
-            for k, nbytes in self.tables[name].items():
+        problem, numbers = self.problem_at(sizes), dict[Key, Sequence[float]]()
+        for name, cost in self.traced(sizes).items():
+            block = self.first[name]
+            tables = tables_of(block, cost, problem.graph)
+            fields = quantities(cost) | states_of(problem, block) | {"tables": [*tables.values()]}
+            for k, nbytes in tables.items():
                 read = cost.forward[k].dtype.itemsize * cost.forward[k].flops
-                numbers[name, "bytes_forward"][k] -= min(read, nbytes)
-            numbers[name, "tables"] = [*self.tables[name].values()]
-        ends = (node for block in self.resizable.first.values() for node in block.outputs)
-        for node in (*ends, *self.resizable.cut.prologue):
-            if isinstance(run.values[node], torch.Tensor):
-                numbers["", node.name] = [*run.values[node].shape]
+                fields["bytes_forward"][k] -= min(read, nbytes)
+            numbers |= {(name, field): row for field, row in fields.items()}
+        ends = (node for block in self.first.values() for node in block.outputs)
+        for node in _twins((*ends, *self.cut.prologue), problem.graph):
+            if isinstance(node.meta["val"], torch.Tensor):
+                numbers["", node.name] = [*node.meta["val"].shape]
         return numbers
 
-    def _states(self) -> dict[Key, list[float]]:
-        """Bytes of each trainable tensor of a template, and of its optimizer states."""
-        graph, numbers = self.problem.graph, dict[Key, list[float]]()
-        for name, block in self.resizable.first.items():
-            items = [graph.by_name[binding.name] for binding in block.tensors]
-            items = [item for item in items if item.trainable]
-            nbytes: list[float] = [item.nbytes for item in items]
-            more: list[float] = [self.problem.state_bytes(item) - 2 * item.nbytes for item in items]
-            numbers |= {(name, "parameters"): nbytes, (name, "gradients"): nbytes}
-            numbers[name, "optimizer"] = more
-        return numbers
+    def operators(self, sizes: Sizes) -> object:
+        """The operators that each template runs, and which values are kept: equal at all sizes."""
+        return {
+            name: (
+                [(one.name, one.kind, one.dtype) for one in (*cost.forward, *cost.backward)],
+                (cost.estimated, cost.kept_inputs, cost.kept_outputs),
+            )
+            for name, cost in self.traced(sizes).items()
+        }
+
+    def is_even(self, ranks: int, points: Points) -> bool:
+        """Whether all tensor ranks hold and compute as much, at all points."""
+        try:
+            problems = [self.problem_at(point) for point in (*points.near, points.last)]
+        except Unfit:
+            return False
+        return all(_is_even(problem.graph, ranks) for problem in problems)
 
 
-def _tables(block: Block, cost: BlockCost, graph: Graph) -> dict[int, int]:
+def _twins(nodes: Iterable[fx.Node], graph: Graph) -> list[fx.Node]:
+    """The nodes of the same names in the graph at other sizes. Raises Unfit."""
+    by_name = graph.once("nodes", lambda: {node.name: node for node in graph.fx_graph.nodes})
+    twins = []
+    for node in nodes:
+        twin = by_name.get(node.name)
+        if twin is None or twin.target != node.target:
+            message = f"{node.name!r} is another operator at other sizes"
+            raise Unfit(message)
+        twins.append(twin)
+    return twins
+
+
+def tables_of(block: Block, cost: BlockCost, graph: Graph) -> dict[int, int]:
     """The bytes of parameters and buffers that operators of a block's forward read as tables, by
     the place of the operator."""
     tables = {}
@@ -194,13 +230,55 @@ def _operator(node: fx.Node) -> str:
     return TABLES[0] if sharded else label(node.target)
 
 
-def _kind(cost: BlockCost) -> object:
-    """What is the same at all sizes: the operators, and which values are kept."""
-    sides = (
-        tuple((one.name, one.kind, one.dtype, one.ranks) for one in side)
-        for side in (cost.forward, cost.backward)
-    )
-    return tuple(sides), cost.estimated, cost.kept_inputs, cost.kept_outputs
+@dataclass(frozen=True)
+class Points:
+    """The sizes at which costs are asked for, for polynomials of degree 1 in the batch and of
+    `degree` in the lengths together.
+
+    A length goes down from that of the capture, for tables of positions end there, in multiples of
+    the tensor ranks. One row alone lies in memory in another way than several.
+    """
+
+    sizes: tuple[InputSize, ...]
+    degree: int
+    ranks: int
+
+    @property
+    def powers(self) -> list[tuple[int, ...]]:
+        """The powers of the sizes in the monomials."""
+        ranges = [range(2 if size.letter == "b" else self.degree + 1) for size in self.sizes]
+        lengths = slice(any(size.letter == "b" for size in self.sizes), None)
+        return [row for row in itertools.product(*ranges) if sum(row[lengths]) <= self.degree]
+
+    @property
+    def near(self) -> list[dict[str, int]]:
+        """As many points as there are monomials."""
+        grid = [(size.letter, self._numbers(size)) for size in self.sizes]
+        return [{x: row[k] for (x, row), k in zip(grid, ks, strict=True)} for ks in self.powers]
+
+    @property
+    def last(self) -> dict[str, int]:
+        """A further point."""
+        return {size.letter: self._numbers(size)[3] for size in self.sizes}
+
+    @property
+    def odd(self) -> dict[str, int]:
+        """A further point with lengths that are primes, times the ranks: where a model rounds."""
+        point = self.last
+        for number, size in enumerate(self.sizes):
+            if size.letter != "b":
+                primes = [k for k in range(size.now // self.ranks - 1, 2, -1)
+                          if all(k % n for n in range(2, k))]  # fmt: skip
+                odd = [k * self.ranks for k in primes if k * self.ranks not in self._numbers(size)]
+                point[size.letter] = odd[number % len(odd)] if odd else point[size.letter]
+        return point
+
+    def _numbers(self, size: InputSize) -> tuple[int, int, int, int]:
+        now, ranks = size.now, self.ranks
+        if size.letter == "b":
+            return (rows := max(2, now)), 2 * rows, 3 * rows, 4 * rows
+        step = now // (4 * ranks) * ranks or now // 4 or -now
+        return now, now - 2 * step, now - 3 * step, now - step
 
 
 @dataclass(frozen=True)
@@ -213,169 +291,89 @@ class ClosedForms:
     for the numbers in `ranks`; where there are none, `reason` says why.
     """
 
-    sizes: tuple[InputSize, ...]
-    costs: TemplateCosts
-    terms: Mapping[Key, tuple[Term, ...]]
+    points: Points
+    costs: RankCosts
+    terms: Mapping[Key, tuple[Polynomial, ...]]
     refused: tuple[tuple[str, str], ...] = ()
     ranks: tuple[int, ...] = ()
     reason: str = ""
 
+    @property
+    def sizes(self) -> tuple[InputSize, ...]:
+        """The sizes that are symbols."""
+        return self.points.sizes
+
     def forms(self, template: str, names: Mapping[str, int] | None = None) -> Forms:
         """The sums of a template, as expressions in which sizes of the model may have names."""
-        return Forms(**{field: expression(self.terms[template, field], names or {})
-                        for field in FIELDS})  # fmt: skip
+        sums = {field: expression(self.terms[template, field], names or {}) for field in FIELDS}
+        tables = [*zip(*self._tables(template), strict=True)]
+        least = (sympy.Min(*(expression([one], names or {}) for one in pair)) for pair in tables)
+        sums["bytes_forward"] = sympy.Add(sums["bytes_forward"], *least)
+        return Forms(**sums)
+
+    def _tables(self, template: str) -> tuple[list[Polynomial], tuple[Polynomial, ...]]:
+        """The bytes that operators would read of tables by what they yield, and those tables."""
+        cost = self.costs.traced(self.points.near[0])[template]
+        flops, block = self.terms[template, "flops_forward"], self.costs.first[template]
+        read = [
+            {m: cost.forward[k].dtype.itemsize * number for m, number in flops[k].items()}
+            for k in tables_of(block, cost, self.costs.problem.graph)
+        ]
+        return [*read], self.terms[template, "tables"]
 
 
-def closed_forms(problem: Problem, level: int, again: CaptureAt | None = None) -> ClosedForms:
-    """The closed forms of the blocks of a granularity, in as many sizes as have one.
-
-    `again` captures the model at other sizes, and is asked where the graph alone leaves it open
-    which sizes its numbers follow from.
-    """
-    known, reasons = sizes_of(problem.graph), dict[str, str]()
-    for sizes in subsets(known):
-        costs, faults = TemplateCosts(problem, sizes, again, level), []
+def closed_forms(costs: RankCosts) -> ClosedForms:
+    """The closed forms of the blocks of a rank, in as many sizes as have one: all, the batch
+    alone, the lengths alone, or none."""
+    known, reasons = sizes_of(costs.problem.graph), dict[str, str]()
+    batch = tuple(size for size in known if size.letter == "b")
+    lengths = tuple(size for size in known if size.letter != "b")
+    for sizes in dict.fromkeys((known, batch, lengths, ())):
+        faults = []
         for degree in (2, 3):
+            points = Points(sizes, degree, costs.problem.mesh.tensor)
             try:
-                terms = _terms(costs, degree)
+                terms = _fit({1: costs}, points, points.odd)
             except Unfit as unfit:
                 faults.append(str(unfit))
             else:
-                refused = [size.word for size in known if size not in sizes]
-                return ClosedForms(sizes, costs, terms, tuple((w, reasons[w]) for w in refused))
+                refused = tuple((s.word, reasons[s.word]) for s in known if s not in sizes)
+                return ClosedForms(points, costs, terms, refused)
         reasons |= {size.word: faults[0] for size in sizes}
     message = "without sizes nothing changes"
     raise AssertionError(message)
 
 
-def _terms(costs: TemplateCosts, degree: int) -> dict[Key, tuple[Term, ...]]:
-    """Terms with powers of the lengths of `degree` at most together, less than that of the batch.
+def over_ranks(plan: ClosedForms, costs: Mapping[int, RankCosts]) -> ClosedForms:
+    """The forms of a plan in the number of tensor ranks as well, from costs for some numbers.
 
-    Raises Unfit.
+    `costs` are of ranks that run the same operators on even pieces; two or three numbers tell A,
+    B/t and C/t² apart, and the forms must be right at the others. Raises Unfit.
     """
-    probes = costs.resizable.probes
-    ranges = (range(degree + (letter != "b")) for letter in probes)
-    powers = [dict(zip(probes, power, strict=True)) for power in itertools.product(*ranges)]
-    powers = [power for power in powers if sum(power.values()) - power.get("b", 0) <= degree]
-    monomials = [tuple(power.items()) for power in powers]
-    near = [{letter: probes[letter].grid[k] for letter, k in power.items()} for power in powers]
-    columns = _columns(costs, near)
-    fitted = fit(monomials, near, columns.values())
-    terms = {row: Term(one) for row, one in zip(columns, fitted, strict=True)}
-    if "b" in probes:
-        # More rows than any length has elements: what was expanded over the rows has less memory.
-        most = 8 * max(number for probe in probes.values() for number in probe.grid)
-        far = [{**point, "b": most * point["b"]} for point in near]
-        values = _columns(costs, far[:1])
-        wrong = [row for row in terms if not _close(terms[row].at(far[0]), values[row][0])]
-        columns = _columns(costs, far) if wrong else {}
-        others = fit(monomials, far, [columns[row] for row in wrong])
-        terms |= {
-            row: Term({}, (terms[row].sum, one)) for row, one in zip(wrong, others, strict=True)
-        }
-    for point in ({x: probe.odd for x, probe in probes.items()}, costs.resizable.generic):
-        for row, (number,) in _columns(costs, [point]).items():
-            if not _close(terms[row].at(point), number):
-                message = "the costs are no polynomial of low degree"
-                raise Unfit(message)
-    quantities = {key: tuple(terms[key, k] for k in range(len(row)))
-             for key, row in costs.at(near[0]).items()}  # fmt: skip
-    for name, tables in costs.tables.items():
-        for i, k in enumerate(tables):
-            itemsize = costs.like[name].forward[k].dtype.itemsize
-            flops = terms[(name, "flops_forward"), k].sum
-            read = {monomial: itemsize * number for monomial, number in flops.items()}
-            least = Term({}, (read, terms[(name, "tables"), i].sum))
-            quantities[name, "bytes_forward"] += (least,)
-    return quantities
-
-
-def _close(one: Fraction, other: float) -> bool:
-    """Whether numbers are equal but for the rounding of large ones."""
-    return math.isclose(one, other, rel_tol=1e-12)
-
-
-def _columns(costs: TemplateCosts, points: list[dict[str, int]]) -> dict[Row, list[float]]:
-    """The values of each quantity at some points."""
-    values = [costs.at(point) for point in points]
-    return {
-        (key, k): [value[key][k] for value in values]
-        for key, row in values[0].items()
-        for k in range(len(row))
-    }
-
-
-def over_ranks(plan: ClosedForms, closed: Mapping[int, ClosedForms]) -> ClosedForms:
-    """The forms of a plan in the number of tensor ranks as well, from those for some numbers.
-
-    A rank computes, moves and sends a part of the whole, which is a sum of A, B/t and, where all
-    send to all, C/t². Two or three numbers of ranks tell these apart, and the forms must be right
-    at the others. Raises Unfit.
-    """
-    if len(closed) < FEWEST - 1:
-        said = ", ".join(map(str, closed)) or "none"
-        message = f"too few numbers of ranks run the same operators on even pieces ({said})"
+    if len(costs) < FEWEST - 1:
+        ranks = ", ".join(map(str, costs)) or "none"
+        message = f"too few numbers of ranks run the same operators on even pieces ({ranks})"
         raise Unfit(message)
-    known: dict[Any, Polynomial] = {}
-
-    def through(polynomials: Mapping[int, Polynomial]) -> Polynomial:
-        key = tuple(tuple(one.items()) for one in polynomials.values())
-        if key not in known:
-            known[key] = _through(polynomials)
-        return known[key]
-
-    def term(terms: Mapping[int, Term]) -> Term:
-        counts = {len(one.choices) for one in terms.values()}
-        if len(counts) > 1:
-            message = "its costs are no polynomials of low degree in 1/t"
-            raise Unfit(message)
-        return Term(
-            through({t: one.sum for t, one in terms.items()}),
-            tuple(
-                through({t: one.choices[k] for t, one in terms.items()}) for k in range(max(counts))
-            ),
-        )
-
-    terms = {
-        key: tuple(
-            term({t: one.terms[key][k] for t, one in closed.items()}) for k in range(len(row))
-        )
-        for key, row in plan.terms.items()
-    }
-    return dataclasses.replace(plan, terms=terms, ranks=tuple(sorted(closed)))
+    powers = 3 if len(costs) > FEWEST else 2
+    terms = _fit(costs, plan.points, plan.points.last, powers)
+    return dataclasses.replace(plan, terms=terms, ranks=tuple(sorted(costs)))
 
 
-def _through(polynomials: Mapping[int, Polynomial]) -> Polynomial:
-    """A polynomial with t as a letter from those at some numbers of ranks. Raises Unfit."""
-    powers = [(("t", -k),) for k in range(3 if len(polynomials) >= ENOUGH else 2)]
-    points = [{"t": t} for t in [*polynomials][: len(powers)]]
-    monomials = list(dict.fromkeys(m for one in polynomials.values() for m in one))
-    columns = [[polynomials[p["t"]].get(m, 0) for p in points] for m in monomials]
-    through: dict[Any, Any] = {}
-    for monomial, parts in zip(monomials, fit(powers, points, columns), strict=True):
-        for t, one in polynomials.items():
-            if value(parts, {"t": t}) != one.get(monomial, 0):
-                message = "its costs are no polynomials of low degree in 1/t"
-                raise Unfit(message)
-        through |= {(*monomial, *power): number for power, number in parts.items()}
-    return through
-
-
-def check_ranks(forms: ClosedForms, others: Mapping[int, ClosedForms]) -> None:
+def check_ranks(forms: ClosedForms, others: Mapping[int, RankCosts]) -> None:
     """Refuse forms of which a field is right for none of other numbers of ranks. These run other
     operators (one rank exchanges nothing), so that it need not be right for all. Raises Unfit."""
-    for template in forms.costs.like:
-        for field in FIELDS:
-            form = expression(forms.terms[template, field], {})
-            known = {t: expression(one.terms[template, field], {})
-                     for t, one in others.items() if (template, field) in one.terms}  # fmt: skip
-            if all(sympy.expand(form.subs(symbol("t"), t) - one) != 0 for t, one in known.items()):
-                ranks = ", ".join(map(str, forms.ranks))
-                message = f"{field} of {template} on {ranks} ranks does not tell it on others"
-                raise Unfit(message)
+    at = forms.points.near[-1]
+    known = {t: one.quantities(at) for t, one in others.items()}
+    for key in itertools.product(forms.costs.first, FIELDS):
+        sums = {t: sum(row[key]) for t, row in known.items() if key in row}
+        said = {t: sum(value(one, {**at, "t": t}) for one in forms.terms[key]) for t in sums}
+        if not any(_is_close(said[t], number) for t, number in sums.items()):
+            ranks = ", ".join(map(str, forms.ranks))
+            message = f"{key[1]} of {key[0]} on {ranks} ranks does not tell it on others"
+            raise Unfit(message)
 
 
-def is_even(graph: Graph, ranks: int) -> bool:
+def _is_even(graph: Graph, ranks: int) -> bool:
     """Whether all tensor ranks hold and compute as much, in the graph of one of them."""
 
     def uneven(argument: object) -> bool:
@@ -386,3 +384,81 @@ def is_even(graph: Graph, ranks: int) -> bool:
     shards = (item.shard for item in graph.parameters if item.shard is not None)
     arguments = ((node.args, *node.kwargs.values()) for node in graph.fx_graph.nodes)
     return all(shard.even(ranks) for shard in shards) and not any(map(uneven, arguments))
+
+
+def _fit(
+    costs: Mapping[int, RankCosts], points: Points, check: Sizes, powers: int = 1
+) -> dict[Key, tuple[Polynomial, ...]]:
+    """Polynomials through the quantities at all points, with so many powers of 1/t. At `check` they
+    must be right for all numbers of tensor ranks. Raises Unfit."""
+    first = [*costs][:powers]
+    near = [(costs[t].quantities(at), {**at, "t": t}) for at in points.near for t in first]
+    checks = [(one.quantities(check), {**check, "t": t}) for t, one in costs.items()]
+    monomials = [
+        (*zip(check, exponents, strict=True), ("t", -k))
+        for exponents in points.powers
+        for k in range(powers)
+    ]
+    for one in costs.values():
+        if any(one.operators(at) != one.operators(check) for at in points.near):
+            message = "blocks run other operators at other sizes"
+            raise Unfit(message)
+    columns: dict[Key, list[tuple[Fraction, ...]]] = {}
+    for key in near[0][0]:
+        rows = [known.get(key, ()) for known, _ in (*near, *checks)]
+        if len({len(row) for row in rows}) > 1:
+            message = "tensor ranks run other operators"
+            raise Unfit(message)
+        columns[key] = [tuple(map(exact, column)) for column in zip(*rows, strict=True)]
+    distinct = list(dict.fromkeys(itertools.chain.from_iterable(columns.values())))
+    matrix = _matrix([[_product(m, at) for m in monomials] for _, at in near])
+    values = _matrix([list(row) for row in zip(*distinct, strict=True)][: len(near)])
+    polynomials: dict[tuple[Fraction, ...], Polynomial] = {}
+    for column, row in zip(distinct, matrix.lu_solve(values).transpose().to_list(), strict=True):
+        numbers = [Fraction(int(x.numerator), int(x.denominator)) for x in row]
+        polynomials[column] = {m: x for m, x in zip(monomials, numbers, strict=True) if x}
+        for (_, at), number in zip(checks, column[len(near) :], strict=True):
+            if not _is_close(value(polynomials[column], at), number):
+                message = "the costs are no polynomial of low degree"
+                raise Unfit(message + " in 1/t" * (powers > 1))
+    return {key: tuple(polynomials[column] for column in row) for key, row in columns.items()}
+
+
+def _matrix(rows: Sequence[Sequence[Fraction]]) -> DomainMatrix:
+    values = [[QQ(number.numerator, number.denominator) for number in row] for row in rows]
+    return DomainMatrix(values, (len(rows), len(rows[0])), QQ)
+
+
+def _product(monomial: Monomial, sizes: Sizes) -> Fraction:
+    return prod((Fraction(sizes[letter]) ** power for letter, power in monomial), start=Fraction(1))
+
+
+def value(polynomial: Polynomial, sizes: Sizes) -> Fraction:
+    """The value of a polynomial, exactly."""
+    return sum((c * _product(m, sizes) for m, c in polynomial.items()), Fraction())
+
+
+def exact(number: float) -> Fraction:
+    """A number of FLOPs or bytes, which a sum of parts of thirds may miss by a rounding.
+
+    >>> exact(12.0), exact(8 / 3)
+    (Fraction(12, 1), Fraction(8, 3))
+    """
+    whole = Fraction(number)
+    return whole.limit_denominator(FINEST) if isinstance(number, float) else whole
+
+
+def _is_close(one: float | Fraction, other: float | Fraction) -> bool:
+    """Whether numbers are equal but for the rounding of large ones."""
+    return math.isclose(one, other, rel_tol=1e-12)
+
+
+def expression(polynomials: Iterable[Polynomial], names: Mapping[str, int]) -> sympy.Expr:
+    """The sum of polynomials with names for sizes: each coefficient has its own."""
+    terms = Counter(term for polynomial in polynomials for term in polynomial.items())
+    return sympy.Add(
+        *(
+            count * named(number, names) * sympy.Mul(*(symbol(x) ** power for x, power in m))
+            for (m, number), count in terms.items()
+        )
+    )

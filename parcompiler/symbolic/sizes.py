@@ -11,21 +11,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
-from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch, flat, with_tensors
-from parcompiler.capture.modes import in_modes
+from parcompiler.errors import ParcompilerError
 from parcompiler.graph import BatchInput, Graph
+from parcompiler.problem import Problem, prepared
 
 
 class Unfit(Exception):
-    """A graph has no copy, or no formulas, at other sizes; the text says why."""
+    """A model has no graph, or no formulas, at other sizes; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ class InputSize:
 
 
 Sizes = Mapping[str, int]  # the number of each letter
-CaptureAt = Callable[[Sizes], Graph]  # captures the model at these sizes
 
 
 def sizes_of(graph: Graph) -> tuple[InputSize, ...]:
@@ -63,30 +60,25 @@ def batch_of(graph: Graph) -> InputSize:
     return batch
 
 
-def subsets(known: tuple[InputSize, ...]) -> Iterator[tuple[InputSize, ...]]:
-    """The sizes to try as symbols: all, the batch alone, the lengths alone, none."""
-    batch = tuple(size for size in known if size.letter == "b")
-    lengths = tuple(size for size in known if size.letter != "b")
-    yield from dict.fromkeys((known, batch, lengths, ()))
+def resized(problem: Problem, sizes: Sequence[InputSize], numbers: Sizes) -> Problem:
+    """The problem of the model captured again at other numbers of some sizes; nothing is measured
+    for it. Raises Unfit where the model cannot be captured there."""
+    graph, options = problem.graph, problem.options
+    if all(numbers[size.letter] == size.now for size in sizes):
+        return problem
 
+    def captured() -> Graph:
+        if graph.recapture is None:
+            message = "its graph was not captured from a model"
+            raise Unfit(message)
+        try:
+            again = graph.recapture(sample_at(graph, sizes, numbers))
+        except ParcompilerError as error:
+            raise Unfit(str(error)) from error
+        return prepared(again, options, problem.mesh, options.dtype)
 
-def capture_at(
-    model: nn.Module,
-    graph: Graph,
-    sizes: Sequence[InputSize],
-    loss: Callable[[Any], torch.Tensor] | None,
-) -> CaptureAt:
-    """Captures `model` on the sample of its graph, repeated or cut to other sizes; once at each."""
-    captured: dict[tuple[tuple[str, int], ...], Graph] = {}
-
-    def again(numbers: Sizes) -> Graph:
-        key = tuple(numbers.items())
-        if key not in captured:
-            with in_modes(model, graph.modes):
-                captured[key] = capture(model, sample_at(graph, sizes, numbers), loss)
-        return captured[key]
-
-    return again
+    key = "at sizes", *(numbers[size.letter] for size in sizes)
+    return problem.anew(graph=graph.once(key, captured), bench=None)
 
 
 def sample_at(graph: Graph, sizes: Sequence[InputSize], numbers: Sizes) -> Batch:

@@ -13,8 +13,7 @@ from parcompiler.passes.estimate import carried
 from parcompiler.passes.footprint import Footprint
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.symbolic.forms import FIELDS, STATE, ClosedForms, Forms
-from parcompiler.symbolic.polynomials import expression
+from parcompiler.symbolic.forms import FIELDS, STATE, ClosedForms, Forms, expression
 
 Names = Mapping[str, Mapping[str, int]]  # letters for sizes of the model, by template
 
@@ -25,9 +24,12 @@ def stage_forms(
     """The forms of all stages; `message` is what a stage gives to others, as often as it goes, and
     recomputing counts with the backward."""
     assert plan.stages is not None
-    priced, like = problem.under(plan), closed.costs.resizable.like
+    priced, first = problem.under(plan), closed.costs.first
+    like: dict[fx.Node, fx.Node] = {}  # the same value of the first block of a template
+    for block in priced.cut.blocks:
+        like.update(zip(block.outputs, first[block.template].outputs, strict=True))
     index = {block.name: b for b, block in enumerate(priced.cut.blocks)}
-    templates = {name: closed.forms(name, names[name]) for name in closed.costs.like}
+    templates = {name: closed.forms(name, names[name]) for name in first}
     sent = list(carried(problem, plan))
 
     def nbytes(node: fx.Node, *, memory: bool = False) -> sympy.Expr:

@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.clean import simplify
 from parcompiler.capture.inputs import Batch
 from parcompiler.mesh import Mesh
 from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 from parcompiler.options import Options
-from parcompiler.problem import Problem
+from parcompiler.problem import Problem, prepared
 
 SIZES: Any = {"layers": 2, "heads": 4, "hidden": 32, "vocabulary": 64, "sequence": 64}
 
@@ -66,4 +65,5 @@ def hugging_face(batch: int, sequence: int) -> tuple[nn.Module, Batch]:
 def problem_of(name: str, batch: int, sequence: int = 32, target: int = 16) -> Problem:
     """The problem of a fresh capture at these sizes."""
     model, inputs = made(name, batch, sequence, target)
-    return Problem(simplify(capture(model, inputs)), Mesh(), Options(microbatches=4))
+    mesh, options = Mesh(), Options(microbatches=4)
+    return Problem(prepared(capture(model, inputs), options, mesh, None), mesh, options)

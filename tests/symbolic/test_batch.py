@@ -1,37 +1,31 @@
-"""A whole graph at other rows is the graph that a capture at these rows makes."""
-
-from functools import cache
+"""A problem at other rows is that of a model captured at these rows, as it was captured before."""
 
 import pytest
 import torch
 from torch import nn
 
 from parcompiler.capture import capture
-from parcompiler.capture.clean import simplify
+from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.read import fingerprint
 from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
-from parcompiler.problem import Problem
-from parcompiler.symbolic import ResizableGraph, Unfit, batch_of, capture_at, sizes_of
-from parcompiler.symbolic.sizes import CaptureAt
+from parcompiler.problem import Problem, prepared
+from parcompiler.symbolic import Unfit, batch_of
+from parcompiler.symbolic.sizes import resized
 from tests.symbolic.models import made
 
 
-@cache
-def graph_of(name: str, rows: int) -> Graph:
-    """A model captured at so many rows."""
-    return simplify(capture(*made(name, rows)))
-
-
-def problem_of(graph: Graph) -> Problem:
-    """Its blocks on a pipeline, so that both parts of a backward are looked at."""
-    return Problem(graph, Mesh(pipeline=2, device="h100"), Options(4))
-
-
-def at_rows(graph: Graph, rows: int, again: CaptureAt | None = None) -> Graph:
-    """A graph at so many rows."""
-    return ResizableGraph(problem_of(graph), (batch_of(graph),), again).at({"b": rows})
+def problem_of(rows: int, precision: str | None, *, training: bool) -> Problem:
+    """A GPT, with a dropout, captured at so many rows."""
+    options = Options(4, precision=precision)
+    model, inputs = made("gpt", rows)
+    model.train(training)
+    narrow = options.narrow
+    graph = capture(model, inputs) if narrow is None else capture_in(narrow, model, inputs)
+    model.train()  # whatever becomes of it later
+    mesh = Mesh(pipeline=2, device="h100")
+    return Problem(prepared(graph, options, mesh, options.dtype), mesh, options)
 
 
 def digest(graph: Graph) -> str:
@@ -39,31 +33,21 @@ def digest(graph: Graph) -> str:
     return fingerprint(graph.fx_graph, {item.node: item.name for item in graph.parameters})
 
 
-@pytest.mark.parametrize(("name", "captured", "rows"), [("gpt", 1, 4), ("gpt", 4, 1), ("t5", 2, 6)])
-def test_all_nodes_and_costs_are_those_of_a_capture(name: str, captured: int, rows: int) -> None:
-    found = at_rows(graph_of(name, captured), rows)
-    fresh = graph_of(name, rows)
-    assert digest(found) == digest(fresh) != digest(graph_of(name, captured))
-    assert found.inputs == fresh.inputs
-    check_costs(found, fresh)
-
-
-@pytest.mark.parametrize("name", ["dlrm", pytest.param("hf", marks=pytest.mark.sweep)])
-def test_a_second_capture_says_what_the_graph_leaves_open(name: str) -> None:
-    graph = graph_of(name, 2)
-    with pytest.raises(Unfit, match=r"may follow from other sizes|may mean the size 2"):
-        at_rows(graph, 6)
-    again = capture_at(made(name, 2)[0], graph, sizes_of(graph), None)
-    check_costs(at_rows(graph, 6, again), graph_of(name, 6))
-
-
-def check_costs(found: Graph, fresh: Graph) -> None:
-    """All blocks have the costs of the other graph's, the memory that they need at once too."""
-    one, two = problem_of(found), problem_of(fresh)
-    assert one.levels == two.levels
-    for level in one.levels:
-        assert one.priced(level).costs == two.priced(level).costs
-        assert one.priced(level).saved == two.priced(level).saved
+@pytest.mark.parametrize(
+    ("precision", "captured", "rows", "training"),
+    [(None, 1, 4, True), (None, 4, 1, False), ("bf16", 2, 6, False), ("fp64", 2, 3, True)],
+)
+def test_all_nodes_and_costs_are_those_of_a_capture(
+    precision: str | None, captured: int, rows: int, training: bool
+) -> None:
+    first = problem_of(captured, precision, training=training)
+    again = resized(first, [batch_of(first.graph)], {"b": rows})
+    fresh = problem_of(rows, precision, training=training)
+    assert digest(again.graph) == digest(fresh.graph) != digest(first.graph)
+    assert again.graph.inputs == fresh.graph.inputs
+    for level in again.levels:
+        assert again.priced(level).costs == fresh.priced(level).costs
+        assert again.priced(level).saved == fresh.priced(level).saved
 
 
 def test_inputs_that_share_no_rows_have_no_other_batch() -> None:

@@ -12,10 +12,9 @@ import torch
 import parcompiler as pc
 from parcompiler.cost import times
 from parcompiler.models import gpt
-from parcompiler.passes.shard.local import local
 from parcompiler.plan import TemplateTime
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic import Costs, StepFigures, Unfit, closed_forms
+from parcompiler.symbolic import Costs, StepFigures, Unfit
 from parcompiler.symbolic.degrees import with_tensor
 from parcompiler.symbolic.forms import FIELDS, check_ranks
 from parcompiler.symbolic.naming import symbol
@@ -240,7 +239,7 @@ def test_the_forms_of_blocks_in_tensor_ranks_are_those_found_for_so_many(
     costs = program.costs
     assert costs.over_ranks.ranks == exact  # where each rank has one head other operators run
     whole, plan = with_tensor(program.problem, program.plan, exact[-1])
-    there = Costs(local(whole, plan), plan, whole=whole).templates
+    there = Costs(whole, plan).templates
     given = [(symbol(letter), size) for letter, size in {"t": exact[-1], **costs.names}.items()]
     for name, forms in costs.named.items():
         for field in FIELDS:
@@ -251,12 +250,9 @@ def test_the_forms_of_blocks_in_tensor_ranks_are_those_found_for_so_many(
 
 def test_forms_that_are_wrong_on_other_ranks_are_refused() -> None:
     costs = split(8).costs
-    level = split(8).plan.granularity
-    assert level is not None
-    two = closed_forms(costs.problem, level)
-    check_ranks(costs.over_ranks, {2: two})
+    check_ranks(costs.over_ranks, {2: costs.rank_costs})
     with pytest.raises(Unfit, match="flops_forward of Layer on 2, 4 ranks does not tell it"):
-        check_ranks(costs.over_ranks, {3: two})
+        check_ranks(costs.over_ranks, {3: costs.rank_costs})
 
 
 def test_ranks_that_do_not_tell_a_form_are_named() -> None:

@@ -1,5 +1,7 @@
 """Closed forms say of any sizes what a fresh capture at these sizes says, to the last digit."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,27 +9,26 @@ from torch import Tensor, nn
 from parcompiler.capture import capture
 from parcompiler.capture.clean import simplify
 from parcompiler.cost.operation import EXCHANGE
-from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.problem import Problem
 from parcompiler.symbolic import ClosedForms, Forms, closed_forms, sizes_of
-from parcompiler.symbolic.forms import FIELDS, quantities
+from parcompiler.symbolic.forms import FIELDS, RankCosts, quantities
 from parcompiler.symbolic.naming import symbol
-from parcompiler.symbolic.sizes import Sizes
+from parcompiler.symbolic.sizes import Sizes, resized
 from tests.symbolic.models import problem_of
 
 ELSEWHERE = {"b": 6, "s": 20, "s2": 12}
 
 
-def forms_of(name: str, *, asking: bool = False) -> tuple[Problem, ClosedForms]:
-    """A problem at batch 2 and its closed forms; `asking` allows a second capture."""
+def forms_of(problem: Problem) -> ClosedForms:
+    """The closed forms of a problem that nothing divides."""
+    known = sizes_of(problem.graph)
 
-    def again(sizes: Sizes) -> Graph:
-        return problem_of(name, sizes["b"], sizes.get("s", 32), sizes.get("s2", 16)).graph
+    def at(sizes: Sizes) -> Problem:
+        return resized(problem, known, {size.letter: size.now for size in known} | dict(sizes))
 
-    problem = problem_of(name, 2)
-    return problem, closed_forms(problem, 1, again if asking else None)
+    return closed_forms(RankCosts(problem, 1, at))
 
 
 def at_sizes(forms: Forms, sizes: Sizes) -> dict[str, float]:
@@ -37,22 +38,21 @@ def at_sizes(forms: Forms, sizes: Sizes) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "letters", "asking"),
+    ("name", "letters"),
     [
-        ("gpt", "b s", False),
-        ("llama", "b s", False),
-        pytest.param("bert", "b s", False, marks=pytest.mark.sweep),
-        ("t5", "b s s2", False),
-        ("resnet", "b", False),
-        ("hugging_face", "b s", True),
-        ("dlrm", "b", True),
-        pytest.param("moe", "b", True, marks=pytest.mark.sweep),
+        ("gpt", "b s"),
+        ("llama", "b s"),
+        pytest.param("bert", "b s", marks=pytest.mark.sweep),
+        ("t5", "b s s2"),
+        ("resnet", "b"),
+        ("hugging_face", "b s"),
+        ("dlrm", "b"),
+        pytest.param("moe", "b", marks=pytest.mark.sweep),
     ],
 )
-def test_the_costs_at_other_sizes_are_those_of_a_fresh_capture(
-    name: str, letters: str, asking: bool
-) -> None:
-    problem, closed = forms_of(name, asking=asking)
+def test_the_costs_at_other_sizes_are_those_of_a_fresh_capture(name: str, letters: str) -> None:
+    problem = problem_of(name, 2)
+    closed = forms_of(problem)
     assert [size.letter for size in closed.sizes] == letters.split()
     at = {letter: ELSEWHERE[letter] for letter in letters.split()}
     fresh = problem_of(name, at["b"], at.get("s", 32), at.get("s2", 16)).priced(1)
@@ -71,7 +71,7 @@ def test_the_costs_at_other_sizes_are_those_of_a_fresh_capture(
 
 
 def test_the_products_of_a_layer_have_the_textbook_form() -> None:
-    _, closed = forms_of("gpt")
+    closed = forms_of(problem_of("gpt", 2))
     terms = closed.forms("Layer", {"h": 32}).flops_forward.as_coefficients_dict()
     written = {str(term): coefficient for term, coefficient in terms.items()}
     # Narayanan et al. (2021), appendix: 24 B s h^2 + 4 B s^2 h for the products of a layer.
@@ -84,7 +84,7 @@ def test_the_products_of_a_layer_have_the_textbook_form() -> None:
 
 def test_one_row_at_capture_gives_the_costs_of_several() -> None:
     problem = problem_of("gpt", 1)
-    closed = closed_forms(problem, 1)
+    closed = forms_of(problem)
     assert [size.letter for size in closed.sizes] == ["b", "s"]
     fresh = problem_of("gpt", 4, 24).priced(1)
     for block, cost in zip(problem.priced(1).cut.blocks, fresh.costs, strict=True):
@@ -94,10 +94,9 @@ def test_one_row_at_capture_gives_the_costs_of_several() -> None:
 
 
 def test_slots_that_the_model_computes_from_the_sequence_are_no_constants() -> None:
-    _, closed = forms_of("moe")
-    assert closed.sizes == ()
-    reasons = dict(closed.refused)
-    assert "arange_1' makes a tensor from the number" in reasons["sequence"]
+    closed = forms_of(problem_of("moe", 2))
+    assert [size.letter for size in closed.sizes] == ["b"]
+    assert dict(closed.refused) == {"sequence": "the costs are no polynomial of low degree"}
 
 
 class Pairs(nn.Module):
@@ -114,21 +113,21 @@ class Pairs(nn.Module):
         return (cubes + torch.zeros(2)[0]).mean()
 
 
-def test_a_cubic_cost_is_found_and_doubtful_numbers_are_refused() -> None:
-    inputs = {"tokens": torch.zeros(3, 32, dtype=torch.long)}
-    graph = simplify(capture(Pairs(), inputs))
-    problem = Problem(graph, Mesh(), Options(microbatches=1))
-    closed = closed_forms(problem, 1)
-    assert dict(closed.refused).keys() == {"batch", "sequence"}
-    assert "makes a tensor from the number 2" in closed.refused[0][1]
+def test_a_cubic_cost_is_found() -> None:
+    inputs = {"tokens": torch.zeros(2, 32, dtype=torch.long)}
+    problem = Problem(simplify(capture(Pairs(), inputs)), Mesh(), Options(microbatches=1))
+    closed = forms_of(problem)
+    (template,) = closed.costs.first
+    assert "b*s**3" in str(closed.forms(template).flops_forward)
 
-    def again(sizes: Sizes) -> Graph:
-        tokens = torch.zeros(sizes["b"], sizes.get("s", 32), dtype=torch.long)
-        return capture(Pairs(), {"tokens": tokens})
 
-    asked = closed_forms(problem, 1, again)
-    (template,) = asked.costs.like
-    assert "b*s**3" in str(asked.forms(template).flops_forward)
+def test_a_graph_without_its_model_has_numbers_for_forms() -> None:
+    problem = problem_of("gpt", 2)
+    alone = dataclasses.replace(problem.graph, recapture=None)
+    closed = forms_of(problem.anew(graph=alone))
+    assert closed.sizes == ()
+    assert dict(closed.refused)["batch"] == "its graph was not captured from a model"
+    assert closed.forms("Layer").flops_forward.is_Integer
 
 
 def test_sizes_of_inputs_are_found_by_what_they_are() -> None:
