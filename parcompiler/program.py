@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +32,7 @@ from parcompiler.plan import Plan
 from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.report import Report
+from parcompiler.request import Request, check_published
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
 from parcompiler.runtime.joining import current_rank
 from parcompiler.symbolic import Costs
@@ -100,10 +102,15 @@ class Program:
         with nullcontext() if model is None else in_modes(model, modes):
             return check(self, seed)
 
+    @property
+    def request(self) -> Request:
+        """What the compiler was asked for, as exports and checkpoints keep it."""
+        return Request.of(self.problem, self.plan)
+
     def export(
         self,
         path: str | Path,
-        weights: bool = True,
+        weights: bool | str | Path = True,
         standalone: bool = False,
         launcher: str = "torchrun",
         ranks: Iterable[int] | None = None,
@@ -114,13 +121,14 @@ class Program:
         `ranks` are those that get a script under their own number beside it, to read or to start;
         None: all, where there are at most 64.
 
-        `weights` writes the model's parameters beside them; `standalone` copies the runtime, so
+        `weights` writes the model's parameters beside them; the path of a folder of Hugging Face
+        has every rank load its own from there when it starts. `standalone` copies the runtime, so
         that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
         "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
         places there. Raises InputError when the path is taken by something that is no export, the
-        weights are on the meta device, the launcher is unknown, there is no such rank, or the
-        launcher is another than torchrun and the mesh has several devices: such jobs have equal
-        nodes.
+        weights are on the meta device or not those of the model, the launcher is unknown, there is
+        no such rank, or the launcher is another than torchrun and the mesh has several devices:
+        such jobs have equal nodes.
         """
         offered("launcher", launcher, LAUNCHERS)
         chosen = None if ranks is None else [self._rank(rank) for rank in ranks]
@@ -134,12 +142,16 @@ class Program:
         path: Path,
         report: Report,
         *,
-        weights: bool = True,
+        weights: bool | str | Path = True,
         standalone: bool = False,
         launcher: str = "torchrun",
         ranks: Iterable[int] | None = None,
+        model: str | None = None,
+        configuration: Mapping[str, Any] | None = None,
     ) -> Path:
-        """`export` with a report that is made already. Raises InputError as that does."""
+        """`export` with a report that is made already. Raises InputError as that does.
+
+        `model` is the MODEL of the command line, `configuration` that of transformers."""
         if launcher != "torchrun" and not self.problem.mesh.is_uniform:
             message = (
                 f"launcher {launcher!r} writes a job of equal nodes, and the mesh has several "
@@ -148,9 +160,14 @@ class Program:
             raise InputError(message)
         each = min(device.devices_per_node for device in self.problem.devices)
         launch = Launch(launcher, int(each))
+        request = dataclasses.replace(self.request, model=model, configuration=configuration)
+        if not isinstance(weights, bool):
+            folder = os.path.abspath(weights)  # scripts run in other folders
+            check_published(self.problem.graph, Path(folder))
+            request = dataclasses.replace(request, weights=folder)
         return export(
-            path, self.plan, self.lowered, self.plan.mesh.devices, report,
-            weights=weights, standalone=standalone, launch=launch, ranks=ranks,
+            path, self.plan, self.lowered, self.plan.mesh.devices, report, request,
+            weights=weights is True, standalone=standalone, launch=launch, ranks=ranks,
         )  # fmt: skip
 
     def instructions(self, rank: int) -> Instructions:
@@ -190,6 +207,7 @@ class Program:
             vocabulary=vocabulary_class(self.lowered, device),
             hooks=hook_functions(self.lowered, device),
             timeout=timeout,
+            request=self.request.to_data(),
         )
 
     def on(self, graph: Graph) -> Program:

@@ -141,6 +141,19 @@ def _text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _request(found: Checkpoint) -> dict[str, Any]:
+    """What its program was compiled from, where it says so."""
+    saved = found.facts.get("request") or {}
+    if not saved:
+        return {}
+    options = ", ".join(f"{name}={value}" for name, value in sorted(saved["options"].items()))
+    return {
+        "model": saved.get("model") or "not said",
+        "options": options or "the defaults",
+        "batch": f"{saved['microbatches']} micro-batches of {saved['samples']} samples",
+    }
+
+
 def _facts(found: Checkpoint) -> dict[str, Any]:
     """What a person wants to know first."""
     kinds = {"model": "parameter_bytes", "unsaved": "parameter_bytes"}
@@ -156,6 +169,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "step": found.step,
         "mesh": f"pipeline={pipeline}, data={data}, tensor={tensor}",
         "optimizer": "none" if optimizer is None else optimizer["kind"],
+        "samples": found.facts["samples"],
+        **_request(found),
         "extra": sorted(found.facts["extra"]) or ["nothing"],
         **totals,
     }

@@ -14,7 +14,7 @@ import click
 
 from parcompiler.cli import options, output, words
 from parcompiler.cli.output import DONE, FAULT, Settings
-from parcompiler.cli.request import compiled
+from parcompiler.cli.request import compiled, source
 
 if TYPE_CHECKING:
     from parcompiler.device import Device
@@ -87,6 +87,10 @@ def plan_command(
     help="Whether the model's parameters are written beside the scripts. Default: if it has any.",
 )  # fmt: skip
 @click.option(
+    "--pretrained", type=options.PATH, metavar="FOLDER",
+    help="Published weights (of Hugging Face), which every rank loads its own of when it starts.",
+)  # fmt: skip
+@click.option(
     "--standalone", is_flag=True,
     help="Copy the runtime beside the scripts: the cluster needs torch only.",
 )  # fmt: skip
@@ -97,8 +101,8 @@ def plan_command(
 @options.common
 @click.pass_obj
 def compile_command(
-    settings: Settings, /, folder: Path, weights: bool | None, standalone: bool, launcher: str,
-    form: str, **request: Any,
+    settings: Settings, /, folder: Path, weights: bool | None, pretrained: Path | None,
+    standalone: bool, launcher: str, form: str, **request: Any,
 ) -> int:  # fmt: skip
     """Write a folder with one readable script for each rank, which torchrun starts.
 
@@ -110,22 +114,31 @@ def compile_command(
     parcompiler compile hf:config.json --plan plan.json --export out/ --standalone
     parcompiler compile model.py:make --mesh pipeline=4,data=8 --device h100 --export out/ \\
         --launcher slurm
+
+    \b
+    parcompiler compile model.py:make --checkpoint run/ --mesh data=6 --export out6/
+    parcompiler compile hf:config.json --pretrained weights/ --mesh tensor=8 --export out/
     """
     output.check_folder(folder)
     program = compiled(settings, **request)
     report = program.report()
+    checkpoint = request["checkpoint"]
     if weights is None:
-        weights = not any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
-        if not weights:
-            output.note("no weights are written: the model has none (meta device)", settings.quiet)
+        meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
+        weights = not meta and checkpoint is None
+        if not weights and pretrained is None:
+            reason = "the model has none (meta device)" if meta else "the checkpoint has them"
+            output.note(f"no weights are written: {reason}", settings.quiet)
     with output.writing(folder):
         path = program.write(
-            folder, report, weights=weights, standalone=standalone, launcher=launcher
-        )
+            folder, report, weights=pretrained or weights, standalone=standalone,
+            launcher=launcher, **source(request["model"], checkpoint),
+        )  # fmt: skip
     ranks = program.problem.mesh.size
+    resumed = "" if checkpoint is None else f" --resume {shlex.quote(str(checkpoint.absolute()))}"
     text = (
         f"{path}: {ranks} scripts, of which {path / 'README.md'} tells\n"
-        f"  {_started(launcher, path, ranks)}\n"
+        f"  {_started(launcher, path, ranks)}{resumed}\n"
         f"  parcompiler report {shlex.quote(str(path))}"
     )
     places = {"folder": str(path), "ranks": ranks}

@@ -34,6 +34,11 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
     Raises InputError for a file that is no configuration, and for a model that is none of
     language: its inputs are the user's to make.
     """
+    return made(read(path), path, sequence, rows)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a configuration says. Raises InputError as `build` does."""
     path = path / "config.json" if documents.path_of(path).is_dir() else path
     if not path.exists():
         message = (
@@ -41,7 +46,13 @@ def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module
             "downloaded (fetch it first, as with 'hf download NAME config.json')"
         )
         raise InputError(message)
-    data = _read(path)
+    return _read(path)
+
+
+def made(
+    data: dict[str, Any], path: Path, sequence: int | None, rows: int | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a configuration that is read from `path`, with inputs. Raises InputError."""
     _check_fields(data, path, "")
     with silent():
         config = _config(data, path)

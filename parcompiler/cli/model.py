@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import nn
 
+from parcompiler.cli.words import HF
 from parcompiler.documents import path_of
 from parcompiler.errors import InputError
 
-HF = "hf:"
 FORMS = "write package.module:factory, path/to/file.py:factory or hf:path/to/config.json"
 
 Made = tuple[nn.Module, Any]

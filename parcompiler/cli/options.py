@@ -140,6 +140,10 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--plan", PATH,
      "Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
      "an exported folder. Options besides it must agree with it."),
+    ("--checkpoint", PATH,
+     "Compile what this checkpoint's run was compiled from (a folder: its newest) for another "
+     "mesh, with as many samples in a step. Options besides it go before its own; MODEL is needed "
+     "where Python makes the model."),
     ("--sequence", COUNT,
      "Tokens in a row of a micro-batch, for hf: models. Default: the longest of "
      "the model, at most 2048."),
@@ -165,6 +169,7 @@ def _option(name: str, kind: Any, text: str) -> Decorator[Any]:
 
 
 planning = _together(
-    click.argument("model", metavar="MODEL", type=words.listed("MODEL", ())),
+    # A checkpoint may say it.
+    click.argument("model", metavar="MODEL", type=words.listed("MODEL", ()), required=False),
     *starmap(_option, _PLANNING),
 )

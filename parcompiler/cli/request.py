@@ -7,26 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from parcompiler.cli.output import Settings, result_only
-from parcompiler.cli.words import AUTO, ZERO
+from parcompiler.cli.words import AUTO, HF, ZERO
 from parcompiler.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from parcompiler.mesh import Cluster, Mesh
     from parcompiler.plan import Plan
     from parcompiler.program import Program
+    from parcompiler.request import Request
+    from parcompiler.runtime.checkpoint.folder import Checkpoint
     from parcompiler.schedules import Schedule
 
 
 def compiled(
     settings: Settings,
     *,
-    model: str,
+    model: str | None,
     mesh: str | dict[str, int] | None,
     nodes: int | None,
     devices_per_node: int | None,
     device: str | None,
     pins: tuple[tuple[str, str], ...],
     plan_path: Path | None,
+    checkpoint: Path | None,
     sequence: int | None,
     rows: int | None,
     schedule: str | None,
@@ -37,6 +40,9 @@ def compiled(
     What is not typed is None; `decisions` are other arguments of `compile`. What is wrong with an
     option by itself is found before the model is made, which may take longer than all that follows.
     """
+    if model is None and checkpoint is None:
+        message = "Missing argument 'MODEL': see --help"
+        raise InputError(message)
     _check_mesh(
         mesh, plan_path, {"--nodes": nodes, "--devices-per-node": devices_per_node,
         "--microbatch": decisions["microbatch"]},
@@ -48,9 +54,21 @@ def compiled(
     from parcompiler.mesh import Cluster, Mesh
     from parcompiler.options import Options, offered
     from parcompiler.progress import Progress
+    from parcompiler.request import check_fits
 
-    check(model, sequence, rows)
+    saved = None if checkpoint is None else _saved(checkpoint)
+    if model is not None:
+        check(model, sequence, rows)
+    elif saved is not None and saved.configuration is None:
+        said = saved.model or "path/to/file.py:factory"
+        message = (
+            f"MODEL is missing: Python made the model of {checkpoint}, which a checkpoint does "
+            f"not run: give it, as in parcompiler compile {said} --checkpoint {checkpoint}"
+        )
+        raise InputError(message)
     plan = read(plan_path).plan if plan_path is not None else None
+    if device is None and saved is not None and plan is None:
+        device = _device_of(saved)
     place: Mesh | Cluster
     if isinstance(mesh, str):
         kind = _devices(device or "cpu")
@@ -65,19 +83,89 @@ def compiled(
     arguments = {name: value for name, value in decisions.items() if value is not None}
     if plan is not None:
         arguments = {"precision": plan.precision, "optimizer": plan.optimizer, **arguments}
+    elif saved is not None:
+        arguments = {**saved.options, **arguments}
     fields = {name: value for name, value in arguments.items() if name != "microbatch"}
     options = Options(**{"microbatches": 1, **fields})
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
     progress = not settings.quiet
-    with result_only(), remarks_left_out(model):
+    with result_only(), remarks_left_out(model or HF):
         with Progress(progress) as steps, steps("model"):
-            module, inputs = load(model, sequence, rows)
+            if saved is None or (model is not None and not model.startswith(HF)):
+                module, inputs = load(cast("str", model), sequence, rows)
+            else:
+                module, inputs = _configured(model, saved, sequence, rows)
+        if saved is not None and plan is None and "microbatches" not in arguments:
+            data = 1 if isinstance(place, Cluster) else place.data
+            arguments["microbatches"] = saved.microbatches_for(_samples(inputs), data)
         try:
-            return compile(module, place, inputs, plan=plan, progress=progress, **arguments)
+            program = compile(module, place, inputs, plan=plan, progress=progress, **arguments)
         except PlanError as error:
             if plan is not None:
                 error.add_note(f"(the plan is that of {plan_path})")
             raise
+    if checkpoint is not None:
+        check_fits(program.problem.graph, _opened(checkpoint))
+    return program
+
+
+def source(model: str | None, checkpoint: Path | None) -> dict[str, Any]:
+    """What an export keeps of the MODEL that was typed, or that a checkpoint was saved with."""
+    if model is None:
+        assert checkpoint is not None, "compiled refuses neither"
+        saved = _saved(checkpoint)
+        return {"model": saved.model, "configuration": saved.configuration}
+    if not model.startswith(HF):
+        return {"model": model, "configuration": None}
+    from parcompiler.cli.huggingface import read
+
+    return {"model": model, "configuration": read(Path(model.removeprefix(HF)))}
+
+
+def _opened(folder: Path) -> Checkpoint:
+    """The checkpoint of a folder."""
+    from parcompiler.runtime.checkpoint import folder as folders
+
+    return folders.read(folders.find(folder))
+
+
+def _saved(folder: Path) -> Request:
+    """What the program of a checkpoint was asked for."""
+    from parcompiler.request import Request
+
+    return Request.saved(_opened(folder))
+
+
+def _device_of(saved: Request) -> str:
+    """The device of a checkpoint's program, if it is one that anybody has."""
+    from parcompiler.device import names
+
+    if saved.device not in names():
+        message = f"--device is missing: the run was on {saved.device or 'several'}"
+        raise InputError(message)
+    return saved.device
+
+
+def _configured(
+    model: str | None, saved: Request, sequence: int | None, rows: int | None
+) -> tuple[Any, Any]:
+    """The model of the configuration that was typed, or else of the checkpoint's, with inputs as
+    large as those of the checkpoint's program."""
+    from parcompiler.cli.huggingface import made, read
+
+    path = Path((model or saved.model or "").removeprefix(HF))
+    data = dict(saved.configuration or {}) if model is None else read(path)
+    shape = saved.inputs.get("input_ids", (None, [1, None]))[1]
+    return made(data, path, sequence or shape[1], rows or shape[0])
+
+
+def _samples(inputs: Any) -> int:
+    """The samples of a micro-batch."""
+    from parcompiler.capture.inputs import flat
+    from parcompiler.runtime.program import Input, samples_of
+
+    leaves = [(key, leaf) for key, leaf in flat(inputs) if hasattr(leaf, "shape")]
+    return samples_of(Input(key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves)
 
 
 def _check_mesh(

@@ -22,6 +22,7 @@ from click.shell_completion import CompletionItem
 
 AXES = ("pipeline", "tensor", "data")
 AUTO = "auto"
+HF = "hf:"  # how a MODEL begins that is a configuration of transformers
 ANSWERS = {"yes": True, "no": False, "true": True, "false": False}
 
 # Completed and listed by --help, which do not load torch; tests/cli compares with what is offered.

@@ -9,6 +9,7 @@ lists all that was written.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -35,7 +36,8 @@ from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.report.names import numbers, ranges
-from parcompiler.runtime.files import SUMS, listing, storable, sums
+from parcompiler.request import Request
+from parcompiler.runtime.files import REQUEST, SUMS, listing, storable, sums
 
 TORCHRUN = Launch()
 MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader could want
@@ -47,6 +49,7 @@ def export(
     lowered: Lowered,
     devices: Sequence[str],
     report: Report,
+    request: Request,
     *,
     weights: bool,
     standalone: bool,
@@ -69,7 +72,7 @@ def export(
         try:
             new.mkdir()
             _fill(
-                new, plan, lowered, report, weights=weights, standalone=standalone,
+                new, plan, lowered, report, request, weights=weights, standalone=standalone,
                 readable=texts(
                     lowered, devices, str(report), standalone=standalone, launch=launch, ranks=ranks
                 ),
@@ -91,6 +94,7 @@ def _fill(
     plan: Plan,
     lowered: Lowered,
     report: Report,
+    request: Request,
     *,
     weights: bool,
     standalone: bool,
@@ -99,6 +103,7 @@ def _fill(
     """Write all files of an export; `readable` are the texts of those that people read."""
     _write(path / "plan.json", plan.to_json())
     _write(path / "report.json", report.to_json())
+    _write(path / REQUEST, json.dumps(request.to_data(), indent=2, sort_keys=True) + "\n")
     for name, text in readable.items():
         _write(path / name, text)
     for stage in lowered.stages:

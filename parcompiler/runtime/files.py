@@ -29,6 +29,7 @@ import torch
 from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.runtime.program import RankProgram
 
+REQUEST = "request.json"  # what was asked of the compiler
 SUMS = "SHA256SUMS"  # what makes a folder an export
 _COMPARED = (".py", ".safetensors")  # what ranks run and load
 DTYPES = {
@@ -84,6 +85,18 @@ def sums(folder: Path) -> dict[str, str]:
         message = f"{path} lists files outside of its folder: remove that, and export again"
         raise InputError(message)
     return listed
+
+
+def request_of(folder: Path) -> dict[str, Any]:
+    """What was asked of the compiler, as an export says it. Raises InputError where it is no JSON;
+    empty where there is none."""
+    path = folder / REQUEST
+    try:
+        found = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        message = f"cannot read {path} ({error}): copy or export the folder again"
+        raise InputError(message) from error
+    return found if isinstance(found, dict) else {}
 
 
 def fingerprint(folder: Path) -> Fingerprint:

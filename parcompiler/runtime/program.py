@@ -114,9 +114,8 @@ class RankProgram:
 
     @cached_property
     def samples(self) -> int:
-        """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
-        rows = {spec.shape[0] for spec in self.inputs.values() if spec.shape}
-        return rows.pop() if len(rows) == 1 else 1
+        """The samples of a micro-batch."""
+        return samples_of(self.inputs.values())
 
     @property
     def samples_of_step(self) -> int:
@@ -163,6 +162,12 @@ class RankProgram:
             instructions=on_rank(program.instructions, at, grid, program.updates),
             evaluation=on_rank(program.evaluation, at, grid, program.updates),
         )
+
+
+def samples_of(inputs: Iterable[Input]) -> int:
+    """The samples of a micro-batch: rows, where its tensors have equally many; else itself."""
+    rows = {spec.shape[0] for spec in inputs if spec.shape}
+    return rows.pop() if len(rows) == 1 else 1
 
 
 def on_rank(

@@ -32,7 +32,7 @@ from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
 from parcompiler.runtime.failure import Watch, explain, named
-from parcompiler.runtime.files import Fingerprint, fingerprint, stored
+from parcompiler.runtime.files import Fingerprint, fingerprint, request_of, stored
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
 from parcompiler.runtime.program import RankProgram, of_first
@@ -57,7 +57,8 @@ class Worker:
     `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some. `hooks`
     are the model's hooks on gradients, by the name of the parameter.
     `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
-    compare the checksums of its scripts and weights.
+    compare the checksums of its scripts and weights. `request` is what the compiler was asked for,
+    which checkpoints keep; that of `folder` is the folder's.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
     batches in the first step, and in every `check_batches`-th one from there on; in the
@@ -84,6 +85,7 @@ class Worker:
         hooks: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         device: torch.device | None = None,
         timeout: timedelta | float = TIMEOUT,
+        request: Mapping[str, Any] | None = None,
     ) -> None:
         timeout = _timedelta(timeout)
         self.program = program
@@ -131,12 +133,17 @@ class Worker:
             )
             layout = RankLayout(program)
             state = RankState(program, self._interpreter, self._updates, layout, self._calls)
+            if folder is not None:
+                request = request_of(folder)
             self._checkpoints = Checkpoints(
-                program, state, layout, self._channels, store, lambda: self._watch.cause
-            )
+                program, state, layout, self._channels, store, lambda: self._watch.cause,
+                request or {},
+            )  # fmt: skip
             self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
                 self._tensors.loaded = None  # checksums are compared
+        if folder is not None and request and request.get("weights"):
+            self.load_pretrained(request["weights"])
 
     @property
     def rank(self) -> int:

@@ -55,3 +55,9 @@ def unruly() -> tuple[Unruly, tuple[torch.Tensor]]:
 
 
 MODEL = gpt
+
+
+def larger() -> tuple[gpt.GPT, tuple[torch.Tensor, torch.Tensor]]:
+    """Another model, on as many samples."""
+    config = gpt.Config(layers=2, heads=2, hidden=12, vocabulary=16, sequence=4, tied=False)
+    return gpt.GPT(config), make()[1]

@@ -23,6 +23,7 @@ from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan, Shape
+from parcompiler.request import Request
 from parcompiler.runtime.files import stored
 from parcompiler.vocabulary import spread
 from tests import zoo
@@ -233,7 +234,8 @@ def exported(lowered: Lowered, path: Path, *, weights: bool) -> Path:
     report: Any = _Text()
     plan = Plan(model="GPT", fingerprint="", mesh=Shape(pipeline=lowered.size), microbatches=1)
     return export(
-        path, plan, lowered, ["cpu"] * lowered.size, report, weights=weights, standalone=False
+        path, plan, lowered, ["cpu"] * lowered.size, report, Request(1, 1, 1), weights=weights,
+        standalone=False,
     ) / "weights"  # fmt: skip
 
 

@@ -4,10 +4,12 @@ torchrun --nproc-per-node 4 checkpoints.py FOLDER, which has `jobs.json` and the
 gets `NAME.json` and the checkpoints that it saves.
 """
 
+import io
 import json
 import os
 import signal
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,10 @@ class Player:
 
 
 def play(folder: Path, job: dict[str, Any], rank: int) -> None:
+    if "command" in job:
+        if rank == 0:
+            command(folder, job)
+        return
     size = job["ranks"]
     if rank >= size:
         return
@@ -152,6 +158,17 @@ def play(folder: Path, job: dict[str, Any], rank: int) -> None:
     finally:
         dist.destroy_process_group()
         (folder / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
+
+
+def command(folder: Path, job: dict[str, Any]) -> None:
+    """Call parcompiler in the folder, while the other ranks wait for the next job."""
+    from parcompiler.cli import run as parcompiler
+
+    errors, output = io.StringIO(), io.StringIO()
+    with chdir(folder), redirect_stderr(errors), redirect_stdout(output):
+        code = parcompiler(job["command"])
+    result = {"code": code, "output": output.getvalue(), "errors": errors.getvalue()}
+    (folder / f"{job['name']}.0.json").write_text(json.dumps(result))
 
 
 def script(folder: Path, job: dict[str, Any], rank: int) -> int:

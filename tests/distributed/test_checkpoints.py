@@ -16,6 +16,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.runtime.checkpoint import folder as folders
+from tests.cli import models
 from tests.distributed import checkpoints
 from tests.distributed.torchrun import torchrun
 
@@ -192,6 +193,7 @@ def divided_jobs(pairs: Iterable[tuple[str, str]]) -> Iterable[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     jobs = [*resumed_jobs(RESUMED), *divided_jobs(CYCLE), *failing_jobs(), *script_jobs()]
+    jobs += elastic_jobs()
     return Played(tmp_path_factory.mktemp("checkpoints"), RESUMED | DIVIDED, jobs)
 
 
@@ -218,6 +220,72 @@ def script_jobs() -> Iterable[dict[str, Any]]:
         ("undisturbed", "u", steps, {"seed": 6}),
     ):
         yield RESUMED["vocab-2"].job(name, "vocab-2", script=script, arguments=arguments, **more)
+
+
+MODEL = f"{Path(models.__file__)}:make"
+ELASTIC = {4: "pipeline=2,data=2", 2: "tensor=2", 3: "data=3"}  # 12 samples a step
+
+
+def elastic_jobs() -> Iterable[dict[str, Any]]:
+    """A run that loses two of its four ranks, and gets one back; and one that nobody disturbs."""
+    steps = 0
+    for ranks, mesh in ELASTIC.items():
+        from_checkpoint = ["--checkpoint", "elastic"] if steps else ["--microbatches", "3"]
+        more = [] if steps else ["--precision", "fp64", "--schedule", "1f1b"]
+        yield {
+            "name": f"plan-{ranks}",
+            "command": [
+                "compile", MODEL, "--mesh", mesh, "--export", f"on-{ranks}", "--no-weights"
+                if steps else "--weights", *from_checkpoint, *more, "--format", "json",
+            ],
+        }  # fmt: skip
+        if not steps:
+            yield elastic_job(ranks, "whole", 6)
+        steps += 2
+        yield elastic_job(ranks, "elastic", steps)
+    for name, arguments in {
+        "unnamed": ["--checkpoint", "elastic", "--mesh", "data=2"],
+        "uneven": [MODEL, "--checkpoint", "elastic", "--mesh", "data=5"],
+        "other": [MODEL.replace(":make", ":larger"), "--checkpoint", "elastic", "--mesh", "data=1"],
+    }.items():
+        yield {"name": name, "command": ["plan", *arguments, "--quiet"]}
+
+
+def elastic_job(ranks: int, run: str, steps: int) -> dict[str, Any]:
+    arguments = ["--steps", str(steps), "--seed", "4", "--resume", "auto"]
+    return {
+        "name": f"{run}-{ranks}", "program": f"on-{ranks}", "ranks": ranks, "script": run,
+        "arguments": arguments,
+    }  # fmt: skip
+
+
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(played: Played) -> None:
+    plans = [json.loads(played.seen(f"plan-{ranks}")["output"])["plan"] for ranks in ELASTIC]
+    sizes = [plan["mesh"]["data"] * plan["microbatches"] for plan in plans]
+    assert sizes == [6, 6, 6]
+    assert [plan["precision"] for plan in plans] == ["fp64"] * 3
+    assert plans[0]["schedule"] == "1f1b"
+    for ranks in ELASTIC:
+        codes = [played.seen(f"elastic-{ranks}", rank)["code"] for rank in range(ranks)]
+        assert codes == [0] * ranks
+    elastic, whole = played.checkpoint("elastic"), played.checkpoint("whole")
+    assert (elastic.step, elastic.facts["samples"]) == (6, 72) == (whole.step, 72)
+    assert [elastic.facts["mesh"], whole.facts["mesh"]] == [[1, 3, 1], [2, 2, 1]]
+    for name in whole.entries:
+        torch.testing.assert_close(elastic.whole(name), whole.whole(name), rtol=1e-9, atol=1e-12)
+    saved = elastic.facts["request"]
+    assert saved["model"] == MODEL
+    assert saved["options"] == {"precision": "fp64", "schedule": "1f1b"}
+
+
+def test_a_checkpoint_that_cannot_be_planned_for_says_why(played: Played) -> None:
+    said = {name: played.seen(name) for name in ("unnamed", "uneven", "other")}
+    assert all(one["code"] == 2 for one in said.values())
+    assert (
+        "a checkpoint does not run: give it, as in parcompiler compile" in said["unnamed"]["errors"]
+    )
+    assert "a step takes 12 samples, which 5 data ranks cannot share" in said["uneven"]["errors"]
+    assert "is of another model: 'embedding.weight' has the shape" in said["other"]["errors"]
 
 
 def test_sigterm_on_one_rank_ends_all_of_them_with_a_checkpoint(played: Played) -> None:

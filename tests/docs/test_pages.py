@@ -15,6 +15,7 @@ from tests.docs.pages import DOCS, PAGES, ROOT, commands, examples
 
 SLOW = {  # they run in the sweep
     "how-to/huggingface.md": "imports transformers",
+    "how-to/weights.md": "imports transformers",
     "how-to/mesh.md": "weighs all meshes of a cluster",
 }
 WITH_CODE = [page for page in PAGES if any(examples((DOCS / page).read_text()))]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
 6  compiler checks program loaded verification bench cli meshes __main__ __init__
-5  lower verifier codegen report changes prices symbolic
+5  lower verifier codegen report request changes prices symbolic
 4  passes
 3  problem options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver

@@ -70,6 +70,7 @@ class Checkpoints:
         channels: Channels,
         store: dist.Store | None,
         cause: Callable[[], str],
+        request: Mapping[str, Any],
     ) -> None:
         self._program = program
         self._state = state
@@ -77,6 +78,7 @@ class Checkpoints:
         self._channels = channels
         self._store = store
         self._cause = cause
+        self._request = request  # what the compiler was asked for
         self._thread: threading.Thread | None = None
         self._fault = ""  # of what the thread did
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
@@ -102,6 +104,8 @@ class Checkpoints:
             check_keep(keep)
             facts = self._state.facts(optimizer=optimizer)
             at = self._program.coordinate
+            if self._program.rank == 0:
+                facts["request"] = dict(self._request)
             if not at.pipeline and not at.tensor:
                 facts["extra"] = extra_state(extra, tensors)
             found = {"arguments": arguments, "names": self._state.names(), "facts": facts}

@@ -1,0 +1,146 @@
+"""What was asked of the compiler: an export and its checkpoints keep it, so that it can be asked
+again for another mesh.
+
+    {"model": "model.py:make", "configuration": null, "inputs": {"tokens": ["int64", [2, 64]]},
+     "samples": 2, "microbatches": 8, "data": 4, "device": "h100", "options": {"precision": "bf16"}}
+
+It says which Python makes the model, and does not keep that: nothing of a checkpoint is ever run.
+A configuration of transformers is data, and is kept. What a mesh alone means (block counts of
+stages, a schedule that was written by hand) is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parcompiler.errors import InputError
+from parcompiler.options import Options
+from parcompiler.runtime.checkpoint import pretrained as published
+from parcompiler.runtime.checkpoint.folder import Checkpoint
+from parcompiler.runtime.program import Input, samples_of
+
+if TYPE_CHECKING:
+    from parcompiler.graph import Graph
+    from parcompiler.plan import Plan
+    from parcompiler.problem import Problem
+
+_OF_A_MESH = ("microbatches", "stages", "schedule")  # what these may be besides words
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: `samples` are those of a micro-batch, `microbatches` of each of the `data`
+    ranks, `options` other arguments of `compile` that are not the defaults. `weights` are published
+    weights that the ranks load when they start."""
+
+    samples: int
+    microbatches: int
+    data: int
+    device: str | None = None  # None: several
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None  # MODEL of the command line
+    configuration: Mapping[str, Any] | None = None
+    weights: str | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, plan: Plan) -> Request:
+        """What a program was asked for."""
+        specs = problem.graph.inputs
+        inputs = {s.key: [str(s.dtype).removeprefix("torch."), list(s.shape)] for s in specs}
+        samples = samples_of(Input(s.key, tuple(s.shape), s.dtype) for s in specs)
+        devices = set(plan.mesh.devices)
+        return cls(
+            samples, plan.microbatches, plan.mesh.data,
+            devices.pop() if len(devices) == 1 else None, inputs, _options(problem.options),
+        )  # fmt: skip
+
+    @classmethod
+    def saved(cls, checkpoint: Checkpoint) -> Request:
+        """What the program was asked for that saved a checkpoint. Raises InputError where it does
+        not say so, or is damaged."""
+        data = checkpoint.facts.get("request")
+        names = {item.name for item in dataclasses.fields(cls)}
+        if not isinstance(data, dict) or not data.keys() <= names:
+            message = f"{checkpoint.path} does not say what its program was compiled from"
+            raise InputError(message)
+        kinds = {"samples": int, "microbatches": int, "inputs": dict, "options": dict}
+        wrong = [name for name, kind in kinds.items() if not isinstance(data.get(name), kind)]
+        if wrong:
+            message = f"{checkpoint.path} is damaged: its request has no {wrong[0]}"
+            raise InputError(message)
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
+        return cls(**{**data, "options": options, "data": checkpoint.facts["mesh"][1]})
+
+    def microbatches_for(self, samples: int, data: int) -> int:
+        """The micro-batches of so many samples on each of so many data ranks that make a step as it
+        was. Raises InputError where there are none."""
+        total = self.samples * self.microbatches * self.data
+        count, rest = divmod(total, samples * data)
+        if rest or not count:
+            message = (
+                f"a step takes {total} samples, which {data} data ranks cannot share in "
+                f"micro-batches of {samples}: take another number of data ranks, or give "
+                "--microbatches, with which a step takes other numbers of samples from there on"
+            )
+            raise InputError(message)
+        return count
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return dataclasses.asdict(self)
+
+
+def check_fits(graph: Graph, checkpoint: Checkpoint) -> None:
+    """Raise InputError unless a checkpoint has the tensors of this model, and no others."""
+    stored = {
+        name.partition("/")[2]: entry.shape
+        for name, entry in checkpoint.entries.items()
+        if name.startswith(("model/", "unsaved/"))
+    }
+    shapes = {item.name: tuple(item.shape) for item in graph.parameters}
+    for name in sorted(shapes.keys() | stored.keys()):
+        if shapes.get(name) != stored.get(name):
+            message = (
+                f"{checkpoint.path} is of another model: {name!r} has the shape {stored.get(name)} "
+                f"there and {shapes.get(name)} here (None: there is none)"
+            )
+            raise InputError(message)
+
+
+def _options(options: Options) -> dict[str, Any]:
+    """The options that are not the defaults, without those of a mesh alone."""
+    default = Options(1)
+    found = {}
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        of_mesh = item.name in _OF_A_MESH and not isinstance(value, str)
+        if value != getattr(default, item.name) and not of_mesh:
+            found[item.name] = value
+    return found
+
+
+def check_published(graph: Graph, folder: Path) -> None:
+    """Raise InputError unless a folder has published weights of this model, all that its state dict
+    has."""
+    source = published.opened(folder)
+    names = {name: item for item in graph.parameters for name in (item.name, *item.aliases)}
+    stored = {name: key for key, name in published.renamed(source.files, names.keys()).items()}
+    for item in graph.parameters:
+        own = (item.name, *item.aliases)
+        key = next((stored[name] for name in own if name in stored), None)
+        found = None if key is None else source.shape(key)
+        if found != tuple(item.shape) and (found is not None or not {*own} <= {*item.unsaved}):
+            message = (
+                f"{folder} has not the weights of this model: {item.name!r} needs the shape "
+                f"{tuple(item.shape)} ({found or 'no such tensor'} found)"
+            )
+            raise InputError(message)
+    unknown = [key for name, key in stored.items() if name not in names]
+    if unknown:
+        message = f"{folder} has weights of another model: {unknown[0]!r} is unknown to this one"
+        raise InputError(message)
