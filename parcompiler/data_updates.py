@@ -106,9 +106,9 @@ class DataUpdates:
     @property
     def kept(self) -> int:
         """How many tensors like each weight are kept besides the optimizer's states: the anchor
-        and the momentum of rounds."""
+        and the momentum of rounds, the error of PowerSGD."""
         if self.way != "local" or self.averages:
-            return 0
+            return int(self.compression == "powersgd")
         return 2 if self.outer[1] else 1
 
     @property

@@ -16,6 +16,7 @@ from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
+from parcompiler.runtime.powersgd import is_factored
 from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import StageCost
@@ -133,7 +134,15 @@ def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
     tensors = [lowered.graph.by_name[name] for name in item.names]
     if lowered.updates.compression is None or isinstance(item, TiedTensor):
         return sum(tensor.nbytes for tensor in tensors)
-    return sum(tensor.numel * 2 * (1 + tensor.dtype.is_complex) for tensor in tensors)
+    rank = lowered.updates.rank
+    if rank == 0:  # 16 bits
+        return sum(tensor.numel * 2 * (1 + tensor.dtype.is_complex) for tensor in tensors)
+    return sum(
+        (x.shape[0] + x.numel // x.shape[0]) * rank * max(4, x.dtype.itemsize)
+        if is_factored(x.shape, rank)
+        else x.nbytes
+        for x in tensors
+    )
 
 
 def message_seconds(problem: Problem, lowered: Lowered) -> Callable[[str, int, int], float]:

@@ -19,6 +19,12 @@ def meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
                 f"all-reduce in {name}: gradients, and their sums, are rounded to {DIGITS[name]} "
                 "bits, so the numbers are near those of one process"
             )
+    if updates.rank:
+        return (
+            f"all-reduce of factors of rank {updates.rank} for each matrix, with error feedback: "
+            "what a step leaves out is added to the next; near the numbers of one process over "
+            "many steps, not in each"
+        )
     if updates.way == "local":
         rate, momentum = updates.outer
         step = f"as a step with learning rate {rate:g} and Nesterov's momentum {momentum:g}"

@@ -98,6 +98,7 @@ class Channels:
         self._side: dist.ProcessGroup | None = (
             None  # of this data coordinate, if it steps by itself
         )
+        self.beside: CollectiveQueue | None = None  # of compressed sums
         self._cast: CastSums | None = None  # of gradients over the data ranks
         self._all: dist.ProcessGroup | None = None
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
@@ -126,8 +127,10 @@ class Channels:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._side = groups[self._program.coordinate.data]
         compression = self._program.updates.compression
-        if compression in DTYPES:
-            self._cast = CastSums(DTYPES[compression], self.device, self._failed)
+        if compression is not None:
+            self.beside = queue_on(self.device, self._failed)
+            if compression in DTYPES:
+                self._cast = CastSums(DTYPES[compression], self.beside)
         if self._program.rows:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._plane = groups[self._program.coordinate.data]
@@ -337,7 +340,7 @@ class Channels:
     def close(self) -> None:
         """Destroy the groups, so that ranks that wait on this one are told at once."""
         self._pending.clear()
-        for queue in (self._queue, self._cast):
+        for queue in (self._queue, self.beside):
             if queue is not None:
                 queue.close()
         groups, self._groups = self._groups, []

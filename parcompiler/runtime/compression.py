@@ -11,13 +11,13 @@ summands are added in the order of the ranks: so any process can repeat it to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parcompiler.runtime.collective_queue import Pending, queue_on
+from parcompiler.runtime.collective_queue import CollectiveQueue, Pending
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,15 +38,8 @@ def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 class CastSums:
     """Sums over ranks in `dtype`, one after another, beside the compute."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        failed: Callable[[Exception], object],
-    ) -> None:
-        self._dtype = dtype
-        self._queue = queue_on(device, failed)
-        self.close = self._queue.close
+    def __init__(self, dtype: torch.dtype, queue: CollectiveQueue) -> None:
+        self._dtype, self._queue = dtype, queue
 
     def sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         """Start adding up a tensor over a group, in place."""

@@ -26,6 +26,7 @@ from parcompiler.runtime.axis import active
 from parcompiler.runtime.channels import EVALUATION, TRAINING, Channels
 from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.deferred import Deferral, finish
+from parcompiler.runtime.powersgd import PowerSGD
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
 from parcompiler.runtime.rng import mixed, seeded
@@ -79,7 +80,9 @@ class Interpreter:
         self._deferral = Deferral()
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
         self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
-        self._reduction = Reduction(program, self.tensors, self.parts)
+        factored = program.updates.compression == "powersgd"
+        self.powersgd = PowerSGD(program.updates.rank, channels) if factored else None
+        self._reduction = Reduction(program, self.tensors, self.parts, self.powersgd)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
         self._trained = {j for j in backwards if j is not None}  # the stages with a backward

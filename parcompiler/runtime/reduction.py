@@ -24,6 +24,8 @@ import torch
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.runtime.axis import in_memory
+from parcompiler.runtime.collective_queue import Pending
+from parcompiler.runtime.powersgd import PowerSGD
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.zero import DataParts, flat
 
@@ -46,8 +48,9 @@ class Reduction:
         program: RankProgram,
         tensors: Mapping[str, torch.Tensor],
         parts: DataParts | None = None,
+        powersgd: PowerSGD | None = None,
     ) -> None:
-        self._parts = parts
+        self._parts, self._powersgd = parts, powersgd
         self._pieces = parts is not None and program.zero > 1
         lines = program.instructions
         self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
@@ -113,12 +116,15 @@ class Reduction:
             self._works = self._works[-MOST_IN_FLIGHT + 1 :]
         with torch.no_grad():
             tensors, names = self._tensors[k], self._names[k]
+            work: Pending
             if self._parts is not None and not self._tied[k]:
                 work = self._parts.scatter(names)
             elif self._parts is not None and self._pieces:
                 for _, earlier in self._works:
                     earlier.wait()
                 work = self._parts.sum_copies(*names)
+            elif self._powersgd is not None and not self._tied[k]:
+                work = self._powersgd.sum(names, tensors, self.lines[k].ranks)
             else:
                 gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
                 work = self._channels.sum(gradients, self.lines[k].ranks)

@@ -60,8 +60,9 @@ class Rounds:
         momentum: torch.Tensor | None = self._outer.state[anchor].get("momentum_buffer")
         return momentum
 
-    def restore(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """Go on from that."""
+    def restore(self, key: str, tensor: torch.Tensor) -> None:
+        """Go on from that, of a kind and name."""
+        kind, _, name = key.partition("/")
         if self._outer is not None and kind == "outer anchor":
             self.anchors[name].copy_(tensor)
         elif self._outer is not None:

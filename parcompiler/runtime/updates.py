@@ -149,11 +149,6 @@ class Updates:
         self._free()
         return good
 
-    def restart(self) -> None:
-        """Begin anew with other weights."""
-        if self.rounds is not None:
-            self.rounds.position = 0
-
     def weights(self) -> dict[str, nn.Parameter]:
         """What the optimizer changes by name: masters where there are some."""
         masters = self.masters.by_name

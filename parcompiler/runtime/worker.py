@@ -299,7 +299,7 @@ class Worker:
             accounts = self._channels.gather_texts(self._tensors.account(state))
         keys = concluded(accounts, state, strict=strict)
         self._tensors.load(state.items())
-        self._updates.restart()
+        self._restart()
         return keys
 
     def gather_state_dict(self, everything: bool = False) -> dict[str, torch.Tensor] | None:
@@ -409,7 +409,7 @@ class Worker:
         """
         with self._failing_together("load_pretrained", InputError):
             keys, names = self._checkpoints.load_pretrained(Path(folder), strict=strict)
-            self._updates.restart()
+            self._restart()
         loaded = self._tensors.loaded or set()
         self._tensors.filled(names)
         self._tensors.loaded = loaded | names  # folders are not compared
@@ -505,6 +505,13 @@ class Worker:
                 f"{self.gradient_norm}): the parameters are as before the step"
             )
             raise LaunchError(message)
+
+    def _restart(self) -> None:
+        """Leave behind what belongs to other weights."""
+        if self._updates.rounds is not None:
+            self._updates.rounds.position = 0
+        if self._interpreter.powersgd is not None:
+            self._interpreter.powersgd.clear()
 
     def _run(self, batch: object, *, training: bool) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""

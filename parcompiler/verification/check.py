@@ -47,7 +47,10 @@ from parcompiler.verification.synchronized import accumulated_together
 OPTIMIZER = "SGD"
 OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 ROUND = 2  # steps from one average of weights to the next
-STEPS = {"local": 2 * ROUND}  # by way of the data axis, so that what it keeps is used
+STEPS = {
+    "local": 2 * ROUND,
+    "powersgd": 3,
+}  # by way of the data axis, so that what it keeps is used
 OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
@@ -159,7 +162,8 @@ def _on_some_batches(
     boxes, places for images in a text, probabilities), the inputs that it was compiled with.
     """
     graph, count = variant.problem.graph, variant.lowered.microbatches * variant.lowered.data
-    steps = STEPS.get(variant.lowered.updates.way, 1)
+    updates = variant.lowered.updates
+    steps = STEPS.get(updates.compression or updates.way, 1)
     batches = [random_batch(graph, count, seed + k) for k in range(steps)]
     compiled = compiled_batch(graph, count)
     try:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from parcompiler.lower import Lowered
+from parcompiler.pieces import own_rows, rows
 from parcompiler.runtime.compression import DTYPES, summed
+from parcompiler.runtime.powersgd import first_factor, is_factored
 from parcompiler.verification.pool import Outcome
 from parcompiler.verification.reference import Optimizer, Original
 
@@ -98,6 +100,9 @@ class _Steps:
         trained = [p for p in original.masters.values() if p.requires_grad]
         self._optimizer = optimizer(trained) if trained else None
         self._tied = {item.name for item in lowered.tied}
+        spread = lowered.vocabulary
+        self._rows = dict(zip(spread.tensors, spread.sizes, strict=True)) if spread else {}
+        self._kept: dict[tuple[str, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.compression_error = 0.0
 
     def gradients_of_ranks(
@@ -136,17 +141,72 @@ class _Steps:
 
     def packed(self, each: Sequence[Gradients]) -> Gradients:
         """The gradients that the data ranks make of what each of them adds."""
-        dtype = DTYPES[self._lowered.updates.compression or ""]
+        dtype = DTYPES.get(self._lowered.updates.compression or "")
         names = dict.fromkeys(name for own in each for name in own)
         whole = {name: sum_of([own[name] for own in each if name in own]) for name in names}
         found = {
             name: whole[name]
             if name in self._tied
             else summed([own[name] for own in each if name in own], dtype)
+            if dtype is not None
+            else self._factored(name, [own[name] for own in each if name in own])
             for name in names
         }
         self.compression_error = max(self.compression_error, _distance(found, whole))
         return found
+
+    def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradient that PowerSGD makes of those of all data ranks, piece by piece as ranks
+        hold it (1905.13727, algorithm 1)."""
+        pieces = zip(*(self._pieces(name, gradient) for gradient in each), strict=True)
+        found = [self._product(name, k, parts) for k, parts in enumerate(pieces)]
+        return self._joined(name, found, each[0].shape)
+
+    def _product(self, name: str, k: int, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same of a piece."""
+        rank, shape, dtype = self._lowered.updates.rank, each[0].shape, each[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        if dtype.is_complex or not is_factored(shape, rank):
+            return sum_of([gradient.to(wide) for gradient in each]).to(dtype)
+        matrices = [gradient.to(wide).flatten(1) for gradient in each]
+        if (name, k) in self._kept:
+            errors, q = self._kept[name, k]
+            matrices = [m + error for m, error in zip(matrices, errors, strict=True)]
+        else:
+            q = first_factor(name, matrices[0].shape[1], rank, matrices[0])
+        p: torch.Tensor = torch.linalg.qr(sum_of([matrix @ q for matrix in matrices])).Q
+        q = sum_of([matrix.T @ p for matrix in matrices])
+        found: torch.Tensor = p @ q.T
+        self._kept[name, k] = [matrix - found / len(each) for matrix in matrices], q
+        return found.to(dtype).view(shape)
+
+    def _pieces(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """A gradient as the ranks of one data coordinate hold it, padding included."""
+        lowered, ranks = self._lowered, self._lowered.size * self._lowered.tensor
+        shard, size = lowered.graph.by_name[name].shard, self._rows.get(name)
+        if size is not None:
+            dim, width = gradient.shape.index(size), rows(size, ranks)
+            found = []
+            for k in range(ranks):
+                span = own_rows(size, ranks, k)
+                shape = [*gradient.shape[:dim], width, *gradient.shape[dim + 1 :]]
+                padded = gradient.new_zeros(shape)
+                own = gradient.narrow(dim, span.start, span.size)
+                padded.narrow(dim, 0, span.size).copy_(own)
+                found.append(padded)
+            return found
+        if shard is None or lowered.tensor == 1:
+            return [gradient]
+        return [shard.take(gradient, lowered.tensor, k) for k in range(lowered.tensor)]
+
+    def _joined(self, name: str, pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+        """The whole of such pieces."""
+        shard, size = self._lowered.graph.by_name[name].shard, self._rows.get(name)
+        if size is not None:
+            dim = shape.index(size)
+            return torch.cat([*pieces], dim).narrow(dim, 0, size)
+        whole: torch.Tensor = pieces[0] if len(pieces) == 1 or shard is None else shard.join(pieces)
+        return whole
 
     def update(self) -> None:
         """A step of the optimizer."""

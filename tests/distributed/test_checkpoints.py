@@ -91,6 +91,7 @@ RESUMED["zero"] = Case(1, 4, options={"zero": 1, "precision": "bf16"}, dropout=0
 RESUMED["rounds"] = Case(2, 2, options={"updates": "local", "every": 3}, dropout=0.1)
 RESUMED["round"] = Case(1, 2, options={"updates": "local", "every": 1}, optimizer="SGD")
 RESUMED["server"] = Case(1, 4, options={"updates": "parameter-server"}, dropout=0.1)
+RESUMED["factors"] = Case(2, 2, options={"compression": "powersgd", "compression_rank": 2})
 RESUMED["zero-whole"] = Case(2, 2, options={"zero": 1}, optimizer="Adafactor")
 SCHEDULES = {
     schedule: Case(2, options={"schedule": schedule, "virtual_stages": stages}, dropout=0.1)

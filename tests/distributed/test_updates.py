@@ -110,3 +110,22 @@ def test_a_server_is_slower_than_an_all_reduce_where_many_send_to_it() -> None:
         for way in ("all-reduce", "parameter-server")
     ]
     assert seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 3, "pipeline": 2}, {"tied": True}),
+        ({"data": 2, "tensor": 2}, {"precision": "bf16"}),
+        ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}),
+    ],
+)
+def test_factors_with_error_feedback_are_those_of_one_process(
+    mesh: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = compiled(mesh, compression="powersgd", compression_rank=2, **options)
+    verification = exact(program, tmp_path, 'DataUpdates(compression="powersgd", rank=2)')
+    assert "compressed gradients are" in verification.note
+    whole = compiled(mesh, **options).report()
+    for packed, rank in zip(program.report().averaged, whole.averaged, strict=True):
+        assert packed.nbytes < rank.nbytes

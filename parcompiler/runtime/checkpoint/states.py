@@ -3,6 +3,7 @@
     model/NAME             parameters (of 16-bit programs their float32 masters) and buffers
     unsaved/NAME           what a state dict of the model has not: buffers that are not persistent
     rank 1 model/NAME      where data ranks step by themselves, what this one has instead
+    rank 1 error/NAME      what PowerSGD has left out, and its factor
     outer momentum/NAME    what rounds of such steps have left, and the anchor that they begin from
     data 1/NAME            what differs between data ranks (statistics of a batch norm)
     optimizer KEY/NAME     a state of the optimizer with the shape of its parameter, or its own
@@ -14,7 +15,7 @@ name of the parameter. Gradients, and weight versions of pipedream, do not outli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
 
+FACTORED = ("error", "factor")  # of PowerSGD
 KEPT = ("outer anchor", "outer momentum")  # of rounds
 LIKE = "like its parameter"  # the note of a state that is divided as its parameter is
 
@@ -51,7 +53,9 @@ class Restored:
 
     faults: list[str] = field(default_factory=list)
     copies: list[tuple[str, Part]] = field(default_factory=list)
-    kept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    kept: list[tuple[Callable[[str, torch.Tensor], None], str, torch.Tensor]] = field(
+        default_factory=list
+    )
     names: set[str] = field(default_factory=set)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -108,16 +112,20 @@ class RankState:
 
     def apart(self, *, optimizer: bool = True) -> dict[str, Held]:
         """What this rank has instead of what data rank 0 has, where data ranks step by
-        themselves: the states of its optimizer, and within a round its weights."""
-        rounds, program = self._updates.rounds, self._program
-        if rounds is None or not program.coordinate.data:
-            return {}
-        trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
-        return {
-            f"rank {program.rank} {key}": held
-            for key, held in self.tensors(optimizer=optimizer).items()
-            if key in trained or key.startswith("optimizer ")
-        }
+        themselves: the states of its optimizer, and within a round its weights; and what PowerSGD
+        keeps."""
+        rounds, rank = self._updates.rounds, self._program.rank
+        powersgd = self._interpreter.powersgd if optimizer else None
+        found = {} if powersgd is None else {
+            key: Held(tuple(tensor.shape), "", [Part(Box.whole(tensor.shape), tensor)])
+            for key, tensor in powersgd.states()
+        }  # fmt: skip
+        if rounds is not None and self._program.coordinate.data:
+            trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
+            for key, held in self.tensors(optimizer=optimizer).items():
+                if key in trained or key.startswith("optimizer "):
+                    found[key] = held
+        return {f"rank {rank} {key}": held for key, held in found.items()}
 
     def alone(self, keys: Iterable[str]) -> set[str]:
         """Those of some keys whose tensors the data ranks have shared out."""
@@ -220,8 +228,16 @@ class RankState:
             for key in (f"{kind}/{name}" for kind in KEPT if optimizer):
                 if key in checkpoint.entries and self._updates.rounds is not None:
                     kept = torch.empty_like(self._updates.weights()[name])
-                    found.kept.append((key, kept))
+                    found.kept.append((self._updates.rounds.restore, key, kept))
                     found.copies += [(key, part) for part in self._parts(name, kept)]
+        powersgd, own = self._interpreter.powersgd, f"rank {self._program.rank} "
+        for key, entry in checkpoint.entries.items() if self._is_apart(checkpoint) else ():
+            kind = key.removeprefix(own).partition("/")[0]
+            if powersgd is not None and optimizer and key.startswith(own) and kind in FACTORED:
+                device = self._interpreter.channels.device
+                target = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+                found.kept.append((powersgd.restore, key.removeprefix(own), target))
+                found.copies.append((key, Part(Box.whole(entry.shape), target)))
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, found)
@@ -237,10 +253,10 @@ class RankState:
             checkpoint.read(key, part.box, part.tensor)
         self._updates.masters.write()
         self._apply_facts(checkpoint.facts)
-        for key, tensor in restored.kept:
-            kind, _, name = key.partition("/")
-            assert self._updates.rounds is not None
-            self._updates.rounds.restore(kind, name, tensor)
+        if self._interpreter.powersgd is not None:
+            self._interpreter.powersgd.clear()
+        for restore, key, tensor in restored.kept:
+            restore(key, tensor)
         if not optimizer or checkpoint.facts.get("optimizer") is None:
             return
         own = self._optimizer()
@@ -395,10 +411,9 @@ class RankState:
 
     def _is_apart(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint has what this rank had of its own."""
-        grid, rounds = self._program.grid, self._updates.rounds
-        return rounds is not None and checkpoint.facts["mesh"] == [
-            grid.pipeline, grid.data, grid.tensor
-        ]  # fmt: skip
+        grid, updates = self._program.grid, self._program.updates
+        apart = updates.way == "local" or updates.compression == "powersgd"
+        return apart and checkpoint.facts["mesh"] == [grid.pipeline, grid.data, grid.tensor]
 
     def _kept(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Name, kind and value of what rounds keep."""

@@ -1,0 +1,117 @@
+"""Gradients between data ranks as two factors of each matrix, with error feedback: PowerSGD.
+
+    M = gradient + error                       [n, m], of each data rank
+    P = orthogonal columns of the sum of M Q   [n, r], Q as the last step has left it
+    Q = the sum of M^T P                       [m, r]
+    gradient = P Q^T,  error = M - P Q^T / d   what a step leaves out is added to the next
+
+Vogels et al. 2019, arXiv 1905.13727, algorithm 1 (as `powerSGD_hook` of DistributedDataParallel,
+which works on that wrapper's buckets): (n + m) r numbers are sent instead of n m. Vectors, and
+matrices that have no fewer numbers as factors, are summed whole. Sums are made in the order of the
+data ranks, so that one process can repeat them to the bit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.collective_queue import Pending
+
+
+def is_factored(shape: Sequence[int], rank: int) -> bool:
+    """Whether factors of a gradient have fewer numbers.
+
+    >>> is_factored((64, 64), 4), is_factored((64,), 4), is_factored((4, 64), 4)
+    (True, False, False)
+    """
+    n, m = shape[0] if shape else 1, torch.Size(shape[1:]).numel()
+    return len(shape) > 1 and (n + m) * rank < n * m
+
+
+def first_factor(name: str, m: int, rank: int, like: torch.Tensor) -> torch.Tensor:
+    """The Q [m, rank] that a gradient begins with, the same on all ranks."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(m, rank, generator=generator, dtype=torch.float64).to(like)
+
+
+class PowerSGD:
+    """What a rank keeps of its gradients, by name: `errors` [n, m] and `factors` Q."""
+
+    def __init__(self, rank: int, channels: Channels) -> None:
+        self._rank, self._channels = rank, channels
+        self.errors: dict[str, torch.Tensor] = {}
+        self.factors: dict[str, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.errors.clear()
+        self.factors.clear()
+
+    def sum(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], ranks: tuple[int, ...]
+    ) -> Pending:
+        """Start summing the gradients of tensors over the data ranks, in place."""
+        named = zip(names, tensors, strict=True)
+        gradients = {name: t.grad for name, t in named if t.grad is not None}
+
+        def start() -> tuple[None, None]:
+            self._sum(gradients, ranks)
+            return None, None
+
+        assert self._channels.beside is not None
+        return self._channels.beside.put(start)
+
+    def _sum(self, gradients: dict[str, torch.Tensor], ranks: tuple[int, ...]) -> None:
+        """Sum gradients."""
+        wholes, matrices = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, gradient in gradients.items():
+            if gradient.is_complex() or not is_factored(gradient.shape, self._rank):
+                wholes[name] = gradient
+                continue
+            matrix = _wide(gradient).flatten(1)
+            matrices[name] = matrix + self.errors[name] if name in self.errors else matrix
+            if name not in self.factors:
+                self.factors[name] = first_factor(name, matrix.shape[1], self._rank, matrix)
+        lefts = {name: matrix @ self.factors[name] for name, matrix in matrices.items()}
+        self._exchange([*map(_real, wholes.values()), *lefts.values()], ranks)
+        lefts = {name: torch.linalg.qr(left).Q for name, left in lefts.items()}
+        rights = {name: matrix.T @ lefts[name] for name, matrix in matrices.items()}
+        self._exchange([*rights.values()], ranks)
+        for name, matrix in matrices.items():
+            found = lefts[name] @ rights[name].T
+            self.errors[name] = matrix - found / len(ranks)
+            self.factors[name] = rights[name]
+            gradients[name].copy_(found.view(gradients[name].shape))
+
+    def _exchange(self, tensors: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:
+        """Sum tensors over the data ranks, in place, all at once."""
+        if tensors:
+            bucket = torch.cat([_wide(tensor).reshape(-1) for tensor in tensors])
+            self._channels.sum_in_order(bucket, ranks)
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, piece in zip(tensors, bucket.split(sizes), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What outlives a step, by kind and name."""
+        yield from ((f"error/{name}", tensor) for name, tensor in self.errors.items())
+        yield from ((f"factor/{name}", tensor) for name, tensor in self.factors.items())
+
+    def restore(self, key: str, tensor: torch.Tensor) -> None:
+        """Go on from that."""
+        kind, _, name = key.partition("/")
+        (self.errors if kind == "error" else self.factors)[name] = tensor
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor in float32, if it is in 16 bits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
