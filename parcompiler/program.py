@@ -35,7 +35,7 @@ from parcompiler.report import Report
 from parcompiler.request import Request, check_published
 from parcompiler.runtime import TIMEOUT, RankProgram, Worker
 from parcompiler.runtime.joining import current_rank
-from parcompiler.symbolic import Costs
+from parcompiler.symbolic import Costs, forms_of, symbols_of
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verification.check import check
 from parcompiler.verification.comparison import Verification
@@ -75,8 +75,8 @@ class Program:
 
         `forms` adds the closed forms of `costs`, which take a moment to find.
         """
-        costs = self.costs if forms else None
-        return Report.of(self.problem, self.plan, self.lowered, self.timeline, costs)
+        printed = (symbols_of(self.costs), forms_of(self.costs)) if forms else ()
+        return Report.of(self.problem, self.plan, self.lowered, self.timeline, *printed)
 
     @cached_property
     def costs(self) -> Costs:

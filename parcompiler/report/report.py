@@ -23,10 +23,9 @@ from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import events, forms, gather, render, serial, web
-from parcompiler.report.data import VERSION, ReportData
+from parcompiler.report import events, gather, render, serial, web
+from parcompiler.report.data import VERSION, Form, ReportData, Symbol
 from parcompiler.report.trace import trace_text
-from parcompiler.symbolic import Costs
 from parcompiler.timeline import Timeline
 
 
@@ -45,12 +44,13 @@ class Report(ReportData):
         plan: Plan,
         lowered: Lowered,
         timeline: Timeline,
-        symbolic: Costs | None = None,
+        symbols: tuple[Symbol, ...] = (),
+        forms: tuple[Form, ...] = (),
     ) -> Report:
         """The report of a plan, of the program lowered from it, and of its simulated step.
 
-        `problem` is about the whole model, also where tensor ranks compute pieces of it;
-        `symbolic` are the costs whose closed forms are shown.
+        `problem` is about the whole model, also where tensor ranks compute pieces of it; `symbols`
+        and `forms` are the closed forms that are shown.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
         rank_problem, whole = local(problem, plan), problem.priced(plan.granularity)
@@ -80,8 +80,8 @@ class Report(ReportData):
             sharded=gather.sharded(plan),
             exchanged=gather.exchanged(priced, lowered),
             vocabulary=gather.vocabulary(plan, lowered, vocabulary),
-            symbols=() if symbolic is None else forms.symbols_of(symbolic),
-            forms=() if symbolic is None else forms.forms_of(symbolic),
+            symbols=symbols,
+            forms=forms,
             meshes=plan.meshes or (),
             levels=gather.levels(rank_problem, plan),
         )

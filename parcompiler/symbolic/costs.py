@@ -144,7 +144,7 @@ class Costs:
         for t in RANKS:
             if len(alike) <= FEWEST:
                 try:
-                    costs = self._on(t).rank_costs
+                    costs = self._on(t)
                 except ParcompilerError:  # fewer pieces than ranks
                     continue
                 if costs.is_even(t, self.closed.points):
@@ -153,17 +153,17 @@ class Costs:
         try:
             forms = over_ranks(self.closed, alike)
             if len(alike) < FEWEST:
-                check_ranks(forms, {1: self._on(1).rank_costs, **others})
+                check_ranks(forms, {1: self._on(1), **others})
         except Unfit as unfit:
             return dataclasses.replace(self.closed, reason=str(unfit))
         return forms
 
-    def _on(self, ranks: int) -> Costs:
-        """The costs for so many tensor ranks; nothing is measured for them."""
+    def _on(self, ranks: int) -> RankCosts:
+        """What the templates cost on one of so many tensor ranks; nothing is measured for them."""
         if ranks == self.plan.mesh.tensor:
-            return self
-        plan = dataclasses.replace(self.plan, costs=None)
-        return Costs(*with_tensor(dataclasses.replace(self.problem, bench=None), plan, ranks))
+            return self.rank_costs
+        plan, problem = dataclasses.replace(self.plan, costs=None), self.problem
+        return Costs(*with_tensor(dataclasses.replace(problem, bench=None), plan, ranks)).rank_costs
 
     def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
         """The forms of a template as numbers, by their names; `sizes` by word, others as captured.
