@@ -3,7 +3,8 @@
 The nodes are those of `torch.fx`; the values here are the small frozen ones around them.
 A *block* is a run of nodes (usually one layer); blocks of the same structure share a *template*.
 Values that need no parameters and no gradient and are used by several blocks (masks, position
-ids, rotary tables) form the *prologue*, which every stage may compute for itself.
+ids, rotary tables) form the *prologue*, which every stage may compute for itself; those of them
+that do not depend on the batch either are *constants*, computed once.
 """
 
 from __future__ import annotations

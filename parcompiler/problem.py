@@ -19,7 +19,7 @@ from torch import fx
 from parcompiler.capture.attention import with_kernels
 from parcompiler.capture.blocks import Cut, cut, levels
 from parcompiler.capture.clean import simplify
-from parcompiler.capture.effects import effects_of, is_repeatable
+from parcompiler.capture.effects import effects_of, is_repeatable, viewed
 from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import cone
 from parcompiler.cost import (
@@ -31,6 +31,7 @@ from parcompiler.cost import (
     trace_block,
 )
 from parcompiler.cost.collective import slowest
+from parcompiler.cost.stand_in import tensors
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
@@ -402,6 +403,16 @@ class Problem:
             if not item.buffer:
                 yield item
 
+    def constant_bytes(self, parts: Cut, blocks: Iterable[int]) -> dict[str, int]:
+        """Bytes of the constants that some blocks read, by the node that makes the memory; nothing
+        for views of buffers."""
+        read = (node for b in blocks for node in parts.blocks[b].inputs if node in parts.constants)
+        return {
+            node.name: sum(one.numel() * one.itemsize for one in tensors(node.meta["val"]))
+            for node in map(viewed, read)
+            if node.op == "call_function"
+        }
+
     def update_bytes(self, item: Parameter) -> int:
         """Bytes by which a parameter or buffer takes more in the optimizer's step. Nothing where
         data ranks have gradients of parts by then."""
@@ -532,7 +543,7 @@ class Problem:
         used = {node for block in parts.blocks for node in block.inputs}
         found = []
         for node in parts.prologue:
-            if node in used:
+            if node in used - parts.constants:
                 members = cone(node, effects)
                 nodes = tuple(n for n in parts.prologue if n in members)
                 outside = {o: None for n in nodes for o in n.all_input_nodes if o not in members}

@@ -164,6 +164,7 @@ def _cost(
         backward=sum(priced.backward[b] for b in blocks),
         weight=sum(priced.weight[b] for b in blocks),
         resident=sum(map(problem.state_bytes, tensors))
+        + sum(problem.constant_bytes(priced.cut, blocks).values())
         + stashed * sum(item.nbytes for item in tensors if item.trainable),
         saved=bytes_of.saved,
         left=bytes_of.left,

@@ -211,9 +211,9 @@ class Footprint:
     @cached_property
     def _saved(self) -> list[int]:
         """Of each block; a value counts with the block that makes it, if any here keeps it, and
-        one of the prologue with the first block that does."""
-        kept = self.kept
-        early = set(self.priced.cut.prologue) & kept
+        one of the prologue with the first block that does. Constants are there all the time."""
+        kept, parts = self.kept, self.priced.cut
+        early = kept.intersection(parts.prologue) - parts.constants
         found = []
         for k, (block, cost) in enumerate(zip(self._parts, self._costs, strict=True)):
             inner = 0 if self._again(k) else cost.saved - cost.saved_outputs

@@ -46,7 +46,8 @@ def data_under(
 
 
 def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> Iterator[Load]:
-    """One load per block; tensors that several blocks read are counted once per rank."""
+    """One load per block; tensors that several blocks read are counted once per rank, and so are
+    constants."""
     blocks = priced.cut.blocks
     names = [sorted({binding.name for binding in block.tensors}) for block in blocks]
     users = Counter(name for read in names for name in read)
@@ -63,7 +64,8 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
             moment=priced.moments[b] + passing[b],
             shared=tuple(
                 (item.name, problem.state_bytes(item)) for item in items if users[item.name] > 1
-            ),
+            )
+            + tuple(problem.constant_bytes(priced.cut, [b]).items()),
             by_rank=times,
         )
 

@@ -16,22 +16,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from parcompiler.capture.clean import where
 from parcompiler.capture.effects import Effects, effects_of
-from parcompiler.capture.prologue import prologue_of
+from parcompiler.capture.prologue import constants, is_sendable, prologue_of
 from parcompiler.capture.templates import Segment, group
 from parcompiler.graph import Block, Graph
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Blocks in order of execution, and the prologue that every stage computes for itself."""
+    """Blocks in order of execution, and the prologue that every stage computes for itself: its
+    `constants` once, the rest for each micro-batch."""
 
     blocks: tuple[Block, ...]
     prologue: tuple[fx.Node, ...]
+    constants: frozenset[fx.Node] = frozenset()
 
 
 class ModuleCall(NamedTuple):
@@ -66,7 +67,8 @@ def _cut(graph: Graph, level: int, sent: Collection[fx.Node]) -> Cut:
     prologue = prologue_of(graph, nodes, home, effects, set(sent))
     kept = [s._replace(nodes=[node for node in s.nodes if node not in prologue]) for s in segments]
     kept = _keep_together([segment for segment in kept if segment.nodes], effects, unsendable)
-    return Cut(group(graph, kept), tuple(node for node in nodes if node in prologue))
+    parts = tuple(node for node in nodes if node in prologue)
+    return Cut(group(graph, kept), parts, frozenset(prologue & constants(graph)))
 
 
 def _segments(graph: Graph, nodes: list[fx.Node], level: int) -> list[Segment]:
@@ -263,11 +265,3 @@ def _crossings(
         if index is not None:
             readers = (home[user] for user in node.users if user in home)
             yield index, max([index, *readers]), node
-
-
-def is_sendable(node: fx.Node) -> bool:
-    """Whether a node yields a tensor whose size is known before the step."""
-    value = node.meta.get("val")
-    if isinstance(value, list | tuple):
-        return True  # its items are sent
-    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)

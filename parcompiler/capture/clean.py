@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, is_random, mutated_operands
+from parcompiler.capture.effects import Effects, effects_of, is_random, mutated_operands, viewed
+from parcompiler.capture.prologue import constants
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 
@@ -182,7 +183,8 @@ def where(node: fx.Node) -> str:
 
 
 def simplify(graph: Graph) -> Graph:
-    """`graph` without casts to the dtype that a value has already.
+    """`graph` without casts to the dtype that a value has already, and with each constant once:
+    layers that make the same positions or masks share them.
 
     It is made once, so that what is found out about it holds for every mesh.
     """
@@ -192,9 +194,30 @@ def simplify(graph: Graph) -> Graph:
         copied = fx.Graph()
         copied.output(copied.graph_copy(graph.fx_graph, nodes))
         keep_names(nodes)
+        _share(graph, nodes)
         drop_no_operations(copied)
         output = next(node for node in reversed(copied.nodes) if node.op == "output")
         (loss,) = output.all_input_nodes
         return dataclasses.replace(graph, fx_graph=copied, loss=loss)
 
     return graph.once("simplified", simplified)
+
+
+def _share(graph: Graph, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Let the copies of constants of one formula, which nothing writes to, be one node. Views of
+    them stay with those who read them."""
+    effects, fixed = effects_of(graph), constants(graph)
+    first: dict[str, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node, copy in copies.items():
+        written = effects.writers.get(effects.root(node)) or any(mutated_operands(node))
+        if node not in fixed or node.op != "call_function" or written:
+            continue
+        arguments = fx.map_arg((copy.args, copy.kwargs), lambda operand: same.get(operand, operand))
+        formula = repr((str(node.target), arguments, node.meta.get("contexts", ())))
+        same[copy] = first.setdefault(formula, copy)
+        if same[copy] is not copy and viewed(node) is node:
+            copy.replace_all_uses_with(same[copy])
+    for copy in reversed([*copies.values()]):
+        if same.get(copy, copy) is not copy and not copy.users:
+            copy.graph.erase_node(copy)

@@ -17,6 +17,7 @@ from torch import fx
 from parcompiler.capture.functions import Applied
 from parcompiler.graph import Graph
 
+_MAYBE_COPIES = {"to", "reshape", "contiguous", "type_as", "float", "double", "half", "flatten"}
 _TRAINING_NORMS = {"batch_norm", "instance_norm", "native_batch_norm"}
 
 
@@ -114,6 +115,24 @@ def base_of(node: fx.Node) -> fx.Node | None:
     if shares or (isinstance(target, torch._ops.OpOverload) and _may_share(target)):
         return next(_nodes(list(node.args)), None)
     return None
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose value a view shows; the node itself where it is none, or may be a copy.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> viewed(graph.call_function(torch.ops.aten.unsqueeze.default, (x, 0))) is x
+    True
+    """
+    while (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.is_view
+        and node.target._opname not in _MAYBE_COPIES
+        and (base := base_of(node)) is not None
+    ):
+        node = base
+    return node
 
 
 def is_repeatable(nodes: Sequence[fx.Node]) -> bool:

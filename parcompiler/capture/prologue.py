@@ -1,8 +1,10 @@
 """The prologue: values that every stage may compute for itself instead of receiving them.
 
-They need no parameter, gradient or chance, and serve several blocks: masks, position ids, rotary
-tables. Memory that is written in place moves as a whole: all who write to it, and all who read it
-before the last of them, are in the prologue or none is. So do the results of a node with several.
+They need no parameter, gradient or chance, and serve several blocks: masks of the batch. What does
+not even depend on the batch (positions, rotary tables) is in the prologue whoever reads it, and is
+computed once. Memory that is written in place moves as a whole: all who write to it, and all who
+read it before the last of them, are in the prologue or none is. So do the results of a node with
+several.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, effects_of, is_random
+from parcompiler.capture.effects import Effects, effects_of, is_random, viewed
 from parcompiler.graph import Graph, Parameter
 
 
@@ -34,13 +37,23 @@ def prologue_of(
         return known is None or (known.buffer and not known.mutated)
 
     free = graph.once("free", lambda: _free(nodes, effects, may_read))
-    wanted = [
-        node
+    fixed = constants(graph)
+    # Views cost nothing: what they show is computed once, and they stay where they are.
+    read_constants = {
+        viewed(operand)
         for node in nodes
-        if node in free
-        and node not in sent
-        and any(home[user] != home[node] for user in node.users if user in home)
-    ]
+        if node not in fixed
+        for operand in node.all_input_nodes
+        if operand in fixed
+    }
+
+    def serves(node: fx.Node) -> bool:
+        users = [user for user in node.users if user in home]
+        if node in read_constants:
+            return True
+        return node not in sent and any(home[user] != home[node] for user in users)
+
+    wanted = [node for node in nodes if node in free and serves(node)]
     chosen: set[fx.Node] = set()
     while True:
         for node in wanted:
@@ -65,9 +78,17 @@ def constants(graph: Graph) -> set[fx.Node]:
             for node in graph.fx_graph.nodes
             if node.op == "placeholder" and _is_fixed(graph.by_node.get(node.name))
         }
-        return buffers | _free(nodes, effects_of(graph), buffers.__contains__)
+        return buffers | _free(nodes, effects_of(graph), buffers.__contains__, is_sendable)
 
     return graph.once("constants", find)
+
+
+def is_sendable(node: fx.Node) -> bool:
+    """Whether a node yields a tensor whose size is known before the step."""
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        return True  # its items are sent
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
 def _is_fixed(item: Parameter | None) -> bool:
@@ -78,7 +99,10 @@ def _is_fixed(item: Parameter | None) -> bool:
 
 
 def _free(
-    nodes: list[fx.Node], effects: Effects, may_read: Callable[[fx.Node], bool]
+    nodes: list[fx.Node],
+    effects: Effects,
+    may_read: Callable[[fx.Node], bool],
+    may_be: Callable[[fx.Node], bool] = lambda _: True,
 ) -> set[fx.Node]:
     """The nodes without chance that follow from some placeholders alone."""
     blocked: set[fx.Node] = set()
@@ -90,7 +114,7 @@ def _free(
 
         for node in nodes:
             chance = is_random(node) or effects.root(node) in blocked
-            if not chance and all(map(is_free, effects.dependencies(node))):
+            if not chance and may_be(node) and all(map(is_free, effects.dependencies(node))):
                 free.add(node)
         # Memory that is written moves with all who must see it in order.
         more = {

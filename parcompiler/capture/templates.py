@@ -23,7 +23,7 @@ EMITTED = frozenset(
     "self torch nn F Tensor runtime DEVICE float complex getattr range super tuple zip".split()
 )
 ATTRIBUTES = frozenset(dir(nn.Module())) | frozenset(
-    "names inputs receives gives loss random scopes tensor_names".split()
+    "names inputs receives gives loss random scopes tensor_names constants once prepare".split()
 )
 
 

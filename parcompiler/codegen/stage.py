@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from torch import fx
 
 from parcompiler.capture.blocks import steps
 from parcompiler.capture.effects import Effects, is_random
+from parcompiler.capture.prologue import constants
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
 from parcompiler.codegen.attributes import (
     BlockAttributes,
@@ -85,6 +87,7 @@ class StageWriter:
             *self._declarations(),
             *names_table({attribute: item.name for attribute, item in further.items()}),
             *constructor([*tensors, *self.layers.made(), *self.layers.ties()]),
+            *self._constants(further),
             wrap(f"def forward(self{parameters}) -> {kind}:", 4),
             *self._prologue(further),
             *self._forward(arguments).lines(),
@@ -127,24 +130,79 @@ class StageWriter:
                 further[attribute] = item
         return further
 
-    def _prologue(self, further: dict[str, Parameter]) -> list[str]:
-        """The lines for what the stage computes for itself instead of receiving it."""
-        if not self.stage.prologue:
+    def _constants(self, further: dict[str, Parameter]) -> list[str]:
+        """The method for what depends on no input and no parameter."""
+        if not self._once:
             return []
-        variables = self.lowered.variables
+        return [
+            "    def constants(self) -> tuple[Tensor, ...]:",
+            "        # Computed once: no input, no parameter.",
+            *self._lines(self._fixed, self._once, further),
+            wrap(f"return {_tuple(self._once.values())}", 8),
+            "",
+        ]
+
+    def _prologue(self, further: dict[str, Parameter]) -> list[str]:
+        """The lines for what is there before the layers run, and is not received."""
+        lines = []
+        if self._once:
+            lines.append(wrap(f"{_tuple(self._once.values())} = self.once", 8))
+        rest = {node: self.lowered.variables[node] for node in self._rest}
+        if rest:
+            kept = {node: name for node, name in rest.items() if name in self._arguments}
+            lines.append("        # Computed here, not received: no parameters, no gradient.")
+            lines += self._lines(self._rest, kept, further, self._once)
+        return [*lines, ""] if lines else []
+
+    @cached_property
+    def _arguments(self) -> set[str]:
+        """The values that layers read."""
+        return {name for call in self.stage.calls for name in call.arguments}
+
+    @cached_property
+    def _fixed(self) -> list[fx.Node]:
+        """The nodes of the prologue that are computed once."""
+        fixed = constants(self.graph)
+        return [node for node in self.stage.prologue if node in fixed]
+
+    @cached_property
+    def _rest(self) -> list[fx.Node]:
+        """Those that are computed for each micro-batch."""
+        fixed = set(self._fixed)
+        return [node for node in self.stage.prologue if node not in fixed]
+
+    @cached_property
+    def _once(self) -> dict[fx.Node, str]:
+        """The constants that layers or the rest of the prologue read, with their names."""
+        read = {operand for node in self._rest for operand in node.all_input_nodes}
+        named = ((node, self.lowered.variables[node]) for node in self._fixed)
+        return {node: name for node, name in named if node in read or name in self._arguments}
+
+    def _lines(
+        self,
+        nodes: Sequence[fx.Node],
+        kept: Mapping[fx.Node, str],
+        further: Mapping[str, Parameter],
+        there: Mapping[fx.Node, str] | None = None,
+    ) -> list[str]:
+        """The statements of nodes of the prologue, where some are `there` already."""
+        variables, there = self.lowered.variables, there or {}
         attributes = {item.node: f"self.{attribute}" for attribute, item in further.items()}
         operands = {
             node: attributes.get(node.name, variables.get(node, ""))
             for node in self.graph.fx_graph.nodes
             if node.op == "placeholder" and (node.name in attributes or node in variables)
         }
-        used = {name for call in self.stage.calls for name in call.arguments}
-        kept = {n: variables[n] for n in self.stage.prologue if variables[n] in used}
-        body = Body(self.graph, self.effects, operands, {*self.stage.inputs, *self.stage.receives})
-        lines = body.lines(self.stage.prologue, kept)
-        title = "        # Computed here, not received: no parameters, no gradient."
-        rest = [line for line in lines if line and not line.strip().startswith("#")]
-        return [title, *rest, ""]
+        taken = {*self.stage.inputs, *self.stage.receives, *there.values()}
+        body = Body(self.graph, self.effects, {**operands, **there}, taken)
+        lines = body.lines(nodes, kept)
+        return [line for line in lines if line and not line.strip().startswith("#")]
+
+
+def _tuple(names: Iterable[str]) -> str:
+    """`cos, sin`, or `(cos,)`."""
+    several = list(names)
+    return ", ".join(several) if len(several) > 1 else f"({several[0]},)"
 
 
 def block_class(

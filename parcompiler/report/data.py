@@ -274,13 +274,15 @@ class SentValue:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A value that the stages compute for themselves instead of receiving it."""
+    """A value that the stages compute for themselves instead of receiving it: for each
+    micro-batch, or `once`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     stages: tuple[int, ...]
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

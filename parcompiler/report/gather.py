@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from parcompiler import pieces, prices
+from parcompiler.capture.prologue import constants
 from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
@@ -252,7 +253,8 @@ def values(lowered: Lowered, plan: Plan) -> tuple[data.SentValue, ...]:
 
 
 def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
-    """Values of the prologue that several stages compute for themselves."""
+    """Values of the prologue, which stages compute for themselves."""
+    fixed = constants(lowered.graph)
     users: dict[str, list[int]] = defaultdict(list)
     for stage in lowered.stages:
         for name in dict.fromkeys(name for call in stage.calls for name in call.arguments):
@@ -260,7 +262,12 @@ def recomputed(lowered: Lowered) -> tuple[data.Recomputed, ...]:
     nodes = {node for stage in lowered.stages for node in stage.prologue}
     return tuple(
         data.Recomputed(
-            name, shape_of(node), _name(dtype_of(node)), nbytes_of(node), tuple(users[name])
+            name,
+            shape_of(node),
+            _name(dtype_of(node)),
+            nbytes_of(node),
+            tuple(users[name]),
+            once=node in fixed,
         )
         for node, name in lowered.variables.items()
         if node in nodes and len(lowered.stages) > 1 and users[name]

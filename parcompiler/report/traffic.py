@@ -56,7 +56,8 @@ def recomputed(report: ReportData) -> Table:
     """Values that stages compute for themselves."""
     values = report.recomputed
     stages = words("by stages", (numbers(value.stages) for value in values))
-    return table("Recomputed instead of received", *_tensors(values), stages)
+    when = words("computed", ("once" if v.once else "each micro-batch" for v in values))
+    return table("Computed instead of received", *_tensors(values), when, stages)
 
 
 def cheaper(report: ReportData) -> Table:

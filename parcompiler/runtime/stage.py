@@ -34,6 +34,24 @@ class Stage(nn.Module):
     random: ClassVar[bool] = False
     names: ClassVar[Mapping[str, str]] = {}
     scopes: ClassVar[Mapping[str, str]] = {}
+    once: tuple[torch.Tensor, ...] = ()  # what `constants` returned
+    _versions: list[int] | None = None  # of the buffers then
+
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """What the stage's own buffers and nothing else decide: positions, tables."""
+        return ()
+
+    def prepare(self) -> None:
+        """Compute the constants: before the first forward, and again once a buffer has changed."""
+        versions = [buffer._version for buffer in self._buffers.values() if buffer is not None]
+        if versions != self._versions:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.once, self._versions = self.constants(), versions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, with the constants there."""
+        self.prepare()
+        return super().__call__(*args, **kwargs)
 
     def tensor_names(self) -> dict[str, str]:
         """Attribute path in this module -> name in the user's model, for every tensor."""

@@ -58,11 +58,12 @@ def stage_forms(
         places = tuple(sorted(index[block.name] for block in blocks))
         kept = Footprint(priced, places, problem.graph.differentiable, {}).kept
         inner = Counter(b.template for b in blocks if b.name not in priced.recomputed)
+        early = [n for n in priced.cut.prologue if n in kept and n not in priced.cut.constants]
         terms = {name: expression(closed.terms[name, "inner"], names[name]) for name in inner}
         return sympy.Add(
             *(n * terms[name] for name, n in inner.items()),
             *(nbytes(node) for block in blocks for node in block.outputs if node in kept),
-            *(nbytes(node, memory=True) for node in priced.cut.prologue if node in kept),
+            *(nbytes(node, memory=True) for node in early),
         )
 
     def cost(blocks: list[Block], field: str) -> sympy.Expr:

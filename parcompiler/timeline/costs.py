@@ -44,8 +44,9 @@ class StageCost:
     while FORWARD runs, `backward_more`, `input_more` and `weight_more` while BACKWARD and its two
     parts do.
 
-    `resident` are bytes of parameters, gradients and optimizer states; the gradients among them are
-    there from the `first` backward of a step on. `update` are added in the optimizer's step.
+    `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
+    among them are there from the `first` backward of a step on. `update` are added in the
+    optimizer's step.
     A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from parcompiler.capture.blocks import is_sendable
 from parcompiler.capture.effects import Effects, effects_of, is_random
-from parcompiler.capture.prologue import cone
+from parcompiler.capture.prologue import cone, is_sendable
 from parcompiler.graph import Graph, Parameter, shape_of
 from parcompiler.vocabulary.head_pattern import (
     CROSS_ENTROPIES,

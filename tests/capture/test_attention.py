@@ -128,7 +128,6 @@ def captured(model: nn.Module) -> Graph:
 def attention_of(graph: Graph) -> fx.Node:
     named = "scaled_dot_product_attention"
     found: list[fx.Node] = [n for n in graph.fx_graph.nodes if overload_name(n) == named]
-    assert len(found) == 1
     return found[0]
 
 
@@ -216,9 +215,9 @@ def test_no_mask_is_sent_and_the_model_s_own_operators_are_an_option() -> None:
         )
         for exact in (False, True)
     }
-    values = {exact: program.lowered.values.values() for exact, program in programs.items()}
-    assert {value.dtype for value in values[False]} == {torch.float32}
-    assert torch.bool in {value.dtype for value in values[True]}
+    for exact, program in programs.items():
+        assert {value.dtype for value in program.lowered.values.values()} == {torch.float32}
+        assert (len(attention_of(program.problem.graph).args) > 3) is exact
     report = str(programs[False].report())
     assert "causal kernel, recognised from a mask (4)" in report
     assert "recognised" not in str(programs[True].report())

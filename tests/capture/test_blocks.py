@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from parcompiler.capture import capture
-from parcompiler.capture.blocks import cut, is_sendable, levels
+from parcompiler.capture.blocks import cut, levels
+from parcompiler.capture.prologue import is_sendable
 from parcompiler.graph import Graph, order_of
 from tests import zoo
 from tests.distributed.models import (

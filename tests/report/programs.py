@@ -155,7 +155,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Every layer reads the mask, the head also what came first."""
-        mask = torch.arange(x.shape[-1], device=x.device) > 3
+        mask = labels > 3
         first = y = self.start(x)
         for layer in self.children():
             y = layer(y, mask) if isinstance(layer, Layer) else y

@@ -13,7 +13,7 @@ DEVICE = runtime.rank_device("cpu")
 
 
 class EmbeddingPositions(runtime.Layer):
-    """embedding+positions, from model.py:107."""
+    """embedding+positions, from model.py:108."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,7 @@ class EmbeddingPositions(runtime.Layer):
         self.embedding.weight = nn.Parameter(torch.empty(runtime.piece(97), 16))
         self.positions = nn.Embedding(12, 16)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(12, device=DEVICE)
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embedding = runtime.embedding(tokens, self.embedding.weight, 97)
         positions = self.positions(positions)
         embedding = runtime.all_reduce(embedding)  # 2 ranks
@@ -94,7 +93,14 @@ class Stage0(runtime.Stage):
         self.embedding_positions = EmbeddingPositions()
         self.layers_0 = Layer()
 
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
+        positions = torch.arange(12, device=DEVICE)
+        return (positions,)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding_positions(tokens)
+        (positions,) = self.once
+
+        x = self.embedding_positions(tokens, positions)
         x = self.layers_0(x)
         return x

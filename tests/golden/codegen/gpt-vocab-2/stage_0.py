@@ -13,14 +13,13 @@ DEVICE = runtime.rank_device("cpu")
 
 
 class Positions(runtime.Layer):
-    """positions, from model.py:107."""
+    """positions, from model.py:108."""
 
     def __init__(self) -> None:
         super().__init__()
         self.positions = nn.Embedding(12, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(12, device=DEVICE)
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         positions = self.positions(positions)
         x = x + positions
         return x
@@ -81,8 +80,15 @@ class Stage0(runtime.Stage):
         self.positions = Positions()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
+        positions = torch.arange(12, device=DEVICE)
+        return (positions,)
+
     def forward(self, embedding: Tensor) -> Tensor:
-        x = self.positions(embedding)
+        (positions,) = self.once
+
+        x = self.positions(positions, embedding)
         for layer in self.layers:
             x = layer(x)
         return x

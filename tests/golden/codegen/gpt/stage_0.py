@@ -13,15 +13,14 @@ DEVICE = runtime.rank_device("cpu")
 
 
 class EmbeddingPositions(runtime.Layer):
-    """embedding+positions, from model.py:107."""
+    """embedding+positions, from model.py:108."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(96, 16)
         self.positions = nn.Embedding(12, 16)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(12, device=DEVICE)
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embedding = self.embedding(tokens)
         positions = self.positions(positions)
         x = embedding + positions
@@ -83,8 +82,15 @@ class Stage0(runtime.Stage):
         self.embedding_positions = EmbeddingPositions()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
 
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
+        positions = torch.arange(12, device=DEVICE)
+        return (positions,)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding_positions(tokens)
+        (positions,) = self.once
+
+        x = self.embedding_positions(tokens, positions)
         for layer in self.layers:
             x = layer(x)
         return x

@@ -185,8 +185,8 @@ class Stage1(runtime.Stage):
         self.layers_3 = Gemma2DecoderLayer()
         self.norm = Norm()
 
-    def forward(self, layers_1: Tensor) -> Tensor:
-        # Computed here, not received: no parameters, no gradient.
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
         position_ids = torch.arange(12, device=DEVICE)
         position_ids = position_ids.unsqueeze(0)
         expand = position_ids.expand(2, -1)
@@ -230,6 +230,10 @@ class Stage1(runtime.Stage):
         cos = cos * 1.0
         sin = torch.sin(emb)
         sin = sin * 1.0
+        return where, where_1, cos, sin
+
+    def forward(self, layers_1: Tensor) -> Tensor:
+        where, where_1, cos, sin = self.once
 
         hidden_states = self.layers_2(layers_1, cos, sin, where_1)
         hidden_states = self.layers_3(hidden_states, cos, sin, where)

@@ -21,27 +21,10 @@ class EmbeddingEncoderBias(runtime.Layer):
         self.encoder_bias = nn.Module()
         self.encoder_bias.weight = nn.Parameter(torch.empty(32, 2))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, tokens: Tensor, buckets: Tensor) -> tuple[Tensor, ...]:
         embedding = self.embedding(tokens)
 
         # encoder_bias
-        positions = torch.arange(12, device=DEVICE)
-        unsqueeze = positions.unsqueeze(1)
-        positions = positions.unsqueeze(0)
-        difference = unsqueeze - positions
-        magnitude = torch.abs(difference)
-        clamp = magnitude.clamp(1)
-        ratio = clamp / 8
-        log2 = torch.log2(ratio)
-        product = log2 * 2.0
-        product = product.to(torch.int64)
-        total = product + 8
-        clamp = total.clamp(max=15)
-        below = magnitude < 8
-        chosen = torch.where(below, magnitude, clamp)
-        below = difference < 0
-        total = chosen + 16
-        buckets = torch.where(below, total, chosen)
         bias = F.embedding(buckets, self.encoder_bias.weight)
         bias = bias.permute(2, 0, 1)
         bias = bias.unsqueeze(0)
@@ -109,7 +92,30 @@ class Stage0(runtime.Stage):
         self.embedding_encoder_bias = EmbeddingEncoderBias()
         self.encoder_layers_0 = EncoderLayer()
 
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
+        positions = torch.arange(12, device=DEVICE)
+        unsqueeze = positions.unsqueeze(1)
+        positions = positions.unsqueeze(0)
+        difference = unsqueeze - positions
+        magnitude = torch.abs(difference)
+        clamp = magnitude.clamp(1)
+        ratio = clamp / 8
+        log2 = torch.log2(ratio)
+        product = log2 * 2.0
+        product = product.to(torch.int64)
+        total = product + 8
+        clamp = total.clamp(max=15)
+        below = magnitude < 8
+        chosen = torch.where(below, magnitude, clamp)
+        below = difference < 0
+        total = chosen + 16
+        buckets = torch.where(below, total, chosen)
+        return (buckets,)
+
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        embedding, bias = self.embedding_encoder_bias(tokens)
+        (buckets,) = self.once
+
+        embedding, bias = self.embedding_encoder_bias(tokens, buckets)
         x = self.encoder_layers_0(embedding, bias)
         return bias, x

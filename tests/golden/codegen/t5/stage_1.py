@@ -69,29 +69,16 @@ class EmbeddingDecoderBias(runtime.Layer):
         self.decoder_bias = nn.Module()
         self.decoder_bias.weight = nn.Parameter(torch.empty(32, 2))
 
-    def forward(self, x: Tensor, decoder_tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, decoder_tokens: Tensor, buckets: Tensor, future: Tensor
+    ) -> tuple[Tensor, ...]:
         encoder_norm = self.encoder_norm(x)
         embedding = self.embedding(decoder_tokens)
 
         # decoder_bias
-        positions = torch.arange(12, device=DEVICE)
-        unsqueeze = positions.unsqueeze(1)
-        positions = positions.unsqueeze(0)
-        difference = unsqueeze - positions
-        clamp = difference.clamp(0)
-        clamp_2 = clamp.clamp(1)
-        ratio = clamp_2 / 16
-        log2 = torch.log2(ratio)
-        product = log2 * 5.333333333333333
-        product = product.to(torch.int64)
-        total = product + 16
-        clamp_2 = total.clamp(max=31)
-        below = clamp < 16
-        buckets = torch.where(below, clamp, clamp_2)
         bias = F.embedding(buckets, self.decoder_bias.weight)
         bias = bias.permute(2, 0, 1)
         bias = bias.unsqueeze(0)
-        future = unsqueeze < positions
         bias = bias.masked_fill(future, -float("inf"))
         return encoder_norm, embedding, bias
 
@@ -112,9 +99,32 @@ class Stage1(runtime.Stage):
         self.encoder_layers_1 = EncoderLayer()
         self.embedding_decoder_bias = EmbeddingDecoderBias()
 
+    def constants(self) -> tuple[Tensor, ...]:
+        # Computed once: no input, no parameter.
+        positions = torch.arange(12, device=DEVICE)
+        unsqueeze = positions.unsqueeze(1)
+        positions = positions.unsqueeze(0)
+        difference = unsqueeze - positions
+        clamp = difference.clamp(0)
+        clamp_2 = clamp.clamp(1)
+        ratio = clamp_2 / 16
+        log2 = torch.log2(ratio)
+        product = log2 * 5.333333333333333
+        product = product.to(torch.int64)
+        total = product + 16
+        clamp_2 = total.clamp(max=31)
+        below = clamp < 16
+        buckets_2 = torch.where(below, clamp, clamp_2)
+        future = unsqueeze < positions
+        return buckets_2, future
+
     def forward(
         self, decoder_tokens: Tensor, embedding_encoder_bias: Tensor, encoder_layers_0: Tensor
     ) -> tuple[Tensor, ...]:
+        buckets_2, future = self.once
+
         x = self.encoder_layers_1(encoder_layers_0, embedding_encoder_bias)
-        encoder_norm, embedding, bias = self.embedding_decoder_bias(x, decoder_tokens)
+        encoder_norm, embedding, bias = self.embedding_decoder_bias(
+            x, decoder_tokens, buckets_2, future
+        )
         return encoder_norm, embedding, bias
