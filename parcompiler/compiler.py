@@ -100,13 +100,13 @@ def compile(
     that use several (1 stands for their least number, 2). `recompute` says which blocks run again
     in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
     memory forces), or {pattern of block names: bool}, of which the last that matches decides.
-    `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients
-    too, "auto" decides by time under memory. `updates` is how data ranks bring together what they
-    learn: "all-reduce" (gradients are averaged), "parameter-server" (one rank of each data row
-    updates for all), "asynchronous" (as that, but none waits for the others unless it is
-    `staleness` steps ahead of the slowest) or "local" (each updates by itself, and `every` so many
-    steps their weights are averaged, as a step of an `outer` optimizer: "nesterov", "average", or a
-    learning rate and a momentum). `compression` of the gradients between data ranks is "bf16",
+    `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients too,
+    3 parameters too, "auto" decides by time under memory. `updates` is how data ranks bring
+    together what they learn: "all-reduce" (gradients are averaged), "parameter-server" (one rank of
+    each data row updates for all), "asynchronous" (as that, but none waits for the others unless it
+    is `staleness` steps ahead of the slowest) or "local" (each updates by itself, and `every` so
+    many steps their weights are averaged, as a step of an `outer` optimizer: "nesterov", "average",
+    or a learning rate and a momentum). `compression` of the gradients between data ranks is "bf16",
     "fp16" or "powersgd" (of rank `compression_rank`).
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
     `exact` keeps the model's own operators: without it, attention whose mask is the same for every

@@ -49,11 +49,14 @@ class Kind(StrEnum):
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
     GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
     AVERAGE_PARAMETERS = "AVERAGE_PARAMETERS"  # value, ranks: weights of data ranks, now and then
+    UNSHARD = "UNSHARD"  # stage, mb, ranks: start making its parameters whole, of their rows
+    RESHARD = "RESHARD"  # stage, mb: keep this data rank's rows of them alone
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})  # these give gradients of inputs
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_WEIGHT}) | BACKWARDS  # of stages
 MESSAGES = frozenset({Kind.SEND, Kind.RECV})
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})  # of the parameters of stages, over data ranks
 # What all ranks do for the layers of the vocabulary, and the collectives between.
 EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
@@ -69,6 +72,8 @@ _FIELDS: dict[Kind, set[str]] = {
     **{kind: {"microbatch"} for kind in HEAD},
     **{kind: {"value", "ranks"} for kind in BUCKETED},  # and perhaps a micro-batch
     Kind.SHARE_LOSS: {"peer"},
+    Kind.UNSHARD: {"stage", "microbatch", "ranks"},
+    Kind.RESHARD: {"stage", "microbatch"},
 }
 
 

@@ -16,7 +16,7 @@ from parcompiler.spmd.placement import parse
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
 MOST_PASSES = 2**18  # forwards of all stages in a step; a quarter of them takes 0.7 GB to plan
-MOST_ZERO = 2  # the highest level of ZeRO
+MOST_ZERO = 2  # the highest level of ZeRO that "auto" weighs
 PRECISIONS = {
     None: None,
     "fp32": torch.float32,
@@ -60,7 +60,7 @@ class Options:
             offered("schedule", self.schedule, ("auto", "search", *SCHEDULES))
         offered("vocabulary", self.vocabulary, ("auto", "whole", *METHODS))
         offered("precision", self.precision, tuple(PRECISIONS))
-        offered("zero", self.zero, ("auto", *range(MOST_ZERO + 1)))
+        offered("zero", self.zero, ("auto", 0, 1, 2, 3))
         self.data_updates  # noqa: B018 (refuses)
         offered("costs", self.costs, ("model", "measured"))
         offered("exact", self.exact, (False, True))

@@ -36,8 +36,9 @@ __all__ = [
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:
-    """Seconds and bytes of one micro-batch on each stage."""
-    return costs(problem, plan, [stage.tensors for stage in lowered.stages])
+    """Seconds and bytes of one micro-batch on each stage; `lowered` may have several of one."""
+    divided = replace(plan, stages=lowered.choices)
+    return costs(problem, divided, [stage.tensors for stage in lowered.stages])
 
 
 def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -80,6 +81,12 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
     by_name, updates = lowered.graph.by_name, lowered.updates
 
     def seconds(line: Instruction) -> float:
+        if line.kind is Kind.UNSHARD:
+            assert line.stage is not None
+            held = (by_name[name] for name in lowered.stages[line.stage].tensors)
+            nbytes = sum(item.nbytes for item in held if not item.buffer)
+            group = lowered.grid.replicas(line.ranks)
+            return collective.joined(problem.mesh, "all-gather", nbytes, group)
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0

@@ -89,7 +89,7 @@ def costs(
 def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tuple[StageCost, ...]:
     """The same, for stages that hold these tensors."""
     blocks = _blocks(problem, plan)
-    placement = outline(plan).placement
+    placement = [choice.rank for choice in plan.stages or ()]
     users = Counter(
         (rank, name) for rank, names in zip(placement, held, strict=True) for name in names
     )
@@ -149,8 +149,8 @@ def _cost(
 ) -> StageCost:
     """The cost of some blocks as stage `j`, which holds some tensors, those in `alone` as the only
     one of its rank; `beside` are the blocks of the others."""
-    schedule = outline(plan)
-    rank = schedule.placement[j]
+    assert plan.stages is not None
+    schedule, rank = outline(plan), plan.stages[j].rank
     priced = problem.under(plan).on(rank)
     stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}

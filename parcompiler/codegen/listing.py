@@ -28,13 +28,14 @@ from parcompiler.instruction import (
     EMBEDDING,
     HEAD,
     MESSAGES,
+    SHARDING,
     TRANSFERS,
     Instruction,
     Kind,
     parse,
 )
 
-STAGED = COMPUTE | {Kind.UPDATE}  # these name a stage and a micro-batch
+STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # these name a stage and a micro-batch
 VALUED = MESSAGES | TRANSFERS | EMBEDDING | {Kind.EXCHANGE}  # these a value and a micro-batch
 PERIODS = 24  # candidates for the length of a loop's body, the most frequent distances
 SAVED = 2  # lines that a loop must save
@@ -54,6 +55,8 @@ EXPLAINED = {
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
     Kind.GATHER_PARAMETERS: "rows that the other data ranks have updated",
     Kind.AVERAGE_PARAMETERS: "weights of all data ranks, behind the last step of a round",
+    Kind.UNSHARD: "whole parameters, from the rows of all data ranks",
+    Kind.RESHARD: "this data rank's rows of them stay",
 }
 
 
@@ -195,10 +198,11 @@ def _cells(item: Instruction, first: int | None = None) -> list[str]:
         apart = item.microbatch - first
         words[words.index("mb") + 1] = f"i{apart:+}" if apart else "i"
     if item.kind in STAGED:
-        return [words[0], " ".join(words[1:3]), " ".join(words[3:5])]
+        ranks = [" ".join(words[5:])] if words[5:] else []
+        return [words[0], " ".join(words[1:3]), " ".join(words[3:5]), *ranks]
     if item.kind in HEAD:
         return [words[0], "", " ".join(words[1:3])]
-    if item.kind in VALUED:
+    if item.kind in VALUED or (item.kind is Kind.REDUCE_GRADIENTS and len(words) == 6):
         peer = [" ".join(words[4:])] if words[4:] else []
         return [*words[:2], " ".join(words[2:4]), *peer]
     return [" ".join(words)]

@@ -11,21 +11,27 @@ from parcompiler.lower.buckets import buckets, gathered, placed
 from parcompiler.lower.lowered import Lowered
 from parcompiler.lower.spread import spread
 from parcompiler.lower.stages import Division
+from parcompiler.lower.units import in_units, sharded, unit_orders
 from parcompiler.plan import Plan
+from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.planned import planned
 
 
 def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     """What every rank does under `plan`; `cut` are the blocks at the plan's granularity."""
-    schedule = planned(plan)
-    division = Division(graph, plan, cut)
+    schedule, level = planned(plan), plan.zero or 0
+    orders, choices = schedule.orders, plan
+    if level == 3:
+        choices, counts = in_units(graph, plan, cut)
+        orders = unit_orders(orders, counts)
+    division = Division(graph, choices, cut)
     stages, values, tied = division.stages(), division.values(), division.tied()
     method = plan.vocabulary.method if plan.vocabulary else "whole"
     everywhere = spread(division, method)
     lists = communicate.training(
-        schedule.orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
+        orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )
-    level, updates = plan.zero or 0, plan.updates or ALL_REDUCE
+    updates = plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # whose gradients are never in pieces
     reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.data > 1 else ()
     if updates.way == "local":
@@ -33,10 +39,13 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     else:
         lists = placed(lists, reduced, each=level >= 2)
     if level or updates.way == "parameter-server":
-        lists = gathered(lists, reduced, apart)
+        updated = [item for item in reduced if level < 3 or item.stage == NOWHERE]
+        lists = gathered(lists, updated, apart)
     evaluation = communicate.evaluation(
         plan.mesh.pipeline, plan.microbatches, stages, values, everywhere
     )
+    if level == 3:
+        lists, evaluation = (sharded(each, stages, graph) for each in (lists, evaluation))
     return Lowered(
         graph=graph,
         microbatches=plan.microbatches,

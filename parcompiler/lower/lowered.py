@@ -17,7 +17,7 @@ from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.graph import Block, EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, StageChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,15 @@ class Lowered:
     def shared(self) -> tuple[TiedTensor | Bucket, ...]:
         """Everything that ranks bring together: gradients, or parameters behind the step."""
         return (*self.tied, *self.buckets)
+
+    @property
+    def choices(self) -> tuple[StageChoice, ...]:
+        """The stages as a plan says them: units of those of its own plan, where the parameters of
+        each are gathered by themselves (`lower.units`)."""
+        return tuple(
+            StageChoice(tuple(call.block.name for call in stage.calls), stage.rank)
+            for stage in self.stages
+        )
 
     @property
     def loss_rank(self) -> int:

@@ -45,6 +45,7 @@ def trace_text(report: ReportData) -> str:
         *(f"from rank {rank}" for rank in ranks),
         "gradients",
         "vocabulary",
+        "parameters",
     ]
     step = report.measurement
     processes = {rank: f"rank {rank}" for rank in ranks}
@@ -86,7 +87,8 @@ def _simulated(event: StepEvent, number: int, averaged: bool) -> Iterator[Record
     """
     line = event.instruction
     if line.kind is not Kind.SEND:
-        beside = line.kind in GROUP or (line.kind is Kind.REDUCE_GRADIENTS and averaged)
+        beside = line.kind in GROUP or line.kind is Kind.UNSHARD
+        beside = beside or (line.kind is Kind.REDUCE_GRADIENTS and averaged)
         yield _slice(event, event.rank, _track(line) if beside else COMPUTE_TRACK)
         return
     assert line.peer is not None
@@ -116,6 +118,8 @@ def _track(line: Instruction) -> str:
         return f"{'from' if line.kind is Kind.RECV else 'to'} rank {line.peer}"
     if line.kind in GROUP:
         return "vocabulary"
+    if line.kind is Kind.UNSHARD:
+        return "parameters"
     return "gradients" if line.kind is Kind.REDUCE_GRADIENTS else COMPUTE_TRACK
 
 
@@ -143,6 +147,8 @@ def _title(line: Instruction) -> str:
             return clean(f"{kind} {line.value}{gradient} {line.microbatch}")
         case Kind.SEND | Kind.RECV:
             return clean(f"{line.value}{gradient} {line.microbatch}")
+        case Kind.UNSHARD | Kind.RESHARD:
+            return f"{line.kind} {line.microbatch} of stage {line.stage}"
         case Kind.REDUCE_GRADIENTS:
             return clean(f"{line.kind} {line.value}")
         case _:

@@ -116,6 +116,8 @@ class Interpreter:
             Kind.RECV: self._receive,
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.SHARE_LOSS: self._share_loss,
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
         }
         if self._passes is not None:
             self._verbs |= self._passes.verbs
@@ -175,11 +177,14 @@ class Interpreter:
             self._synchronize()
             end, last = time.perf_counter(), record[-1]
             record[-1] = last._replace(end=end - start, waited=last.waited + end - begin)
+        if self.parts is not None:
+            self.parts.end()
         self.channels.flush()
 
     def _forward(self, state: StepState, instruction: Instruction) -> None:
         """Run a stage's module and keep what its backward and the sends need."""
         j, i = _numbers(instruction)
+        self._make_whole(j)
         stage = self.stages[j]
         arguments = {name: state.microbatches[i][name] for name in stage.inputs}
         arguments |= {name: self._take(state, (name, i)) for name in stage.receives}
@@ -271,6 +276,7 @@ class Interpreter:
     def _go_back(self, state: StepState, instruction: Instruction) -> None:
         """Run autograd from the results of a stage, and its loss, to its inputs."""
         j, i = _numbers(instruction)
+        self._make_whole(j)
         saved = state.saved.pop((j, i))
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
@@ -353,6 +359,24 @@ class Interpreter:
             state.gradient_receipts.setdefault(key, []).append(message)
         else:
             state.receipts[key] = message
+
+    def _unshard(self, state: StepState, instruction: Instruction) -> None:
+        """Start making the parameters of a stage whole."""
+        assert self.parts is not None
+        assert instruction.stage is not None
+        self.parts.unshard(instruction.stage)
+
+    def _reshard(self, state: StepState, instruction: Instruction) -> None:
+        """Keep this data rank's rows of the parameters of a stage alone."""
+        assert self.parts is not None
+        assert instruction.stage is not None
+        self.parts.reshard(instruction.stage)
+
+    def _make_whole(self, j: int) -> None:
+        """Wait until the parameters of a stage are whole, where they come in pieces."""
+        pending = None if self.parts is None else self.parts.ready(j)
+        if pending is not None:
+            self._received(pending)
 
     def _reduce_gradients(self, state: StepState, instruction: Instruction) -> None:
         """Start summing gradients over ranks, if they are not being summed already."""

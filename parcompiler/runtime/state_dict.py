@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from parcompiler.errors import InputError
+from parcompiler.runtime.agreement import digests_of
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
@@ -101,6 +102,7 @@ class RankTensors:
         self._rows = VocabularyRows(program)
         self._missing = set(tensors)
         self.loaded: set[str] | None = None
+        self._digests: dict[str, torch.Tensor] = {}
 
     def account(self, state: Mapping[str, torch.Tensor]) -> str:
         """This rank's account of a state dict; the first of ranks with equal tensors names them."""
@@ -129,18 +131,29 @@ class RankTensors:
             def fill(target: torch.Tensor, name: str = name, part: torch.Tensor = part) -> None:
                 self._rows.unpadded(name, target).copy_(part)
 
-            fill(self._tensors[name])
-            self._updates.fill_master(name, self._tensors[name], fill)
+            self._updates.fill(name, self._tensors[name], fill)
             self._missing.discard(name)
+            self._note(name, part)
             self.loaded.add(name)
 
     def filled(self, names: Collection[str]) -> None:
         """Take note of tensors whose values came from a checkpoint, which is compared otherwise."""
         self._missing.difference_update(names)
         self.loaded = None
+        self._digests.clear()
+
+    def _note(self, name: str, whole: torch.Tensor) -> None:
+        """Keep a number for the values of a parameter of which each data rank has rows of its own:
+        all must have taken them from the same whole."""
+        if self._updates.in_pieces(name):
+            numbers = digests_of([[whole]], whole.device)
+            self._digests[name] = torch.tensor(numbers, device=self._channels.device)
 
     def unpadded(self, name: str) -> list[torch.Tensor]:
-        """A tensor of this rank, and its master where it has a whole one, without padding."""
+        """A tensor of this rank, and its master where it has a whole one, without padding; of a
+        parameter in pieces a number for the whole."""
+        if self._updates.in_pieces(name):
+            return [self._digests.get(name, torch.zeros(1))]  # of files each rank reads its rows
         copies = [self._tensors[name]]
         if not self._program.sharing:
             masters = self._updates.masters.by_name

@@ -179,6 +179,37 @@ class Updates:
         trained = [name for name, p in shared if p.dtype == narrow and p.requires_grad]
         return self._parts.joined(self.masters.by_name, dict.fromkeys(trained, torch.float32))
 
+    def in_pieces(self, name: str) -> bool:
+        """Whether each data rank has rows of a parameter, and nothing else of it."""
+        return self._parts is not None and name in self._parts.in_pieces
+
+    def wholes(self) -> dict[str, torch.Tensor]:
+        """The masters of this rank, and its parameters of which each data rank has rows, by name.
+        Where that is so, a collective of the data ranks; those but the first get none of them."""
+        if self._parts is None or self._parts.level < 3:
+            return self.whole_masters()
+        rows = {**self._parts.parts, **self.masters.by_name}
+        narrow = self._program.narrow
+        dtypes = {
+            name: torch.float32 if p.dtype == narrow and p.requires_grad else p.dtype
+            for name, p in self._parts.parameters.items()
+            if name in self._parts.in_pieces or p.dtype == narrow
+        }
+        own = {n: m for n, m in self.masters.by_name.items() if n not in self._parts.parameters}
+        return own | self._parts.joined(rows, dtypes, keep=not self._program.coordinate.data)
+
+    @torch.no_grad()
+    def fill(
+        self, name: str, parameter: torch.Tensor, write: Callable[[torch.Tensor], object]
+    ) -> None:
+        """Fill a parameter or buffer and its master, as `write` fills a tensor of its form, with
+        as much of it as this rank has."""
+        if self._parts is not None and self.in_pieces(name):
+            self._parts.fill(name, write)
+        else:
+            write(parameter)
+        self.fill_master(name, parameter, write)
+
     @torch.no_grad()
     def fill_master(
         self, name: str, parameter: torch.Tensor, write: Callable[[torch.Tensor], object]

@@ -117,7 +117,7 @@ class Worker:
             self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
             self._updates = Updates(
                 program,
-                dict(self.named_parameters()),
+                {n: p for n, p in self._interpreter.tensors.items() if isinstance(p, nn.Parameter)},
                 self.device,
                 self._channels.total_of_step,
                 self._interpreter.parts,
@@ -276,10 +276,14 @@ class Worker:
         return 0 if self._updates.scale is None else self._updates.scale.skipped
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their names in the model."""
+        """This rank's parameters under their names in the model: with `zero=3` its rows of them,
+        where it has some."""
+        parts = self._interpreter.parts
+        pieces = () if parts is None else parts.in_pieces
         for name, tensor in self._interpreter.tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                yield name, tensor
+            own = parts.parts.get(name) if parts is not None and name in pieces else tensor
+            if isinstance(own, nn.Parameter):
+                yield name, own
 
     def load_state_dict(
         self, state: Mapping[str, torch.Tensor], strict: bool = True
@@ -310,7 +314,7 @@ class Worker:
         16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
         tensors = self._interpreter.tensors
-        state = self._gather(lambda: {**tensors, **self._updates.whole_masters()})
+        state = self._gather(lambda: {**tensors, **self._updates.wholes()})
         if state is not None:
             state |= {a: state[name] for a, name in self.program.aliases.items() if name in state}
             left_out = () if everything else self.program.unsaved

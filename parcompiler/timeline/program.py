@@ -7,7 +7,7 @@ where it stands.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -140,6 +140,8 @@ class _RankTasks:
     last: int = START  # the task before
     buffers: dict[Exchange, int] = field(default_factory=dict)  # the task before each came
     used: dict[Exchange, int] = field(default_factory=dict)  # the last task that uses it
+    unsharded: Counter[Instruction] = field(default_factory=Counter)  # how many alike there were
+    gathered: dict[int | None, int] = field(default_factory=dict)  # what a stage waits for
 
 
 class _Builder:
@@ -150,7 +152,7 @@ class _Builder:
     ) -> None:
         self.programs, self.stages = programs, stages
         self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
-        self.number: dict[Exchange, int] = {}
+        self.number: dict[tuple[Exchange, int], int] = {}
         self.members: list[list[int]] = []
         self.lines: list[tuple[int, Instruction]] = []
         self.needs: list[list[int]] = []
@@ -160,7 +162,7 @@ class _Builder:
     def build(self) -> ProgramTasks:
         """All ranks, one after another."""
         orders = [self._rank(_RankTasks(rank), lines) for rank, lines in enumerate(self.programs)]
-        exchanges = list(self.number)
+        exchanges = [what for what, _ in self.number]
         lanes: dict[object, int] = {}
         occupied = [
             tuple(lanes.setdefault(lane, len(lanes)) for lane in _lanes(what)) for what in exchanges
@@ -184,16 +186,16 @@ class _Builder:
             return 1
         return len(what.ranks or self.programs)
 
-    def _exchange(self, what: Exchange) -> int:
-        """The number of an exchange."""
-        if what not in self.number:
-            self.number[what] = self.size + len(self.number)
+    def _exchange(self, what: Exchange, time: int = 0) -> int:
+        """The number of an exchange, or of one of several alike."""
+        if (what, time) not in self.number:
+            self.number[what, time] = self.size + len(self.number)
             self.members.append([])
-        return self.number[what]
+        return self.number[what, time]
 
-    def _join(self, at: _RankTasks, what: Exchange) -> None:
+    def _join(self, at: _RankTasks, what: Exchange, time: int = 0) -> None:
         """A rank takes part in an exchange by the task before."""
-        number = self._exchange(what)
+        number = self._exchange(what, time)
         self.members[number - self.size].append(at.last)
         if at.last != START:
             self.joins[at.last].append(number)
@@ -220,6 +222,8 @@ class _Builder:
                 self._collective(at, line)
             elif line.kind is Kind.REDUCE_GRADIENTS:
                 self._join(at, line)
+            elif line.kind is Kind.UNSHARD:
+                self._unshard(at, line)
             elif line.kind in ENDS:
                 self._join(at, line)
                 self._task(at, line, [self._exchange(line)])
@@ -235,10 +239,19 @@ class _Builder:
         self.needs.append(needs)
         self.joins.append([])
 
+    def _unshard(self, at: _RankTasks, line: Instruction) -> None:
+        """The parameters of a stage begin to come; the next task of the stage waits for them."""
+        at.unsharded[line] += 1  # a backward may have one like that of its forward
+        self._join(at, line, at.unsharded[line])
+        at.gathered[line.stage] = self._exchange(line, at.unsharded[line])
+
     def _work(self, at: _RankTasks, line: Instruction) -> None:
         """Something to compute, with all that it uses."""
         uses = self._of_stage(at, line) if line.kind in COMPUTE else [*_of_group(at, line)]
-        self._task(at, line, [self._exchange(what) for what in uses])
+        needs = [self._exchange(what) for what in uses]
+        if line.stage in at.gathered:
+            needs.append(at.gathered.pop(line.stage))
+        self._task(at, line, needs)
         at.used.update(dict.fromkeys(uses, at.last))
 
     def _post(self, at: _RankTasks, line: Instruction, what: Exchange) -> None:

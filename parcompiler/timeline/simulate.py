@@ -52,7 +52,7 @@ class TaskPrices:
         """Seconds of an instruction, or of an exchange."""
         if isinstance(what, SendRecv):
             return self.message_seconds(what)
-        if what.kind in BUCKETED or what.kind is Kind.SHARE_LOSS:
+        if what.kind in BUCKETED or what.kind in (Kind.SHARE_LOSS, Kind.UNSHARD):
             return self.collective_seconds(what)
         match what.kind:
             case Kind.S | Kind.NORMALIZE | Kind.T:

@@ -46,6 +46,8 @@ def faults(step: StepIndex) -> Iterator[Fault]:
             yield from _wrong(step, rank, sums)
             if behind(lowered) is not None:
                 updated = lowered.buckets if lowered.zero > 1 else lowered.shared
+                if lowered.zero == 3:  # of what stages hold they have pieces behind the step
+                    updated = tuple(x for x in lowered.buckets if x.stage == NOWHERE)
                 yield from _gathered(step, rank, {item.label: item for item in updated})
         for group in dict.fromkeys(item.ranks for item in sums.values()):
             yield from _collective_order(step, group)

@@ -8,7 +8,7 @@ batch that the model was captured on, and the model's own tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.graph import Parameter
 from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import Shard
-from parcompiler.plan import Plan
+from parcompiler.plan import Plan, StageChoice
 from parcompiler.spmd.placement import Placement, local_shape, shard_of
 from parcompiler.verifier.fault import Fault, repeated
 from parcompiler.verifier.wiring import Wiring
@@ -62,7 +62,6 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
         "tensor": (lowered.tensor, plan.mesh.tensor),
         "data": (lowered.data, plan.mesh.data),
         "microbatches": (lowered.microbatches, plan.microbatches),
-        "stages": (len(lowered.stages), len(plan.stages or ())),
         "zero": (lowered.zero, plan.zero or 0),
         "updates": (lowered.updates, plan.updates or ALL_REDUCE),
     }
@@ -75,12 +74,33 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
             if call.recompute != (call.block.name in again):
                 verb = "is" if call.recompute else "is not"
                 yield Fault(PLANNED, f"{call.block.name} {verb} recomputed, unlike in the plan")
-    for j, (stage, choice) in enumerate(zip(lowered.stages, plan.stages or (), strict=False)):
-        blocks = tuple(call.block.name for call in stage.calls)
-        if (stage.rank, blocks) != (choice.rank, choice.blocks):
-            listed, other = ", ".join(blocks), ", ".join(choice.blocks)
-            detail = f"stage {j} has {listed} on rank {stage.rank}, and {other} on {choice.rank}"
+    wanted = [*plan.stages] if plan.stages else []
+    found = _joined(lowered.choices, wanted) if lowered.zero == 3 else [*lowered.choices]
+    if len(found) != len(wanted):
+        yield Fault(PLANNED, f"stages is {len(found)}, and {len(wanted)} in the plan")
+    for j, (own, choice) in enumerate(zip(found, wanted, strict=False)):
+        if own != choice:
+            listed, other = ", ".join(own.blocks), ", ".join(choice.blocks)
+            detail = f"stage {j} has {listed} on rank {own.rank}, and {other} on {choice.rank}"
             yield Fault(PLANNED, f"{detail} in the plan")
+
+
+def _joined(units: Iterable[StageChoice], plan: Sequence[StageChoice]) -> list[StageChoice]:
+    """The stages whose units these are: neighbours on a rank, as many blocks as in the plan.
+
+    >>> units = [StageChoice(("a",), 0), StageChoice(("b", "c"), 0), StageChoice(("d",), 1)]
+    >>> _joined(units, [StageChoice(("a", "b", "c"), 0), StageChoice(("d",), 1)])
+    [StageChoice(blocks=('a', 'b', 'c'), rank=0), StageChoice(blocks=('d',), rank=1)]
+    """
+    found: list[StageChoice] = []
+    for unit in units:
+        last = found[-1] if found else None
+        size = len(plan[len(found) - 1].blocks) if 0 < len(found) <= len(plan) else 0
+        if last is not None and last.rank == unit.rank and len(last.blocks) < size:
+            found[-1] = StageChoice((*last.blocks, *unit.blocks), unit.rank)
+        else:
+            found.append(unit)
+    return found
 
 
 def _listed(wiring: Wiring, placeholders: list[fx.Node]) -> Iterator[Fault]:

@@ -98,6 +98,7 @@ class StepIndex:
         self.scatters: list[dict[str, Places]] = [{} for _ in lists]  # those of a micro-batch
         self.gathers: list[dict[str, int]] = [{} for _ in lists]
         self.shares: list[int | None] = [None for _ in lists]
+        self.sharding: dict[int, list[int]] = defaultdict(list)  # UNSHARD and RESHARD of a stage
         self.faults: list[Fault] = []
         self._repeated: Counter[tuple[int, Instruction]] = Counter()
         for rank, lines in enumerate(lists):
@@ -130,6 +131,8 @@ class StepIndex:
             Kind.SHARE_LOSS: self._share,
             Kind.GATHER_PARAMETERS: self._gather,
             Kind.AVERAGE_PARAMETERS: self._gather,
+            Kind.UNSHARD: self._shard,
+            Kind.RESHARD: self._shard,
             **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
         }
         for position, line in enumerate(lines):
@@ -237,6 +240,22 @@ class StepIndex:
             self._repeated[rank, line] += 1
         else:
             self.gathers[rank][line.value] = position
+        return None
+
+    def _shard(self, rank: int, position: int, line: Instruction) -> str | None:
+        """An UNSHARD or RESHARD; returns what is wrong with it by itself."""
+        j, stages = line.stage, self.wiring.stages
+        if self.wiring.lowered.zero < 3:
+            return "every data rank has whole parameters"
+        if j is None or not 0 <= j < len(stages):
+            return f"there is no such stage (stages: {_span(len(stages))})"
+        if stages[j].rank != rank:
+            return f"stage {j} is on rank {stages[j].rank}"
+        if line.microbatch is None or line.microbatch not in self.microbatches:
+            return self._no_microbatch()
+        if line.kind is Kind.UNSHARD and line.ranks != (rank,):
+            return "its parameters come from the data replicas of its own rank"
+        self.sharding[j].append(position)
         return None
 
     def _share(self, rank: int, position: int, line: Instruction) -> str | None:

@@ -12,6 +12,7 @@ from parcompiler.verifier import (
     compute,
     deadlock,
     memory_ledger,
+    sharding,
     shared_vocabulary,
     signature,
     stages,
@@ -56,7 +57,7 @@ def faults(lowered: Lowered, memory: MemoryLimits | None = None) -> Iterator[Fau
 def _step_faults(step: StepIndex, memory: MemoryLimits | None) -> Iterator[Fault]:
     """The faults of the instruction lists of training or of evaluation."""
     yield from step.faults
-    for of_step in (compute, communication, shared_vocabulary, deadlock):
+    for of_step in (compute, communication, shared_vocabulary, sharding, deadlock):
         yield from of_step.faults(step)
     if memory is not None:
         yield from memory_ledger.faults(step, memory)

@@ -92,7 +92,8 @@ RESUMED["rounds"] = Case(2, 2, options={"updates": "local", "every": 3}, dropout
 RESUMED["round"] = Case(1, 2, options={"updates": "local", "every": 1}, optimizer="SGD")
 RESUMED["server"] = Case(1, 4, options={"updates": "parameter-server"}, dropout=0.1)
 RESUMED["factors"] = Case(2, 2, options={"compression": "powersgd", "compression_rank": 2})
-RESUMED["zero-whole"] = Case(2, 2, options={"zero": 1}, optimizer="Adafactor")
+RESUMED["zero-whole"] = Case(2, 2, options={"zero": 2}, optimizer="Adafactor")
+RESUMED["zero-pieces"] = Case(1, 4, options={"zero": 3, "precision": "bf16"}, dropout=0.1)
 SCHEDULES = {
     schedule: Case(2, options={"schedule": schedule, "virtual_stages": stages}, dropout=0.1)
     for schedule, stages in {
@@ -107,6 +108,7 @@ DIVIDED = {
     "uneven": Case(1, 1, 3, options=WIDE),
     "replicas": Case(2, 2, options={"vocabulary": "whole", "zero": 0, **WIDE}),
     "shared": Case(2, 2, options={"vocabulary": "vocab-2", "zero": 1, **WIDE}),
+    "sharded": Case(2, 2, options={"vocabulary": "whole", "zero": 3, **WIDE}),
 }
 MORE = {
     "pieces": Case(2, 1, 2, options={"vocabulary": "whole", **WIDE}),

@@ -18,7 +18,7 @@ MICROBATCHES = 2
 CASES: dict[str, tuple[pc.Mesh, dict[str, Any]]] = {
     "hf-gpt2": (pc.Mesh(pipeline=2, tensor=2), {"vocabulary": "vocab-2"}),
     "hf-llama": (pc.Mesh(tensor=3), {"precision": "bf16"}),
-    "hf-t5": (pc.Mesh(pipeline=2, data=2), {"vocabulary": "whole"}),
+    "hf-t5": (pc.Mesh(pipeline=2, data=2), {"vocabulary": "whole", "zero": 3}),
 }
 Folder = Path
 

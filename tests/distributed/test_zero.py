@@ -18,7 +18,7 @@ from tests import zoo
 from tests.distributed.torchrun import torchrun
 
 STEPS = 3
-LEVELS = (1, 2)
+LEVELS = (1, 2, 3)
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 CASES: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
     ("gpt-tied", (1, 1, 2), {}, "AdamW"),
@@ -77,7 +77,9 @@ def outcome(
     path = str(folder / f"zero-{zero}")
     script = Path(path, "rank_0.py").read_text()
     assert (f"zero={zero}" in script) == bool(zero)
-    assert ("REDUCE_GRADIENTS bucket_0 mb " in script) == (zero > 1)
+    lines = [" ".join(line.split()) for line in script.splitlines()]
+    assert any(x.startswith("REDUCE_GRADIENTS bucket_0 mb ") for x in lines) == (zero > 1)
+    assert any(x.startswith("UNSHARD") for x in lines) == (zero == 3)
     job = Job(path, batches, optimizer=optimizer, options=options, max_norm=max_norm)
     return pool().run(job, program.lowered.grid.size)
 
@@ -89,7 +91,8 @@ def test_shared_updates_are_those_of_every_rank(
     pipeline, tensor, data = sizes
     mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=data)
     alone = outcome(tmp_path, name, mesh, options, 0, optimizer)
-    for zero in LEVELS:
+    # Units of a stage are stages, which draw random numbers each for itself.
+    for zero in LEVELS[:2] if name == "gpt-dropout" else LEVELS:
         shared = outcome(tmp_path, name, mesh, options, zero, optimizer)
         assert torch.equal(alone.losses[:1], shared.losses[:1])
         # a + b is b + a; among more, or with pieces of the gradients of each micro-batch, the order

@@ -117,3 +117,73 @@ def test_copies_that_are_in_the_bucket_of_one_rank_alone_are_found() -> None:
     ]
     found = texts(replace(lowered, buckets=tuple(without)))
     assert any(f"the gradients of {name} on rank 0 are summed in no bucket" in t for t in found)
+
+
+# Pieces of parameters.
+
+WHOLE, FREED = "a stage computes with whole parameters: ", "whole parameters are freed: "
+
+
+@pytest.fixture
+def units() -> Lowered:
+    """Two pipeline coordinates of two data ranks that keep pieces of parameters, in four units."""
+    return program("deep chain", 2, "1f1b", 3, data=2, zero=3)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize("name", ["deep chain", "knots"])
+def test_pieces_of_parameters_are_legal(name: str, schedule: str, each: int) -> None:
+    lowered = program(name, 2, schedule, 4, virtual_stages=each, data=2, zero=3)
+    assert texts(lowered) == []
+    assert len(lowered.stages) == 8  # a unit for each block
+    assert any(str(line).startswith("UNSHARD") for line in lowered.evaluation[1])
+
+
+def test_a_forward_with_pieces_alone_is_found(units: Lowered) -> None:
+    found = texts(dropped(units, 0, "UNSHARD stage 2 mb 0 ranks 0"))
+    wrong = "FORWARD stage 2 mb 0 has rows of its parameters alone"
+    assert WHOLE + f"rank 0: {wrong}" in found
+    assert FREED + "rank 0: RESHARD stage 2 mb 0: it is not whole" in found
+
+
+def test_parameters_that_are_freed_before_the_backward_are_found(units: Lowered) -> None:
+    line, backward = "RESHARD stage 7 mb 0", "BACKWARD stage 7 mb 0"
+    (fault,) = texts(moved(units, 1, line, before=backward))
+    assert fault.startswith(f"{WHOLE}rank 1: {backward} has rows of its parameters alone (freed")
+
+
+def test_parameters_that_stay_whole_are_found(units: Lowered) -> None:
+    found = texts(dropped(units, 1, "RESHARD stage 4 mb 2"))
+    assert any(text.startswith(FREED + "rank 1") for text in found)
+
+
+def test_all_units_whole_at_once_are_found(units: Lowered) -> None:
+    first = "FORWARD stage 0 mb 0"
+    early = moved(units, 0, "UNSHARD stage 2 mb 0 ranks 0", before=first)
+    assert texts(early) == []
+    early = moved(early, 0, "UNSHARD stage 3 mb 0 ranks 0", before=first)
+    assert texts(early) == [
+        FREED + "rank 0: UNSHARD stage 3 mb 0 ranks 0: stages 0, 1, 2, 3 are whole at once"
+    ]
+
+
+def test_parameters_of_other_data_replicas_are_found(units: Lowered) -> None:
+    line = "UNSHARD stage 2 mb 0 ranks 0"
+    found = texts(rewritten(units, 0, line, "UNSHARD stage 2 mb 0 ranks 1"))
+    assert any("from the data replicas of its own rank" in text for text in found)
+
+
+def test_unsharding_where_parameters_are_whole_is_found(units: Lowered) -> None:
+    found = texts(replace(units, zero=2))
+    assert any("every data rank has whole parameters" in text for text in found)
+
+
+def test_an_evaluation_with_pieces_alone_is_found(units: Lowered) -> None:
+    found = texts(dropped(units, 0, "UNSHARD stage 0 mb 0 ranks 0", evaluation=True))
+    assert any("in evaluation, rank 0: FORWARD stage 0 mb 0 has rows" in text for text in found)
+
+
+def test_gathers_behind_the_step_of_what_stays_in_pieces_are_found(units: Lowered) -> None:
+    label = units.buckets[0].label
+    mutant = edited(units, 0, partial(add, [f"GATHER_PARAMETERS {label} ranks 0"]))
+    assert any("its data replicas have no such part" in text for text in texts(mutant))

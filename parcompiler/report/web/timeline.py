@@ -36,6 +36,7 @@ LANES = {  # what runs beside the compute
     "messages": (MESSAGES, GREY),
     "vocabulary": (TRANSFERS | {Kind.EXCHANGE}, GREEN),
     "gradients summed": (frozenset({Kind.REDUCE_GRADIENTS}), PURPLE),
+    "parameters gathered": (frozenset({Kind.UNSHARD}), PURPLE),
 }
 NAMES = {
     **WORDS,

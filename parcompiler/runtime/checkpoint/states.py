@@ -141,6 +141,7 @@ class RankState:
             name: tensor
             for name, tensor in self._interpreter.tensors.items()
             if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+            and not self._updates.in_pieces(name)
         }
 
     def digests(self) -> dict[str, int]:
@@ -447,15 +448,16 @@ class RankState:
         A master in rows gives values to these alone, so that the others are read as well."""
         tensor, master = self._interpreter.tensors[name], self._master(name)
         shared = self._interpreter.parts is not None and name in self._interpreter.parts.parameters
+        shared = shared and not self._updates.in_pieces(name)
         targets = [tensor] if master is tensor else [tensor, master] if shared else [master]
         return [part for target in targets for part in self._parts(name, target)]
 
     def _master(self, name: str) -> torch.Tensor | None:
-        """What a checkpoint holds of a tensor: its master, or this data rank's rows of that (None
-        where it has none), or itself."""
+        """What a checkpoint holds of a tensor: its master, or this data rank's rows of that or of
+        itself (None where it has none), or itself."""
         tensor, parts = self._interpreter.tensors[name], self._interpreter.parts
-        if parts is not None and name in parts.parameters and tensor.dtype == self._program.narrow:
-            return self._updates.masters.by_name.get(name)
+        if parts is not None and self._is_shared_out(f"model/{name}"):
+            return self._updates.masters.by_name.get(name, parts.parts.get(name))
         return self._updates.masters.by_name.get(name, tensor)
 
     def _is_shared_out(self, key: str) -> bool:
@@ -465,7 +467,7 @@ class RankState:
         if parts is None or name not in parts.parameters:
             return False
         narrow = self._interpreter.tensors[name].dtype == self._program.narrow
-        return head.startswith("optimizer ") or narrow
+        return head.startswith("optimizer ") or narrow or name in parts.in_pieces
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer changes, by the names of the model."""

@@ -1,0 +1,132 @@
+"""Stages in units: the parameters that are whole at once where data ranks hold pieces of them.
+
+    UNSHARD h_0             [1] the rows of all data ranks, for one unit
+    UNSHARD h_1             [2] one unit ahead, beside the compute
+    FORWARD h_0
+    RESHARD h_0             [3] all but the rows of this data rank is free
+    UNSHARD h_2
+    FORWARD h_1 ...         and the same in the order of the backwards, with the sums of gradients
+
+Rajbhandari et al. 2020, arXiv 1910.02054, section 5.3: the third level of ZeRO. A unit is a stage
+of its own, of one block, on the rank of the stage it is from; a block with few parameters is in the
+unit of a neighbour. So values go from unit to unit as they do where a rank has several stages,
+under every schedule, and the lists say when parameters are whole.
+
+What a rank uses again within KEEP computations stays whole: it would be gathered for the next but
+one while the one between runs. BACKWARD_WEIGHT reads no parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from parcompiler.capture.blocks import Cut
+from parcompiler.graph import Block, Graph
+from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.lower.lowered import StageProgram
+from parcompiler.plan import Plan, StageChoice
+from parcompiler.schedules.action import Action, Orders
+
+KEEP = 2  # computations of units on a rank
+SMALL = 8  # a unit has at least so small a part of the parameters of the largest block
+
+Lines = tuple[Instruction, ...]
+
+
+def in_units(graph: Graph, plan: Plan, cut: Cut) -> tuple[Plan, list[int]]:
+    """The plan with a stage for each unit, and how many units each stage has become."""
+    assert plan.stages is not None
+    sizes = {block.name: _size(graph, block) for block in cut.blocks}
+    least = max(sizes.values(), default=0) // SMALL
+    found = [
+        [StageChoice(names, choice.rank) for names in _units(choice.blocks, sizes, least)]
+        for choice in plan.stages
+    ]
+    units = tuple(unit for own in found for unit in own)
+    return replace(plan, stages=units), [len(own) for own in found]
+
+
+def unit_orders(orders: Sequence[Sequence[Action]], counts: Sequence[int]) -> Orders:
+    """The orders of stages as those of their units: forwards in order, backwards in reverse."""
+    first = [sum(counts[:j]) for j in range(len(counts))]
+    return tuple(tuple(_in_units(order, first, counts)) for order in orders)
+
+
+def sharded(
+    lists: Sequence[Lines], stages: Sequence[StageProgram], graph: Graph
+) -> tuple[Lines, ...]:
+    """The lists, with what makes the parameters of each stage whole and frees them again."""
+    having: set[int | None] = {
+        stage.index
+        for stage in stages
+        if any(not graph.by_name[name].buffer for name in stage.tensors)
+    }
+    return tuple(tuple(_sharded(rank, lines, having)) for rank, lines in enumerate(lists))
+
+
+def _size(graph: Graph, block: Block) -> int:
+    """Bytes of the parameters of a block."""
+    names = {binding.name for binding in block.tensors}
+    return sum(item.nbytes for name in names if not (item := graph.by_name[name]).buffer)
+
+
+def _units(
+    blocks: Sequence[str], sizes: Mapping[str, int], least: int
+) -> Iterator[tuple[str, ...]]:
+    """The blocks of a stage, so that each unit has so many bytes of parameters if it can.
+
+    >>> sizes = {"embed": 8, "cast": 0, "h_0": 9, "h_1": 9, "norm": 1, "loss": 0}
+    >>> list(_units(tuple(sizes), sizes, least=2))
+    [('embed', 'cast'), ('h_0',), ('h_1', 'norm', 'loss')]
+    """
+    unit: list[str] = []
+    size = 0
+    for name in blocks:
+        if size > least and sizes[name] > least:
+            yield tuple(unit)
+            unit, size = [], 0
+        unit.append(name)
+        size += sizes[name]
+    yield tuple(unit)
+
+
+def _in_units(
+    order: Iterable[Action], first: Sequence[int], counts: Sequence[int]
+) -> Iterator[Action]:
+    """The order of a rank."""
+    for action in order:
+        if action.stage < 0:
+            yield action
+            continue
+        units = range(first[action.stage], first[action.stage] + counts[action.stage])
+        for unit in units if action.kind is Kind.FORWARD else reversed(units):
+            yield action._replace(stage=unit)
+
+
+def _sharded(rank: int, lines: Lines, having: Container[int | None]) -> Iterator[Instruction]:
+    """The list of one rank."""
+    uses = [
+        k
+        for k, line in enumerate(lines)
+        if line.stage in having and (line.kind is Kind.FORWARD or line.kind in BACKWARDS)
+    ]
+    places: dict[int | None, list[int]] = defaultdict(list)  # among the uses, by stage
+    for n, k in enumerate(uses):
+        places[lines[k].stage].append(n)
+    before: dict[int, list[Instruction]] = defaultdict(list)
+    behind: dict[int, list[Instruction]] = defaultdict(list)
+    for own in places.values():
+        for m, n in enumerate(own):
+            line = lines[uses[n]]
+            if m == 0 or n - own[m - 1] > KEEP:
+                unshard = replace(line, kind=Kind.UNSHARD, ranks=(rank,))
+                before[uses[max(0, n - 1)]].append(unshard)
+            if m + 1 == len(own) or own[m + 1] - n > KEEP:
+                behind[uses[n]].append(replace(line, kind=Kind.RESHARD))
+    for k, line in enumerate(lines):
+        # The one that is used here stands before the one that is used next.
+        yield from sorted(before[k], key=lambda item, stage=line.stage: item.stage != stage)  # type: ignore[misc]
+        yield line
+        yield from behind[k]
