@@ -23,6 +23,8 @@ FILES: Mapping[str, str | None] = {
 }
 LAUNCHERS = tuple(FILES)
 VENDORS = {"mi300x": "amd.com/gpu"}  # what Kubernetes calls a device of the catalogue
+GRACE = 300  # s between the notice that a job ends and its end: for a step, and a checkpoint
+RESTARTS = 3  # by torchrun, of all ranks when one has failed
 LONGEST = 40  # a name of Kubernetes has 63, of which its pods' names add some
 
 
@@ -48,6 +50,9 @@ class Launch:
             "nodes": size // ranks,
             "per_node": ranks,
             "on_cpu": device == "cpu" or device.startswith("cpu-"),
+            "grace": GRACE,
+            "shutdown": GRACE - 30,  # the ranks have ended before their launcher is ended
+            "restarts": RESTARTS,
             "resource": VENDORS.get(device, "nvidia.com/gpu"),
         }
 

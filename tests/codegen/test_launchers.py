@@ -61,19 +61,25 @@ def test_shellcheck_finds_nothing_in_the_script(device: str, tmp_path: Path) -> 
     assert (found.returncode, found.stdout) == (0, "")
 
 
+def stubs(folder: Path, commands: dict[str, str]) -> Path:
+    """A folder of commands that are these lines."""
+    for name, line in commands.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{line}\n")
+        path.chmod(0o755)
+    return folder / "bin"
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Path]:
     """A folder of commands that say what they are called with, in the place of SLURM's."""
     commands = {
         "scontrol": "echo node-a; echo node-b",
-        "srun": 'exec "$@"',
+        "srun": 'shift; exec "$@"',
         "torchrun": 'printf "%s\\n" "$@"',
     }
-    for name, line in commands.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{line}\n")
-        path.chmod(0o755)
+    stubs(tmp_path, commands)
     yield tmp_path
 
 
@@ -94,7 +100,19 @@ def test_each_node_starts_its_ranks_and_meets_at_the_first(cluster: Path) -> Non
     found = submitted(cluster, folder, "--data", "a b.safetensors")
     assert found.stderr == ""
     flags = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id", "7", "--rdzv-backend", "c10d"]
-    flags += ["--rdzv-endpoint", "node-a:20007", f"{folder}/main.py", "--data", "a b.safetensors"]
+    flags[4:4] = ["--max-restarts", "3", "--shutdown-timeout", "270"]
+    flags += ["--rdzv-endpoint", "node-a:20007", f"{folder}/main.py"]
+    flags += [
+        "--save",
+        f"{folder}/checkpoints",
+        "--every",
+        "500",
+        "--keep",
+        "3",
+        "--resume",
+        "auto",
+    ]
+    flags += ["--data", "a b.safetensors"]
     assert found.stdout.splitlines() == flags
 
 
