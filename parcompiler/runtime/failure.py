@@ -6,10 +6,11 @@
 
 Each rank has a thread that watches over it, the only one that talks to the store of the run.
 [1] About once a second it publishes the status of its rank, and compares its calls with those of
-the next rank: calls of a worker are collective. [2] When a rank loses a connection it raises the
-alarm: all answer, and a rank that neither answers nor keeps its connections is gone. [3] That, or
-an exception on some rank, is the cause: each watch aborts the groups of its rank, so that the main
-thread comes back from whatever it waits for, and raises the cause.
+the next rank: calls of a worker are collective. [2] When a rank loses a connection, or waits longer
+than the user's timeout, it raises the alarm: all answer where they are, and a rank that neither
+answers nor keeps its connections is gone. [3] That, or an exception on some rank, is the cause:
+each watch writes the last instructions of its rank to a file (`flight.py`), and aborts its groups,
+so that the main thread comes back from whatever it waits for, and raises the cause.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 
 from parcompiler.errors import LaunchError, ParcompilerError
+from parcompiler.runtime.flight import FlightRecorder, Position, clock
 from parcompiler.runtime.program import RankProgram
 
 INTERVAL = 1.0  # s between two looks at the store, of up to `CROWD` ranks
@@ -38,6 +41,7 @@ REMEMBERED = 4096  # calls that a rank can compare with those of the next, which
 SHOWN = 8  # calls that it tells others of
 _ALARM, _CAUSE, _READ = "alarm", "cause", "read"  # keys of the store
 _LATE, _BROKEN = "waited too long", "lost its connection"
+NAMED = 8  # ranks of a kind that a cause names
 _SAME = "every rank must make the same calls in the same order"
 
 
@@ -46,23 +50,25 @@ class Status:
     """The status of a rank.
 
     `calls` are the last that it has begun, by their number, counted from 1; it is `inside` of the
-    last one, at `place`, or behind it. `answers` says that it has heard the alarm, `lost` how it
-    lost a connection, and `left` why it makes no more calls.
+    last one, at `position`, or behind it. `answers` says that it has heard the alarm, `lost` how it
+    lost a connection or waited too long, `left` why it makes no more calls, and `told` is when it
+    was published, in seconds of the epoch.
     """
 
     calls: Mapping[int, str]
     inside: bool
-    place: str
+    position: Position
     answers: bool = False
     lost: str = ""
     left: str = ""
+    told: float = 0.0
 
     @classmethod
     def read(cls, text: bytes) -> Status:
         """The status that another rank published."""
         fields = json.loads(text)
         calls = {int(number): name for number, name in fields.pop("calls").items()}
-        return cls(calls, **fields)
+        return cls(calls, position=Position(**fields.pop("position")), **fields)
 
     @property
     def count(self) -> int:
@@ -74,8 +80,14 @@ class Status:
         """The last call."""
         return f"call {self.count} ({self.calls[self.count]})" if self.calls else "its start"
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.inside and self.position.waits
+
     def __str__(self) -> str:
-        return f"in {self.last}, {self.place}" if self.inside else f"idle after {self.last}"
+        where = f"in {self.last}," if self.inside else f"idle after {self.last}"
+        return f"{where} {replace(self.position, waits=self.waits)}"
 
 
 class Connections(Protocol):
@@ -93,8 +105,9 @@ class Connections(Protocol):
 class Watch:
     """The thread that watches over one rank. Without a store, or others, there is none.
 
-    `connections` are those of the rank, and `place` says where it is in its instructions. `host`
-    has the store of the run: "rank 0", or somebody who outlives all ranks.
+    `connections` are those of the rank, and `flight` knows where it is in its instructions. `host`
+    has the store of the run: "rank 0", or somebody who outlives all ranks. A rank may wait for
+    others for `timeout` seconds.
     """
 
     def __init__(
@@ -102,14 +115,16 @@ class Watch:
         store: dist.Store | None,
         program: RankProgram,
         connections: Connections,
-        place: Callable[[], str],
+        flight: FlightRecorder,
         host: str,
+        timeout: float,
     ) -> None:
         self.cause = ""  # why all ranks stop
+        self.written: Path | None = None  # the last instructions of this rank
         self._rank, self._size = program.rank, program.size
         self._connections = connections
-        self._place = place
-        self._host = host
+        self._flight = flight
+        self._host, self._timeout = host, timeout
         self._interval = INTERVAL * max(1.0, self._size / CROWD)
         self._patience = 2 * self._interval + 1.0  # with those that do not answer
         self._calls: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
@@ -120,6 +135,7 @@ class Watch:
         self._alarmed = 0.0  # when this watch heard the alarm
         self._takes = False  # the roll call
         self._missing = 0  # ranks that do not read the cause
+        self._looked = time.monotonic()  # when the last look began
         self._wake, self._settled = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and self._size > 1:
@@ -137,13 +153,16 @@ class Watch:
         self._inside = True
         number, before = self._calls[-1] if self._calls else (0, "")
         if call:
-            self._calls.append((number + 1, call))
+            number += 1
+            self._calls.append((number, call))
+        self._flight.call(f"call {number} ({call or before})" if number else "start")
         if call not in ("", before):
             self._wake.set()
 
     def end(self) -> None:
         """The call is over."""
         self._inside = False
+        self._flight.note("idle")
 
     def fail(self, text: str) -> None:
         """Tell the others why this rank stops; the first cause of a run stays."""
@@ -169,9 +188,16 @@ class Watch:
 
     def _settle(self) -> None:
         """Wake the thread, and wait until it has told the others; then it ends."""
-        if self._thread is not None and self._thread.is_alive():  # it is not in a fork
-            self._wake.set()
-            self._settled.wait(2 * self._patience + 2)
+        if self._thread is None or not self._thread.is_alive():  # it is not in a fork
+            return
+        self._wake.set()
+        end = time.monotonic() + 2 * self._patience + 2
+        while not self._settled.wait(self._interval / 10) and time.monotonic() < end:
+            if time.monotonic() > self._looked + 2 * self._patience:  # the store does not answer
+                silent = f"{self._host}, which has the store of this run, is silent"
+                self.cause = self.cause or silent
+                self.written = self._flight.write(self._rank, self.cause)
+                return
 
     def _exit(self) -> None:
         """The process ends without having closed its worker."""
@@ -202,15 +228,20 @@ class Watch:
 
     def _look(self) -> None:
         """Publish the status of this rank, and read those that concern it."""
+        self._looked = time.monotonic()
         if self._failed:
             self._stop(self._failed)
             return
+        mine = self._status(SHOWN)
+        if mine.waits and mine.position.seconds > self._timeout and not self._lost:
+            self._lost = f"rank {self._rank} {_LATE} ({self._timeout:g} s): {mine}"
+            mine = replace(mine, lost=self._lost)
         if self._lost and not self._alarmed:
             self._takes = self._first(_ALARM, str(self._rank)) == str(self._rank)
         alarm = self._store.check([_ALARM])
         if alarm and not self._alarmed:
             self._alarmed = time.monotonic()
-        mine = self._status(SHOWN)
+            mine = replace(mine, answers=True)
         self._store.set(f"rank/{self._rank}", json.dumps(asdict(mine)))
         if alarm and self._store.check([_CAUSE]):
             self._stop("")
@@ -225,7 +256,9 @@ class Watch:
         """The status of this rank, with so many of its calls."""
         calls = dict(tuple(self._calls)[-last:])
         alarmed = self._alarmed > 0
-        return Status(calls, self._inside, self._place(), alarmed, self._lost, self._left)
+        position = self._flight.position()
+        lost, left = self._lost, self._left
+        return Status(calls, self._inside, position, alarmed, lost, left, time.time())
 
     def _compare(self, leaving: bool) -> None:
         """Stop when the next rank makes other calls than this one, or no more. Of two ranks that
@@ -244,7 +277,8 @@ class Watch:
         if number is not None:
             made = sorted([(self._rank, mine.calls[number]), (rank, other.calls[number])])
             calls = " and ".join(f"{name} on rank {r}" for r, name in made)
-            return f"ranks make different calls (call {number} is {calls}): {_SAME}"
+            ranks = f"rank {self._rank} is {mine}; rank {rank} is {other}"
+            return f"ranks make different calls (call {number} is {calls}): {_SAME}; {ranks}"
         if other.left and other.count < mine.count:
             left = f"rank {rank} left after {other.last} ({other.left})"
             return f"{left}, while rank {self._rank} is {mine}: {_SAME}"
@@ -260,22 +294,25 @@ class Watch:
         known = {rank: status for rank, status in others.items() if status is not None}
         mine = self._status(REMEMBERED)
         uneven = [text for r, s in known.items() if (text := self._uneven(mine, r, s))]
-        lost = [s.lost for s in (mine, *known.values()) if _LATE in s.lost] or [mine.lost]
-        behind = [f"rank {r} is {s}" for r, s in known.items() if s.count < mine.count]
+        late = [s.lost for s in (mine, *known.values()) if _LATE in s.lost]
         if uneven:
             self._stop(uneven[0], len(missing))
-        elif missing:
+        elif gone or (missing and not late):
             self._stop(_seen(gone or missing, known, is_gone=bool(gone)), len(gone or missing))
-        elif behind:
-            self._stop(f"{lost[0]}; {behind[0]}: {_SAME}")
+        elif late:
+            self._stop(_where(late[0], {self._rank: mine, **known}, missing), len(missing))
         else:
-            self._stop(lost[0])
+            self._stop(mine.lost)
 
     def _stop(self, text: str, missing: int = 0) -> None:
         """Stop all ranks; `text` is the cause unless there is one. `missing` ranks do not read."""
         number, _, self.cause = self._first(_CAUSE, f"{missing} {text}").partition(" ")
         self._missing = int(number)
         self._first(_ALARM, str(self._rank))
+        self.written = self._flight.write(self._rank, self.cause)
+        waits = self._inside and self._flight.position().waits
+        if not (self._failed or waits):  # its thread may never come back to raise the cause
+            print(f"rank {self._rank}: the run has failed: {self.cause}", file=sys.stderr)
         self._connections.abort()
 
     def _stay(self) -> None:
@@ -304,13 +341,28 @@ def _seen(ranks: Iterable[int], known: Mapping[int, Status], *, is_gone: bool) -
     """Ranks that do not answer, and their last status."""
     each = []
     for rank in sorted(ranks):
-        last = f"last seen {known[rank]}" if rank in known else "it never started"
+        seen = known.get(rank)
+        last = "it never started" if seen is None else f"last seen at {clock(seen.told)} {seen}"
         each.append(
             f"rank {rank} is gone, killed or ended by itself ({last})"
             if is_gone
             else f"rank {rank} is silent, stopped or in one long computation ({last})"
         )
     return " and ".join(each)
+
+
+def _where(lost: str, known: Mapping[int, Status], missing: Collection[int]) -> str:
+    """A wait that is too long, and where all ranks are: first those that do not wait."""
+    busy = [f"rank {r} is {s}" for r, s in known.items() if r not in missing and not s.waits]
+    waiting = [
+        f"rank {r} is {s}"
+        for r, s in known.items()
+        if s.waits and r not in missing and s.lost != lost
+    ]
+    silent = [_seen(missing, known, is_gone=False)] if missing else []
+    parts = [lost, *silent, *busy[:NAMED], *waiting[:NAMED]]
+    more = max(len(busy) - NAMED, 0) + max(len(waiting) - NAMED, 0)
+    return "; ".join([*parts, *([f"and {more} more"] if more else [])])
 
 
 def explain(
@@ -320,6 +372,16 @@ def explain(
 
     An error of the network is another rank's failure: the watch knows which.
     """
+    explained = _explained(error, rank, place, stages, watch)
+    if watch.written is not None:
+        explained.add_note(f"the last instructions of rank {rank} are in {watch.written}")
+    return explained
+
+
+def _explained(
+    error: Exception, rank: int, place: str, stages: Iterable[nn.Module], watch: Watch
+) -> Exception:
+    """The exception for an error, once the others have been told."""
     if isinstance(error, RuntimeError) and (watch.cause or _is_network(error)):
         late = "timed out" in str(error).lower()
         lost = f"rank {rank} {_LATE if late else _BROKEN} {place}: {_line(error)}"

@@ -26,6 +26,7 @@ from parcompiler.runtime.axis import active
 from parcompiler.runtime.channels import EVALUATION, TRAINING, Channels
 from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.deferred import Deferral, finish
+from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.powersgd import PowerSGD
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.reduction import Reduction
@@ -65,6 +66,7 @@ class Interpreter:
         stages: Mapping[int, Stage],
         channels: Channels,
         vocabulary: Vocabulary | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -73,7 +75,7 @@ class Interpreter:
         self._passes: VocabularyPasses | None = None
         if vocabulary is not None:
             self.tensors |= dict(vocabulary.tensors())
-            self._passes = VocabularyPasses(program, vocabulary, self._received)
+            self._passes = VocabularyPasses(program, vocabulary, self._awaited)
         self.draws: Around | None = None
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
@@ -97,7 +99,7 @@ class Interpreter:
         self.samples = 0  # that all data ranks together have trained on
         self._waited = 0.0  # seconds of the current instruction; counted while recording
         self._recording = False
-        self.current: Instruction | None = None
+        self.flight = flight or FlightRecorder()
         self._consumers = {
             name: [j for j, stage in stages.items() if name in stage.receives]
             for name in program.values
@@ -149,18 +151,16 @@ class Interpreter:
         self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
-            for self.current in instructions:
-                begin = time.perf_counter()
+            for line in instructions:
+                self.flight.note(line)
+                begin = 0.0 if record is None else time.perf_counter()
                 self._waited = 0.0
-                self._verbs[self.current.kind](state, self.current)
+                self._verbs[line.kind](state, line)
                 if record is not None:
                     self._synchronize()
                     end = time.perf_counter()
-                    record.append(
-                        InstructionTime(self.current, begin - start, end - start, self._waited)
-                    )
+                    record.append(InstructionTime(line, begin - start, end - start, self._waited))
             self._end(start, record)
-        self.current = None
         self.step += training  # so that an evaluation between steps changes none of their draws
         self.samples += training * self.program.samples_of_step
         assert state.mean is not None
@@ -172,7 +172,7 @@ class Interpreter:
         if self._passes is not None:
             self._passes.end()
         for line in self._reduction.wait():
-            self.current = line  # when one fails, this is the instruction that says so
+            self.flight.note(line, awaited=True)  # when one fails, this one says so
         if record:
             self._synchronize()
             end, last = time.perf_counter(), record[-1]
@@ -233,10 +233,12 @@ class Interpreter:
         return tensor
 
     def _awaited(self, message: Awaited) -> torch.Tensor:
-        """The tensor of a message; until it comes, `current` is the line of the message."""
-        computing, self.current = self.current, message.line
+        """The tensor of a message; until it comes, the rank is at the line of the message."""
+        computing = self.flight.current
+        self.flight.note(message.line, awaited=True)
         tensor = self._received(message.pending)
-        self.current = computing
+        assert computing is not None
+        self.flight.note(computing)
         return tensor
 
     def _received(self, pending: Pending) -> torch.Tensor:

@@ -28,6 +28,7 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     with make(options.timeout) as worker:
         worker.check_batches = options.check_batches
+        worker.flight.folder = options.flight
         worker.set_optimizer(
             torch.optim.AdamW,
             max_norm=options.max_norm,
@@ -75,7 +76,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--timeout",
         type=float,
         default=TIMEOUT.total_seconds(),
-        help="seconds that a rank waits for another at most (%(default)g)",
+        help="seconds that a rank waits for another at most; then all ranks stop and say where "
+        "each of them is (%(default)g)",
+    )
+    parser.add_argument(
+        "--flight",
+        type=Path,
+        default=Path("flight"),
+        metavar="DIR",
+        help="where each rank writes its last instructions if the run fails (%(default)s)",
     )
     parser.add_argument(
         "--data",

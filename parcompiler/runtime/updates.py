@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import Instruction
+from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
@@ -51,8 +51,10 @@ class Updates:
         total: Callable[[torch.Tensor], None],
         parts: DataParts | None = None,
         rounds: Callable[[Mapping[str, nn.Parameter]], Rounds] | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         self._parts = parts
+        self._flight = flight or FlightRecorder()
         self.scale = LossScale() if program.narrow == torch.float16 else None
         self.norm: torch.Tensor | None = None
         self._program, self._parameters = program, parameters
@@ -61,7 +63,6 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
         self.error_if_nonfinite = False
-        self.current: Instruction | None = None
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
         self.rounds = None if rounds is None else rounds(self.weights())
 
@@ -140,11 +141,10 @@ class Updates:
                 self.masters.take_gradients(self._factor)
             optimizer.step()
             for line in () if self.rounds is None else self.rounds.end():
-                self.current = line
+                self._flight.note(line)
             self.masters.write()
             for line in () if self._parts is None else self._parts.gather():
-                self.current = line
-            self.current = None
+                self._flight.note(line)
         optimizer.zero_grad(set_to_none=True)
         self._free()
         return good

@@ -21,7 +21,6 @@ from parcompiler.instruction import Instruction, Kind
 from parcompiler.pieces import Span
 from parcompiler.runtime import head, lookup
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.state import Awaited, Key, StepState, key_of, microbatch_of
 from parcompiler.runtime.vocabulary import Batch, Vocabulary
@@ -35,14 +34,14 @@ class LiveTensors:
     """The live tensors of one step; parts are this rank's."""
 
     embedded: dict[Key, torch.Tensor] = field(default_factory=dict)  # parts
-    gradients: dict[Key, Pending] = field(default_factory=dict)  # of embedded values
+    gradients: dict[Key, Awaited] = field(default_factory=dict)  # of embedded values
     x_made: dict[int, torch.Tensor] = field(default_factory=dict)  # by a stage of this rank
-    x: dict[int, Pending] = field(default_factory=dict)
+    x: dict[int, Awaited] = field(default_factory=dict)
     logits: dict[int, head.HeadLogits] = field(default_factory=dict)
-    exchanges: dict[int, Pending] = field(default_factory=dict)
+    exchanges: dict[int, Awaited] = field(default_factory=dict)
     factors: dict[int, head.Factors] = field(default_factory=dict)
     x_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # parts
-    x_sums: dict[int, Pending] = field(default_factory=dict)  # of these parts
+    x_sums: dict[int, Awaited] = field(default_factory=dict)  # of these parts
     matrices: head.MatrixPool = field(default_factory=head.MatrixPool)
 
 
@@ -53,11 +52,11 @@ class VocabularyPasses:
         self,
         program: RankProgram,
         vocabulary: Vocabulary,
-        received: Callable[[Pending], torch.Tensor],
+        awaited: Callable[[Awaited], torch.Tensor],
     ) -> None:
         self.vocabulary = vocabulary
         self._program = program
-        self._received = received
+        self._awaited = awaited
         self._live = LiveTensors()
         fused = os.environ.get(FUSED) == "1"
         self._head = None if vocabulary.head is None else head.rows_of_head(vocabulary, fused=fused)
@@ -109,7 +108,7 @@ class VocabularyPasses:
         name, i = key = key_of(instruction)
         weight, span = self._table(name)
         words = self._words(name, state.microbatches[i])
-        gradient = self._received(self._live.gradients.pop(key))
+        gradient = self._awaited(self._live.gradients.pop(key))
         padding = self.vocabulary.lookups[name].padding_idx
         with torch.no_grad():
             lookup.embed_backward(weight, words, span, gradient, padding)
@@ -133,10 +132,12 @@ class VocabularyPasses:
         value, live = self._program.values[name], self._live
         if instruction.gradient:
             gradient = state.results.pop(key, None)
-            live.gradients[key] = self._channels.broadcast_value(gradient, value, instruction.peer)
+            pending = self._channels.broadcast_value(gradient, value, instruction.peer)
+            live.gradients[key] = Awaited(instruction, pending)
         else:
             x = live.x_made.pop(i, None)
-            live.x[i] = self._channels.broadcast_value(x, value, instruction.peer)
+            pending = self._channels.broadcast_value(x, value, instruction.peer)
+            live.x[i] = Awaited(instruction, pending)
 
     def _reduce(self, state: StepState, instruction: Instruction) -> None:
         """Start adding up an embedded value, or the gradient of x, where it is used."""
@@ -145,28 +146,30 @@ class VocabularyPasses:
         shape = self._program.values[name].shape
         summand = self._x_gradient(i) if instruction.gradient else self._embedded(key)
         pending = self._channels.reduce_value(lambda: summand().view(shape), instruction.peer)
+        message = Awaited(instruction, pending)
         if instruction.gradient and i in self._live.logits:
-            self._live.x_sums[i] = pending  # before T
+            self._live.x_sums[i] = message  # before T
         if not self._program.is_near(instruction.peer):
             return
         if instruction.gradient:
-            state.gradient_receipts.setdefault(key, []).append(Awaited(instruction, pending))
+            state.gradient_receipts.setdefault(key, []).append(message)
         else:
-            state.receipts[key] = Awaited(instruction, pending)
+            state.receipts[key] = message
 
     def _exchange(self, state: StepState, instruction: Instruction) -> None:
         """Start giving all ranks the statistics of this one."""
         kind, i = key_of(instruction)
         logits = self._live.logits[i]
         if kind == "maximum":
-            self._live.exchanges[i] = self._channels.largest(logits.largest.clone())
-            return
-        assert logits.statistics is not None
-        numbers = head.stacked(logits.statistics)
-        if kind == "sum":
-            self._live.exchanges[i] = self._channels.summed(numbers[1:].contiguous())
+            pending = self._channels.largest(logits.largest.clone())
         else:
-            self._live.exchanges[i] = self._channels.gathered(numbers)
+            assert logits.statistics is not None
+            numbers = head.stacked(logits.statistics)
+            if kind == "sum":
+                pending = self._channels.summed(numbers[1:].contiguous())
+            else:
+                pending = self._channels.gathered(numbers)
+        self._live.exchanges[i] = Awaited(instruction, pending)
 
     # The head.
 
@@ -174,7 +177,7 @@ class VocabularyPasses:
         """The logits of this rank, and their softmax by itself."""
         i = microbatch_of(instruction)
         rows, live = self._rows, self._live
-        x = self._received(live.x.pop(i)).flatten(0, -2)
+        x = self._awaited(live.x.pop(i)).flatten(0, -2)
         labels = head.labels_of(rows, self._targets(state.microbatches[i]))
         logits = live.logits[i] = head.products(rows, x, labels, live.matrices)
         if self._asks:
@@ -189,7 +192,7 @@ class VocabularyPasses:
         """Powers of the logits of this rank by the largest of all."""
         i = microbatch_of(instruction)
         logits = self._live.logits[i]
-        head.normalize(self._rows, logits, self._received(self._live.exchanges.pop(i)))
+        head.normalize(self._rows, logits, self._awaited(self._live.exchanges.pop(i)))
         self._drop_powers_in_evaluation(state, logits)
 
     def _t(self, state: StepState, instruction: Instruction) -> None:
@@ -204,7 +207,7 @@ class VocabularyPasses:
         if x_sum is None and logits.product is not None:
             live.x_gradients[i] = head.input_gradient(self._rows, logits, factors)
         if factors.everyone is not None and x_sum is not None:
-            self._received(x_sum)  # it reads tensors that T changes
+            self._awaited(x_sum)  # it reads tensors that T changes
         head.weight_gradient(self._rows, logits, factors)
         live.matrices.give(logits.powers)
 
@@ -229,7 +232,7 @@ class VocabularyPasses:
         product = logits.product  # on a GPU it is read when `logits` has let go of it
 
         def weighed() -> torch.Tensor:
-            factors, _ = self._factors_and_loss(logits, exchange.wait())
+            factors, _ = self._factors_and_loss(logits, exchange.pending.wait())
             assert product is logits.product
             return head.input_gradient(self._rows, logits, factors)
 
@@ -239,7 +242,7 @@ class VocabularyPasses:
         """The factors of the gradient of the logits; the loss is noted beside it."""
         live = self._live
         if i not in live.factors:
-            exchanged = self._received(live.exchanges.pop(i))
+            exchanged = self._awaited(live.exchanges.pop(i))
             live.factors[i], loss = self._factors_and_loss(live.logits[i], exchanged)
             state.losses[i] = loss.to(self._program.loss)
         return live.factors[i]

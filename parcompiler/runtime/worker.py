@@ -33,6 +33,7 @@ from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
 from parcompiler.runtime.failure import Watch, explain, named
 from parcompiler.runtime.files import Fingerprint, fingerprint, request_of, stored
+from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
 from parcompiler.runtime.program import RankProgram, of_first
@@ -47,6 +48,7 @@ from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 # the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
 LONGEST = 10**8  # s that a timeout may have
+BACKSTOP = timedelta(seconds=5)  # from a timeout to that of the process groups
 CLOSED = "worker.close() was called"
 CHECK_BATCHES = 100  # steps from one comparison of the ranks' batches to the next
 
@@ -70,8 +72,10 @@ class Worker:
     run different programs. After a failure a worker is closed: all ranks start again from weights.
 
     A wait that takes longer than `timeout` (a timedelta, or seconds) ends with a LaunchError that
-    says which rank waits for which; a rank that dies is noticed within seconds. Steps, evaluations
-    and methods that say "Collective" are for all ranks to call, equally often and in one order.
+    says where every rank is and since when; a rank that dies is noticed within seconds. `flight`
+    has the last instructions of this rank, and writes them into its `folder` when the run fails.
+    Steps, evaluations and methods that say "Collective" are for all ranks to call, equally often
+    and in one order.
     """
 
     def __init__(
@@ -98,8 +102,11 @@ class Worker:
         self._calls = {True: 0, False: 0}  # of training and of evaluation
         self._owner = not dist.is_initialized()
         store = meet(program, timeout)
-        self._channels = Channels(program, self.device, timeout, self._explained)
-        self._watch = Watch(store, program, self._channels, self._place, host(store))
+        self.flight = FlightRecorder()
+        # The watch says who is late, and aborts the groups, before their own timeouts do.
+        self._channels = Channels(program, self.device, timeout + BACKSTOP, self._explained)
+        seconds = timeout.total_seconds()
+        self._watch = Watch(store, program, self._channels, self.flight, host(store), seconds)
         with self._failing_together():
             start(program, self.device, store, timeout)
             files = Fingerprint("0") if folder is None else fingerprint(folder)
@@ -114,7 +121,9 @@ class Worker:
                 self.vocabulary = (
                     None if vocabulary is None else VocabularyRows(program).make(vocabulary)
                 )
-            self._interpreter = Interpreter(program, self.stages, self._channels, self.vocabulary)
+            self._interpreter = Interpreter(
+                program, self.stages, self._channels, self.vocabulary, self.flight
+            )
             self._updates = Updates(
                 program,
                 {n: p for n, p in self._interpreter.tensors.items() if isinstance(p, nn.Parameter)},
@@ -124,6 +133,7 @@ class Worker:
                 (lambda weights: Rounds(program, weights, self._channels))
                 if program.updates.way == "local"
                 else None,
+                self.flight,
             )
             self._interpreter.update = self._updates.apply
             if (axis := self._channels.axis) is not None:
@@ -621,7 +631,7 @@ class Worker:
             raise known from error
         except BaseException as interruption:
             interrupted = f"interrupted by {type(interruption).__name__}"
-            self._watch.fail(f"rank {self.rank} was {interrupted} {self._place()}")
+            self._watch.fail(f"rank {self.rank} was {interrupted} {self.flight.place}")
             self._close(f"it was {interrupted}")
             raise
         finally:
@@ -630,15 +640,7 @@ class Worker:
     def _explained(self, error: Exception) -> Exception:
         """The exception that this rank raises for `error`, after telling the other ranks."""
         stages: Mapping[int, Stage] = getattr(self, "stages", {})
-        return explain(error, self.rank, self._place(), stages.values(), self._watch)
-
-    def _place(self) -> str:
-        """Where this rank is in its instructions."""
-        interpreter: Interpreter | None = getattr(self, "_interpreter", None)
-        updates: Updates | None = getattr(self, "_updates", None)
-        current = None if interpreter is None else interpreter.current
-        current = updates.current if updates and not current else current
-        return "before the first instruction" if current is None else f"at '{current}'"
+        return explain(error, self.rank, self.flight.place, stages.values(), self._watch)
 
     def _close(self, reason: str) -> None:
         """Close once; the first reason is kept."""

@@ -1,19 +1,20 @@
 """Ranks that are started by hand: no agent ends those that are left when one dies.
 
-As a script it is a rank: it trains until something stops it, in the way that it is told.
+They are forked from a process that has imported torch: a start takes a second, not five.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -21,45 +22,68 @@ import torch
 import parcompiler as pc
 from parcompiler.runtime.script import random_batch
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # s for anything
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch._dynamo", "parcompiler.runtime"])
+
+
+def start(size: int, folder: Path, main: Callable[..., None], *arguments: str) -> list[BaseProcess]:
+    """Processes that are ranks and call `main`; `log_N` in the folder is what rank N prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }  # fmt: skip
+    ranks: list[BaseProcess] = []
+    for rank in range(size):
+        environment = {**given, "RANK": str(rank)}
+        what = (folder / f"log_{rank}", environment, main, arguments)
+        process = _FORKS.Process(target=_become, args=what, daemon=True)
+        process.start()
+        ranks.append(process)
+    return ranks
+
+
+def _become(
+    log: Path, environment: dict[str, str], main: Callable[..., None], arguments: tuple[str, ...]
+) -> None:
+    """Become a rank."""
+    for name in [name for name in os.environ if "TORCHELASTIC" in name]:
+        del os.environ[name]
+    os.environ |= environment
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    main(*arguments)
 
 
 class Ranks:
-    """The processes of a program's ranks."""
+    """The processes of a program's ranks, which print into `folder`."""
 
-    def __init__(self, folder: Path, size: int, *arguments: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        given = {
-            **{name: text for name, text in os.environ.items() if "TORCHELASTIC" not in name},
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
-            "TORCH_CPP_LOG_LEVEL": "FATAL",
-        }  # fmt: skip
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(folder), *arguments],
-                env={**given, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+    def __init__(self, folder: Path, size: int, program: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.processes = start(size, folder, main, str(program), *arguments)
+
+    def says(self, rank: int) -> list[str]:
+        """What a rank has printed."""
+        path = self.folder / f"log_{rank}"
+        return path.read_text().splitlines() if path.exists() else []
 
     def ready(self) -> None:
         """Wait until all ranks train."""
-        for process in self.processes:
-            assert process.stdout is not None
-            assert select.select([process.stdout], [], [], PATIENCE)[0], "a rank does not start"
-            line = process.stdout.readline()
-            assert line == "ready\n", line + process.stdout.read()
+        end = time.monotonic() + PATIENCE
+        for rank in range(len(self.processes)):
+            while "ready" not in self.says(rank):
+                assert time.monotonic() < end, "a rank does not start"
+                assert self.processes[rank].exitcode is None, self.says(rank)
+                time.sleep(0.02)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank."""
-        self.processes[rank].send_signal(number)
+        os.kill(self.processes[rank].pid or 0, number)
 
     def ends(self, dead: int | None = None) -> tuple[dict[int, str], float]:
         """What the other ranks raise, and in how many seconds the last of them has.
@@ -69,24 +93,26 @@ class Ranks:
         start, times, said = time.monotonic(), [], {}
         for rank, process in enumerate(self.processes):
             if rank != dead:
-                lines = process.communicate(timeout=PATIENCE)[0].strip().splitlines()
+                process.join(PATIENCE)
+                lines = self.says(rank)
                 last = next((line for line in lines if line.startswith("ended ")), "ended 0 ")
                 _, at, said[rank] = last.split(" ", 2)
                 times.append(float(at))
-                assert process.returncode == 1, lines
+                assert process.exitcode == 1, lines
         return said, max(times) - start
 
 
 @contextmanager
-def started(folder: Path, size: int, *arguments: str) -> Iterator[Ranks]:
+def started(program: Path, size: int, *arguments: str) -> Iterator[Ranks]:
     """Ranks that are ended with the block."""
-    ranks = Ranks(folder, size, *arguments)
-    try:
-        yield ranks
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.communicate()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder), size, program, *arguments)
+        try:
+            yield ranks
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
 
 
 def train(worker: pc.Worker, way: str) -> None:
@@ -105,21 +131,24 @@ def train(worker: pc.Worker, way: str) -> None:
     if way == "an error in the script of rank 1" and worker.rank == 1:
         message = "no such file"
         raise OSError(message)
-    if way == "nothing on rank 1" and worker.rank == 1:
-        time.sleep(PATIENCE)
+    if way == "a loader that sleeps on rank 1" and worker.rank == 1:
+        asleep()
+    if way == "a module that sleeps on rank 1" and worker.rank == 1:
+        worker.stages[1].register_forward_pre_hook(asleep)
     while True:
         for batch in batches:
             worker.train_step(batch)
 
 
-def main(folder: str, way: str = "", timeout: str = "600") -> None:
-    torch.set_num_threads(1)
+def asleep(*_: object) -> None:
+    time.sleep(PATIENCE)
+
+
+def main(folder: str, way: str = "", timeout: str = "600", flight: str = "") -> None:
     try:
-        train(pc.load(folder).worker(timeout=float(timeout)), way)
+        worker = pc.load(folder).worker(timeout=float(timeout))
+        worker.flight.folder = Path(flight) if flight else None
+        train(worker, way)
     except pc.LaunchError as error:
         print(f"ended {time.monotonic()} {error}", flush=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

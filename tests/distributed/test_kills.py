@@ -6,6 +6,7 @@ Nobody ends those that are left: the ranks are started by hand, and rank 0 has t
 from __future__ import annotations
 
 import random
+import re
 import signal
 import statistics
 import time
@@ -21,6 +22,7 @@ import parcompiler as pc
 from parcompiler.models import gpt
 from tests.distributed.by_hand import started
 
+WAITED = re.compile(r"waited too long \(2 s\): in call \d+ \(step\), waiting at '.*' since [\d:]+;")
 LONGEST = 10.0  # s from a death to the error of the last rank
 SPREAD = {"vocabulary": "vocab-2", "schedule": "1f1b"}
 
@@ -118,26 +120,55 @@ def test_a_call_that_one_rank_makes_is_named(
 def test_a_rank_that_stands_still_is_silent_not_gone(
     plan: str, rank: int, folder_of: Callable[[str], Path]
 ) -> None:
-    with started(folder_of(plan), 2, "", "4") as ranks:
+    stopped(folder_of(plan), rank)
+
+
+def stopped(folder: Path, rank: int) -> None:
+    with started(folder, 2, "", "2") as ranks:
         ranks.ready()
-        time.sleep(1.5)
         ranks.send(rank, signal.SIGSTOP)
         said, seconds = ranks.ends(rank)
-    assert f"rank {rank} is silent" in said[1 - rank] or rank == 0, said
-    assert "is gone" not in said[1 - rank], said
-    assert "at '" in said[1 - rank]
-    assert seconds < 4 + LONGEST
+    text = said[1 - rank]
+    if rank == 0:  # it has the store
+        assert "rank 0, which has the store of this run, is silent" in text
+    else:
+        assert WAITED.search(text), text
+        assert re.search(r"; rank 1 is silent, stopped or in .* \(last seen at [\d:]+ ", text), text
+    assert seconds < 2 + 1.5 * LONGEST
 
 
-@pytest.mark.sweep
-def test_a_rank_that_waits_too_long_names_who_makes_no_call(
+def test_a_rank_that_is_stopped_is_named_and_where_the_others_wait(
     folder_of: Callable[[str], Path],
 ) -> None:
-    with started(folder_of("pipeline 2"), 2, "nothing on rank 1", "4") as ranks:
+    stopped(folder_of("pipeline 2, vocab-2"), 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        ("a loader that sleeps on rank 1", r"idle after call 2 \(step\) since [\d:]+, in asleep"),
+        (
+            "a module that sleeps on rank 1",
+            r"in call 3 \(step\), at 'FORWARD stage 1 mb \d' since [\d:]+, in asleep",
+        ),
+    ],
+)
+def test_who_keeps_the_others_waiting_is_named_with_the_line_of_code(
+    way: str, where: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with started(folder_of("pipeline 2, vocab-2"), 2, way, "2", str(tmp_path)) as ranks:
         ranks.ready()
-        said, _ = ranks.ends(1)
-    assert "rank 0 waited too long at '" in said[0]
-    assert "rank 1 is idle after call 2 (step)" in said[0]
+        said, seconds = ranks.ends(1)
+        printed = "\n".join(ranks.says(1))
+    assert seconds < 2 + LONGEST
+    assert WAITED.search(said[0]), said
+    assert re.search(rf"; rank 1 is {where} \(by_hand.py:\d+\)", said[0]), said
+    assert "rank 1: the run has failed: rank 0 waited too long" in printed  # by its watch
+    recorded = [(tmp_path / f"rank_{rank}.txt").read_text() for rank in (0, 1)]
+    assert all("waited too long (2 s)" in text for text in recorded)
+    assert "    time.sleep(PATIENCE)" in recorded[1]  # its stack
+    assert re.search(r"  0\.\d+ +FORWARD stage 0 mb 3\n", recorded[0])
+    assert re.search(r"    [2-9]\.\d+ +\w.*$", recorded[0].strip().splitlines()[-1]), recorded[0]
 
 
 @pytest.mark.sweep

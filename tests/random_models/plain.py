@@ -333,7 +333,7 @@ class _Drawn(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator."""
         result = func(*args, **(kwargs or {}))
-        line = self.worker._interpreter.current
+        line = self.worker.flight.current
         if (name := _draw(func, args)) and line is not None and line.kind.value == "FORWARD":
             where = {"step": self.step, "stage": line.stage, "i": line.microbatch, "name": name}
             self.made.append(where | {"value": result.detach().clone().contiguous()})

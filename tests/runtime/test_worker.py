@@ -16,6 +16,7 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.instruction import Kind
 from parcompiler.runtime import Stage, run
+from parcompiler.runtime.worker import BACKSTOP
 from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
 
 MICROBATCHES = 3
@@ -601,7 +602,9 @@ def test_a_timeout_that_is_none_is_refused(timeout: Any, program: pc.Program) ->
     assert not dist.is_initialized()
 
 
-def test_a_timeout_reaches_the_process_groups(program: pc.Program, tmp_path: Path) -> None:
+def test_a_timeout_reaches_the_watch_and_later_the_process_groups(
+    program: pc.Program, tmp_path: Path
+) -> None:
     folder = program.export(tmp_path / "out")
     made: list[pc.Worker] = []
 
@@ -613,7 +616,8 @@ def test_a_timeout_reaches_the_process_groups(program: pc.Program, tmp_path: Pat
     for timeout in (7, timedelta(seconds=7)):
         with program.worker(timeout=timeout) as worker:
             made.append(worker)
-    assert {worker._channels._timeout for worker in made} == {timedelta(seconds=7)}
+    assert {worker._watch._timeout for worker in made} == {7.0}
+    assert {worker._channels._timeout for worker in made} == {timedelta(seconds=7) + BACKSTOP}
 
 
 def test_forwards_stay_in_order_on_one_rank(program: pc.Program) -> None:

@@ -1,0 +1,148 @@
+"""The flight recorder of a rank: its last instructions, where its thread is now, and since when.
+
+    main     FORWARD stage 0 mb 2 │ SEND h mb 2 to 1 │ RECV h.grad mb 0 from 1 ─ ─ waits ─ ─ ─ ─ >
+    watch    ·              ·              ·  position: waiting at 'RECV ...' since 20:01:02
+
+To note an instruction appends it to a ring, which costs less than a microsecond. Whether the thread
+computes in it or waits for other ranks, and in whose code it is, whoever asks reads off its stack.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from parcompiler.instruction import Instruction
+
+RECENT = 1000  # entries that are kept
+_RUNTIME, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+_LIBRARY = sysconfig.get_path("stdlib")
+_MESSAGING = (  # where a thread that stays waits for other ranks
+    f"{_TORCH}/distributed/",
+    *(f"{_RUNTIME}/{name}.py" for name in ("axis", "channels", "collective_queue", "failure")),
+    *(f"{_RUNTIME}/{name}.py" for name in ("reduction", "zero")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is: `at` an instruction, or at none, `since` seconds of the epoch, waiting for
+    other ranks or not. `code` is the innermost line that is neither torch's nor the runtime's."""
+
+    at: str = ""
+    since: float = 0.0
+    waits: bool = False
+    code: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return time.time() - self.since
+
+    def __str__(self) -> str:
+        waiting = "waiting " if self.waits else ""
+        at = f"at '{self.at}' " if self.at else ""
+        code = f", in {self.code}" if self.code and not self.waits else ""
+        return f"{waiting}{at}since {clock(self.since)}{code}"
+
+
+class FlightRecorder:
+    """The last instructions of a rank. `folder` is where they are written when the run fails; None:
+    nowhere."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._ring: deque[tuple[float, Instruction | str, bool]] = deque(maxlen=RECENT)
+        self._thread = threading.get_ident()
+        self._computed = 0.0  # when the thread was last seen not to wait
+        self.note("start")
+
+    def note(self, line: Instruction | str, awaited: bool = False) -> None:
+        """The rank begins an instruction, or a part of a call; `awaited`: to wait for what an
+        instruction before has begun."""
+        self._ring.append((time.monotonic(), line, awaited))
+
+    def call(self, text: str) -> None:
+        """The calling thread begins a call, or goes on with it."""
+        self._thread = threading.get_ident()
+        self.note(text)
+
+    @property
+    def current(self) -> Instruction | None:
+        """The instruction that the rank is in, if it is in one."""
+        line = self._ring[-1][1]
+        return None if isinstance(line, str) else line
+
+    @property
+    def place(self) -> str:
+        """Where this rank is in its instructions."""
+        return "before the first instruction" if self.current is None else f"at '{self.current}'"
+
+    def position(self) -> Position:
+        """Where the thread of the rank is now, and since when. (A long wait in an instruction that
+        computes begins when the thread was last seen to compute.)"""
+        begin, line, _ = self._ring[-1]
+        waits, code = _reading(sys._current_frames().get(self._thread))
+        now = time.monotonic()
+        if not waits:
+            self._computed = now
+        since = max(begin, self._computed) if waits else begin
+        at = "" if isinstance(line, str) else str(line)
+        return Position(at, time.time() - (now - since), waits, code)
+
+    def write(self, rank: int, cause: str) -> Path | None:
+        """Write all that is known into the folder, under the number of the rank; the file, if there
+        is a folder that can be written."""
+        if self.folder is None:
+            return None
+        path = Path(self.folder) / f"rank_{rank}.txt"
+        frame = sys._current_frames().get(self._thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+        now = clock(time.time(), "%Y-%m-%d %H:%M:%S")
+        head = f"rank {rank}, {now}: {cause}\n\nThe stack of its thread:\n{stack}\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{head}When its last instructions began, and their seconds:\n{self}\n")
+        except OSError:
+            return None
+        return path
+
+    def __str__(self) -> str:
+        """The instructions, one a line, the newest last."""
+        entries, offset = [*self._ring], time.time() - time.monotonic()
+        ends = [*(begin for begin, _, _ in entries[1:]), time.monotonic()]
+        lines = [f"{'await ' if awaited else ''}{line}" for _, line, awaited in entries]
+        return "\n".join(
+            f"{clock(begin + offset, '%H:%M:%S.%f')} {end - begin:11.6f}  {line}"
+            for (begin, _, _), end, line in zip(entries, ends, lines, strict=True)
+        )
+
+
+def clock(epoch: float, form: str = "%H:%M:%S") -> str:
+    """Seconds of the epoch as this machine's time of day."""
+    return datetime.fromtimestamp(epoch).astimezone().strftime(form)
+
+
+def _reading(frame: FrameType | None) -> tuple[bool, str]:
+    """Whether a thread waits for other ranks, and the innermost line of others' code."""
+    waits: bool | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        library = file.startswith((f"{_LIBRARY}/", "<")) and "site-packages" not in file
+        if waits is None and not library:
+            waits = file.startswith(_MESSAGING)
+        if not library and not file.startswith((f"{_RUNTIME}/", f"{_TORCH}/")):
+            code = f"{frame.f_code.co_qualname} ({Path(file).name}:{frame.f_lineno})"
+            return bool(waits), code
+        frame = frame.f_back
+    return bool(waits), ""
