@@ -103,7 +103,9 @@ def difference_of_weights(
     compared = [name for name in tensors if _is_compared(program, name)]
     digests = digests_of([tensors[name] for name in compared], channels.device)
     numbers = dict(zip(compared, digests, strict=True))
-    sums = [_combined(numbers, names) for names in _sets(program, numbers)]
+    sums = [
+        combined({name: numbers.get(name) for name in names}) for names in _sets(program, numbers)
+    ]
     ranks = channels.gather_numbers(*sums)
     pairs = ((k, a, b) for k, a, b in _pairs(program) if ranks[a][k] != ranks[b][k])
     k, first, other = next(pairs, (0, 0, 0))
@@ -153,9 +155,9 @@ def _is_compared(program: RankProgram, name: str) -> bool:
     return program.data > 1 or in_group or name in _ties(program)
 
 
-def _combined(numbers: Mapping[str, int], names: Iterable[str]) -> int:
+def combined(numbers: Mapping[str, int | None]) -> int:
     """A number of 60 bits for the numbers of several tensors."""
-    text = json.dumps([(name, numbers.get(name)) for name in names])
+    text = json.dumps([*numbers.items()])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 

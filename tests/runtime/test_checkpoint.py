@@ -344,3 +344,25 @@ def test_a_loader_of_torchdata_goes_on_behind_the_batch_that_was_trained(
         loader = stateful(Stream(), batch_size=None)
         two.load(tmp_path, {"loader": loader})
         assert train(two, loader, 3) == straight[2:]
+
+
+def test_ranks_tell_each_other_names_once_and_then_a_few_numbers(
+    program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    with worker(program) as one:
+        gather = one._channels.gather_texts
+
+        def gathered(text: str) -> list[str]:
+            texts.append(text)
+            return gather(text)
+
+        monkeypatch.setattr(one._channels, "gather_texts", gathered)
+        trained(one, 1)
+        one.save(tmp_path)
+        name = next(name for name, _ in one.named_parameters())
+        assert sum(f'"{name}"' in text for text in texts) == 1
+        texts.clear()
+        one.save(tmp_path)
+        assert not any(name in text for text in texts)
+        assert 0 < sum(map(len, texts)) < 400 + len(str(tmp_path))

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from parcompiler.errors import InputError
+from parcompiler.runtime.agreement import combined
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
@@ -50,7 +51,8 @@ _IDS = iter(range(10**9))  # every rank numbers its savings alike
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What a rank writes of a checkpoint into the hidden folder `partial`."""
+    """What a rank writes of a checkpoint into the hidden folder `partial`: tensors, and what it
+    says of itself."""
 
     partial: Path
     held: Mapping[str, Held]  # with the parts that this rank writes
@@ -83,6 +85,7 @@ class Checkpoints:
         self._fault = ""  # of what the thread did
         self._copies: dict[tuple[str, Box], torch.Tensor] = {}  # of the last state to be copied
         self._stopped = threading.Event()
+        self._holders: dict[str, int] | None = None  # by `_first`, once it has asked
         self.bytes_read = 0  # of tensors, by the last `load`
 
     def save(
@@ -100,28 +103,34 @@ class Checkpoints:
         tensors: dict[str, torch.Tensor] = {}
         partial: list[Path] = []  # of rank 0, that made it
 
+        facts: dict[str, Any] = {}
+        digests: dict[str, int] = {}
+
         def begin() -> dict[str, Any]:
+            """What all ranks are told: a few numbers, as there may be thousands of ranks."""
             check_keep(keep)
-            facts = self._state.facts(optimizer=optimizer)
+            facts.update(self._state.facts(optimizer=optimizer))
             at = self._program.coordinate
             if self._program.rank == 0:
                 facts["request"] = dict(self._request)
             if not at.pipeline and not at.tensor:
                 facts["extra"] = extra_state(extra, tensors)
-            found = {"arguments": arguments, "names": self._state.names(), "facts": facts}
-            found["digests"] = self._state.digests()
+            digests.update(self._state.digests())
+            told = {"arguments": arguments, "untrained": combined(digests), "extra": [*tensors]}
             if self._program.rank == 0:
-                path, found["serial"] = folders.begin(folder, facts["step"])
+                path, told["serial"] = folders.begin(folder, facts["step"])
                 partial.append(path)
-                found["partial"] = path.name
-            return found
+                told["partial"] = path.name
+            return told
 
         try:
             everyone = self._agreed(begin, "cannot save a checkpoint")
             if any(one["arguments"] != arguments for one in everyone):
                 message = "the ranks save different things: give every rank the same arguments"
                 raise InputError(message)
-            writing = self._writing(folder, everyone, tensors, keep, optimizer)
+            held = self._held(everyone, digests, tensors, optimizer=optimizer)
+            own = folder / everyone[0]["partial"]
+            writing = Writing(own, held, facts, everyone[0]["serial"], keep)
             if asynchronous:
                 self._start(self._copied(writing))
                 return folders.final(writing.partial)
@@ -282,21 +291,17 @@ class Checkpoints:
         self._agreed(keep, what)
         return kept[0]
 
-    def _writing(
+    def _held(
         self,
-        folder: Path,
         everyone: list[dict[str, Any]],
+        digests: Mapping[str, int],
         tensors: Mapping[str, torch.Tensor],
-        keep: int | None,
+        *,
         optimizer: bool,
-    ) -> Writing:
-        """What this rank writes, now that all have told what they hold."""
-        program, at = self._program, self._program.coordinate
-        grid = program.grid
-        first: dict[str, int] = {}
-        for rank, one in enumerate(everyone):
-            for name in one["names"]:
-                first.setdefault(name, grid.coordinate(rank).pipeline)
+    ) -> dict[str, Held]:
+        """What this rank writes, now that all have told what they have; `tensors` are those of
+        `extra`, of which each is written by the first rank that has it."""
+        first = self._first()
         held = self._state.tensors(optimizer=optimizer)
         parts = self._layout.written(
             {key: item.parts for key, item in held.items()},
@@ -305,20 +310,44 @@ class Checkpoints:
             self._state.alone(held),
         )
         own = {key: held[key]._replace(parts=parts[key]) for key in parts}
-        digests = [one["digests"] for one in everyone]
-        zero = grid.rank(at.pipeline, 0, at.tensor)
-        own |= self._state.differing(digests[program.rank], digests[zero], first)
+        own |= self._differing([one["untrained"] for one in everyone], digests, first)
         own |= self._state.apart(optimizer=optimizer)
-        told: set[str] = set()
-        for rank in range(program.rank):
-            told |= _digests(everyone[rank]["facts"].get("extra", {}))
+        told = {digest for one in everyone[: self._program.rank] for digest in one["extra"]}
         for digest, tensor in tensors.items():
             if digest not in told:
                 shape = tuple(tensor.shape)
                 own[f"extra/{digest}"] = Held(shape, "", [Part(Box.whole(shape), tensor)])
-        facts = merged([one["facts"] for one in everyone]) if program.rank == 0 else {}
-        serial = everyone[0]["serial"]
-        return Writing(folder / everyone[0]["partial"], own, facts, serial, keep)
+        return own
+
+    def _first(self) -> Mapping[str, int]:
+        """The first pipeline coordinate that holds each of this rank's tensors; ranks ask each
+        other once."""
+        if self._holders is None:
+            grid = self._program.grid
+            texts = self._channels.gather_texts(json.dumps(self._state.names()))
+            own, self._holders = set(self._state.every_name()), {}
+            for rank, text in enumerate(texts):
+                for name in own.intersection(json.loads(text)):
+                    self._holders.setdefault(name, grid.coordinate(rank).pipeline)
+        return self._holders
+
+    def _differing(
+        self, told: Sequence[int], digests: Mapping[str, int], first: Mapping[str, int]
+    ) -> dict[str, Held]:
+        """What this rank holds differently than data rank 0. All ranks have told one number for the
+        digests of what may differ; only where numbers differ are the digests themselves told."""
+        grid = self._program.grid
+        places = [grid.coordinate(rank) for rank in range(grid.size)]
+        zeros = [grid.rank(at.pipeline, 0, at.tensor) for at in places]
+        unlike = {rank for rank, zero in enumerate(zeros) if told[rank] != told[zero]}
+        if not unlike:
+            return {}
+        tell = self._program.rank in unlike | {zeros[rank] for rank in unlike}
+        texts = self._channels.gather_texts(json.dumps(dict(digests) if tell else {}))
+        if self._program.rank not in unlike:
+            return {}
+        others = json.loads(texts[zeros[self._program.rank]])
+        return self._state.differing(digests, others, first)
 
     def _write(self, writing: Writing) -> None:
         """Write the file of this rank, and beside it what rank 0 needs for the index."""
@@ -339,7 +368,7 @@ class Checkpoints:
             if held.note:
                 index[key]["note"] = held.note
         digest = write(writing.partial / file, described, {"format": "pt"}) if described else ""
-        document = {"file": file, "sha256": digest, "tensors": index}
+        document = {"file": file, "sha256": digest, "tensors": index, "facts": writing.facts}
         text = json.dumps(document).encode()
         folders.write(writing.partial / f"rank_{self._program.rank}.json", text)
 
@@ -354,7 +383,8 @@ class Checkpoints:
             parts.append(json.loads(path.read_bytes()))
             path.unlink()
         index = folders.index((part["file"], part["tensors"]) for part in parts)
-        facts = {"format": folders.FORMAT, "serial": writing.serial, **writing.facts}
+        told = merged([part["facts"] for part in parts])
+        facts = {"format": folders.FORMAT, "serial": writing.serial, **told}
         digests = {part["file"]: part["sha256"] for part in parts if part["sha256"]}
         folders.finish(partial, {FACTS: facts, TENSORS: index}, digests)
         if writing.keep is not None:
@@ -430,18 +460,6 @@ def _tried(work: Callable[[], Any]) -> tuple[str, Any]:
         return str(error), None
     except Exception as error:  # of a user's object, which may raise anything
         return f"{type(error).__name__}: {error}" or type(error).__name__, None
-
-
-def _digests(value: Any) -> set[str]:
-    """The tensors that states refer to."""
-    match value:
-        case {"tensor": str(digest)}:
-            return {digest}
-        case dict():
-            return set().union(*map(_digests, value.values()))
-        case list():
-            return set().union(*map(_digests, value))
-    return set()
 
 
 def check_keep(keep: int | None) -> None:

@@ -84,6 +84,10 @@ class RankState:
         at = self._program.coordinate
         return [] if at.data or at.tensor else list(self._interpreter.tensors)
 
+    def every_name(self) -> list[str]:
+        """The tensors that this rank holds."""
+        return list(self._interpreter.tensors)
+
     def tensors(self, *, optimizer: bool = True) -> dict[str, Held]:
         """Of everything that this rank holds: the shape of the whole, a note, and its parts."""
         found = {}
