@@ -7,6 +7,8 @@ and remember the context in `node.meta["contexts"]`. Assertions and dead nodes g
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -183,8 +185,7 @@ def where(node: fx.Node) -> str:
 
 
 def simplify(graph: Graph) -> Graph:
-    """`graph` without casts to the dtype that a value has already, and with each constant once:
-    layers that make the same positions or masks share them.
+    """`graph` without casts to the dtype that a value has already; equal layers share constants.
 
     It is made once, so that what is found out about it holds for every mesh.
     """
@@ -204,20 +205,31 @@ def simplify(graph: Graph) -> Graph:
 
 
 def _share(graph: Graph, copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Let the copies of constants of one formula, which nothing writes to, be one node. Views of
-    them stay with those who read them."""
+    """Let the copies of a constant that each of several equal layers makes in its place, and that
+    nothing writes to, be one node. Views of it stay with those who read them.
+
+    (Two constants of one layer that are equal at these sizes may differ at others.)
+    """
     effects, fixed = effects_of(graph), constants(graph)
+    number: Counter[str] = Counter()  # of a node among the constants of its layer
     first: dict[str, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     for node, copy in copies.items():
-        written = effects.writers.get(effects.root(node)) or any(mutated_operands(node))
-        if node not in fixed or node.op != "call_function" or written:
+        if node not in fixed or node.op != "call_function":
+            continue
+        call, (path, _) = next(reversed((node.meta.get("nn_module_stack") or _OUTSIDE).items()))
+        number[call] += 1
+        if effects.writers.get(effects.root(node)) or any(mutated_operands(node)):
             continue
         arguments = fx.map_arg((copy.args, copy.kwargs), lambda operand: same.get(operand, operand))
-        formula = repr((str(node.target), arguments, node.meta.get("contexts", ())))
+        place = re.sub(r"\d+", "#", path), number[call]
+        formula = repr((str(node.target), arguments, node.meta.get("contexts", ()), place))
         same[copy] = first.setdefault(formula, copy)
         if same[copy] is not copy and viewed(node) is node:
             copy.replace_all_uses_with(same[copy])
     for copy in reversed([*copies.values()]):
         if same.get(copy, copy) is not copy and not copy.users:
             copy.graph.erase_node(copy)
+
+
+_OUTSIDE = {"": ("", None)}  # the stack of modules of a node that has none
