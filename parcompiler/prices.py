@@ -126,7 +126,7 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
     by_name, loads = lowered.graph.by_name, [(0, 0)]
     for rank in range(lowered.size):
         own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
-        states = sum(item.numel * problem.bytes_of(item)[1] for item in own)
+        states = sum(item.numel * problem.bytes_of(item)[2] for item in own)
         loads.append((2 * (lowered.data - 1) * sum(item.nbytes for item in own), states))
     return max(loads)
 

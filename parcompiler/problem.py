@@ -391,9 +391,7 @@ class Problem:
         return sum(item.nbytes for item in self._read(block)) if self.gathers else 0
 
     def made_bytes(self, block: Block) -> int:
-        """Bytes of the gradients that a backward of a block makes, where parts of them stay."""
-        if not self.scatters:
-            return 0
+        """Bytes of the gradients that a backward of a block makes."""
         return sum(item.nbytes for item in self._read(block) if item.trainable)
 
     def _read(self, block: Block) -> Iterator[Parameter]:
@@ -425,24 +423,24 @@ class Problem:
 
     @cached_property
     def bucket_bytes(self) -> int:
-        """Bytes that a rank may need to bring the gradients of a bucket together."""
+        """Bytes that a rank may need at most to bring the gradients of buckets together."""
         ranks = self.mesh.data
-        if ranks == 1 or self.gathers:  # those of a block are brought together then
+        if ranks == 1:
             return 0
-        trained = [item for item in self.graph.parameters if item.trainable]
-        size = min(BUCKET, sum(item.nbytes for item in trained))
-        if self.zero:  # uneven rows are copied, to pieces that are as long on every rank
-            uneven = (item.nbytes for item in trained if item.shape and item.shape[0] % ranks)
-            size = max(size, max(uneven, default=0))
+        trained = sum(item.nbytes for item in self.graph.parameters if item.trainable)
         packed = self.options.compression is not None  # it is sent, and others' are received
-        return size * (1 + packed)
+        size = min(BUCKET, trained) * (1 + packed)
+        if self.scatters:  # two buckets, and what comes of them
+            size = 2 * (max(size, self.largest_gradient) * (ranks + 1) // ranks)
+        return max(size, self.largest_gradient if self.zero else 0)
 
     @cached_property
-    def under_way(self) -> int:
-        """Bytes of whole gradients that may wait for their bucket to be full, or be on their way to
-        the parts that data ranks keep; 0 where those of a block go together."""
-        trained = (item.nbytes for item in self.graph.parameters if item.trainable)
-        return 0 if self.gathers else max(BUCKET, max(trained, default=0))
+    def largest_gradient(self) -> int:
+        """Bytes of the largest gradient that data ranks need room for besides: one of which they
+        share rows out unevenly is copied, to pieces that are as long on every rank."""
+        ranks, trained = self.mesh.data, (item for item in self.graph.parameters if item.trainable)
+        copied = (x for x in trained if self.scatters or (x.shape and x.shape[0] % ranks))
+        return max((item.nbytes for item in copied), default=0)
 
     def carried(self, node: fx.Node) -> float:
         """Seconds to move a value between neighbours of the pipeline, over their slowest link.
@@ -452,10 +450,10 @@ class Problem:
         """
         return slowest(self.mesh).seconds(nbytes_of(node))
 
-    @cached_property
-    def everywhere_bytes(self) -> int:
-        """Bytes on every rank, whatever it computes: a bucket of gradients, and the batch."""
-        return self.bucket_bytes + self.options.microbatches * self.batch_bytes
+    @property
+    def held_batch_bytes(self) -> int:
+        """Bytes of the tensors of all micro-batches."""
+        return self.options.microbatches * self.batch_bytes
 
     @cached_property
     def batch_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -10,12 +10,12 @@ from dataclasses import replace
 from torch import fx
 
 from parcompiler.cost import collective
-from parcompiler.graph import Parameter, nbytes_of
+from parcompiler.graph import Block, Parameter, nbytes_of
 from parcompiler.instruction import HEAD
 from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.problem import BUCKET, Priced, Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -95,6 +95,7 @@ def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tup
     )
     homes = [(rank, b) for rank, own in zip(placement, blocks, strict=True) for b in own]
     seen: set[tuple[int, str]] = set()
+    exchanges: dict[int, list[Exchanged]] = defaultdict(list)
     found = []
     for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
         rank = placement[j]
@@ -103,9 +104,18 @@ def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tup
         alone = {name for name in names if users[rank, name] == 1}
         beside = {b for home, b in homes if home == rank}.difference(own)
         cost = _cost(problem, plan, j, own, new, alone, beside)
-        if rank not in placement[:j]:
-            cost = replace(cost, resident=cost.resident + problem.everywhere_bytes)
         found.append(cost)
+        exchanges[rank].append(exchanged(problem, problem.under(plan), own))
+    for rank, parts in exchanges.items():
+        first = placement.index(rank)
+        left, last = zip(*(part.at_end for part in parts), strict=True)
+        found[first] = replace(
+            found[first],
+            resident=found[first].resident
+            + problem.held_batch_bytes
+            + max(part.in_flight for part in parts),
+            update=found[first].update + sum(left) + max(last),
+        )
     return tuple(found)
 
 
@@ -179,12 +189,47 @@ def _cost(
 
 
 def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchanged:
-    """What data ranks exchange for the blocks of a stage with every micro-batch."""
-    if not problem.scatters:
+    """What data ranks exchange for the blocks of a stage."""
+    if problem.mesh.data == 1 or problem.options.asynchronous:
         return NOTHING
     parts = [priced.cut.blocks[b] for b in blocks]
-    gathered = tuple(map(problem.unit_bytes, parts))
-    return Exchanged(gathered, tuple(map(problem.made_bytes, parts)), problem.under_way)
+    level = problem.options.zero if isinstance(problem.options.zero, int) else 0
+    trained = _last_uses(problem, parts)
+    buckets = [*_buckets(trained, apart=level == 3)]
+    sent_and_received = 1 + (problem.options.compression is not None)
+    return Exchanged(
+        level=level,
+        ranks=problem.mesh.data,
+        made=tuple(sum(item.nbytes for item in own) for own in trained),
+        gathered=tuple(map(problem.unit_bytes, parts)),
+        buckets=tuple(buckets),
+        copied=min(BUCKET, max((size for size, _ in buckets), default=0)) * sent_and_received,
+    )
+
+
+def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter]]:
+    """The parameters of which each block completes the gradients: it reads them first."""
+    found, seen = [], set[str]()
+    for block in blocks:
+        names = [name for name in dict.fromkeys(x.name for x in block.tensors) if name not in seen]
+        seen.update(names)
+        items = (problem.graph.by_name[name] for name in names)
+        found.append([item for item in items if item.trainable])
+    return found
+
+
+def _buckets(trained: Sequence[Sequence[Parameter]], *, apart: bool) -> Iterator[tuple[int, int]]:
+    """Bytes of each bucket of gradients, as `lower.buckets` fills them, and the block that
+    completes it; `apart`: no bucket has gradients of several blocks."""
+    size, at = 0, 0
+    for k in reversed(range(len(trained))):
+        for item in reversed(trained[k]):
+            if size and (size + item.nbytes > BUCKET or (apart and at != k)):
+                yield size, at
+                size = 0
+            size, at = size + item.nbytes, k
+    if size:
+        yield size, at
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

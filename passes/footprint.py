@@ -34,32 +34,70 @@ from parcompiler.timeline import First
 
 
 class Exchanged(NamedTuple):
-    """Bytes of each block of a stage that data ranks exchange for every micro-batch: parameters
-    that are gathered for it, and gradients that its backward makes and that leave for their parts.
-    Of those of the blocks behind at most `under_way` have not arrived: 0 means one block's."""
+    """What data ranks exchange for the blocks of a stage, in bytes: `made` are the gradients that
+    the backward of each block makes, `gathered` its parameters if they are in parts.
 
-    gathered: Sequence[int] = ()
+    So many `ranks` share out what `level` says. Gradients go together in `buckets`, each with the
+    block that completes it, in the order of the backward. `copied` is the copy of the last.
+    """
+
+    level: int = 0
+    ranks: int = 1
     made: Sequence[int] = ()
-    under_way: int = 0
+    gathered: Sequence[int] = ()
+    buckets: Sequence[tuple[int, int]] = ()
+    copied: int = 0
 
     def forward(self, k: int) -> int:
-        """Bytes while a block runs: its parameters, and those of the next."""
-        return sum(self.gathered[k : k + 2])
+        """While a block runs: its parameters, and those of the next on their way."""
+        return sum(self.gathered[k : k + 1]) + self._on_its_way(self.gathered[k + 1 : k + 2])
 
     def backward(self, k: int) -> int:
-        """Bytes while a block goes back: its parameters and those of the next to do so, and the
-        gradients of those that did before."""
-        behind = self.made[k + 1 :]
-        late = min(sum(behind), self.under_way) if self.under_way else sum(behind[:1])
-        return sum(self.gathered[max(0, k - 1) : k + 1]) + late
+        """While a block goes back: the same, and where parts of gradients stay, those of the blocks
+        behind that wait for their bucket or are on their way, more than those `in_flight`."""
+        late = 0
+        if self.level == 2:
+            done = [size for size, at in self.buckets if at > k]
+            late = sum(self.made[k + 1 :]) - sum(done) + self._latest(done) - self._latest([])
+        next_one = self.gathered[max(0, k - 1) : k]
+        return sum(self.gathered[k : k + 1]) + self._on_its_way(next_one) + late
 
     def own(self, k: int) -> int:
-        """Bytes of gradients that a block makes and that are there at once."""
-        made = sum(self.made[k : k + 1])
-        return min(made, self.under_way) if self.under_way else made
+        """Gradients that a block makes anew where parts of them stay."""
+        return self.made[k] if self.level >= 2 else 0
+
+    @property
+    def in_flight(self) -> int:
+        """From the first backward on: two buckets on their way to parts, and what comes of them; of
+        blocks that are gathered one by one the largest two neighbours."""
+        if self.level < 2:
+            return 0
+        if self.level == 2:
+            return self._latest([])
+        sizes = [size for size, _ in self.buckets]
+        return max(self._on_its_way(sizes[n : n + IN_FLIGHT]) for n in range(len(sizes) or 1))
+
+    @property
+    def at_end(self) -> tuple[int, int]:
+        """Behind the last backward, where gradients stay whole until then: the parts that buckets
+        have left for the optimizer, and the copy of the last of them, which is there until the
+        optimizer has all of it."""
+        if self.level >= 2:
+            return 0, 0
+        return sum(self.made) // self.ranks if self.level else 0, self.copied
+
+    def _latest(self, done: Sequence[int]) -> int:
+        """The last buckets on their way when so many of this backward have gone."""
+        before = [size for size, _ in self.buckets] * IN_FLIGHT  # of micro-batches before
+        return self._on_its_way([*before, *done][-IN_FLIGHT:])
+
+    def _on_its_way(self, sizes: Sequence[int]) -> int:
+        """Something whole and a rank's part of it."""
+        return sum(size + size // self.ranks for size in sizes)
 
 
 NOTHING = Exchanged()
+IN_FLIGHT = 2  # buckets
 
 
 @dataclass(frozen=True)
@@ -108,7 +146,8 @@ class Footprint:
     def input_more(self) -> int:
         """More than `saved` during the first part of a backward."""
         pairs = zip(self._costs, self._peaks, strict=True)
-        return self._backward([cost.input_peak or peak for cost, peak in pairs], self._left)
+        peaks = [cost.input_peak or peak for cost, peak in pairs]
+        return self._backward(peaks, self._left)
 
     @cached_property
     def _peaks(self) -> list[int]:

@@ -91,7 +91,7 @@ def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
 def reserved(problem: Problem, plan: Plan) -> int:
     """Bytes on every rank besides its blocks: for the layers of the vocabulary, for a bucket of
     gradients that data ranks sum, and for the batch."""
-    return problem.everywhere_bytes + _spread(problem, plan)
+    return problem.bucket_bytes + problem.held_batch_bytes + _spread(problem, plan)
 
 
 def _spread(problem: Problem, plan: Plan) -> int:

@@ -1,6 +1,7 @@
 """How far the predicted memory of a rank is from what MemTracker sees it hold, as a table.
 
 PYTHONPATH=. python benchmarks/memory/run.py [--models gpt,t5] [--schedules 1f1b] [--pipeline 2,4]
+    [--data 2,4 --zero 0,1,2]
 """
 
 from __future__ import annotations
@@ -51,22 +52,26 @@ def rows(
     dtypes: list[str],
     schedules: list[str],
     pipelines: list[int],
+    replicas: list[int],
+    levels: list[int],
     microbatches: int,
 ) -> Iterator[Row]:
     """Every rank of every program."""
-    grid = product(models, dtypes, pipelines, schedules, ("none", "full"))
-    for name, dtype, pipeline, schedule, recompute in grid:
+    data_ranks = [pair for pair in product(replicas, levels) if pair[0] > 1 or not pair[1]]
+    grid = product(models, dtypes, pipelines, data_ranks, schedules, ("none", "full"))
+    for name, dtype, pipeline, (data, zero), schedule, recompute in grid:
         own, precision = DTYPES[dtype]
         try:
             program = compiled(
-                name, own, pipeline=pipeline, schedule=schedule, microbatches=microbatches,
-                recompute=recompute, precision=precision,
+                name, own, pipeline=pipeline, data=data, schedule=schedule,
+                microbatches=microbatches, recompute=recompute, precision=precision, zero=zero,
             )  # fmt: skip
         except (InfeasibleError, InputError):  # more stages than blocks
             continue
         for rank, size in enumerate(program.simulate().peak_memory):
             held = Rank(program, rank).step()
             place = f"{rank} of {pipeline}"
+            place += f", zero {zero} of {data}" if data > 1 else ""
             yield Row(name, dtype, schedule, recompute, place, held.peak, size)
 
 
@@ -76,6 +81,8 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--schedules", default="1f1b")
     parser.add_argument("--pipeline", default="2,4")
+    parser.add_argument("--data", default="1")
+    parser.add_argument("--zero", default="0")
     parser.add_argument("--microbatches", type=int, default=8)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -83,7 +90,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     found = []
     words = given.models.split(","), given.dtypes.split(","), given.schedules.split(",")
-    for row in rows(*words, [*map(int, given.pipeline.split(","))], given.microbatches):
+    numbers = ([*map(int, text.split(","))] for text in (given.pipeline, given.data, given.zero))
+    for row in rows(*words, *numbers, given.microbatches):
         print(row, flush=True)
         found.append(abs(row.error))
     print(

@@ -88,8 +88,10 @@ def captured(name: str, dtype: torch.dtype, precision: str | None = None) -> pc.
     return pc.compile(model.to(dtype), pc.Mesh(device="cpu"), inputs, **options)
 
 
-def compiled(name: str, dtype: torch.dtype, *, pipeline: int, **options: Any) -> pc.Program:
+def compiled(
+    name: str, dtype: torch.dtype, *, pipeline: int, data: int = 1, **options: Any
+) -> pc.Program:
     """The program of a model in a dtype; its vocabulary stays on stages."""
     options = {"vocabulary": "whole", "progress": False, **options}
     given = captured(name, dtype, options.get("precision"))
-    return pc.compile(given, pc.Mesh(pipeline=pipeline, device="cpu"), **options)
+    return pc.compile(given, pc.Mesh(pipeline=pipeline, data=data, device="cpu"), **options)

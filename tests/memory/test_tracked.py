@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.lower import buckets
+from parcompiler.passes import estimate
 from tests.memory.cases import MODELS, compiled
 from tests.memory.tracked import Held, Rank
 
@@ -75,6 +77,23 @@ def test_what_is_recomputed_is_predicted() -> None:
                  recompute={"layers.*": True})
     )  # fmt: skip
     assert again[0].peak < 0.9 * plain[0].peak
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "pipeline", "data", "precision"), [("gpt", 2, 2, None), ("llama", 1, 4, "bf16")]
+)
+def test_what_data_ranks_hold_at_each_level_is_predicted(
+    name: str, pipeline: int, data: int, precision: str | None, zero: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for module in (buckets, estimate):  # several of a stage, as of large models
+        monkeypatch.setattr(module, "BUCKET", 400_000)
+    options: Any = {"schedule": "1f1b", "microbatches": 6, "precision": precision}
+    program = compiled(name, torch.float32, pipeline=pipeline, data=data, zero=zero, **options)
+    assert program.lowered.zero == zero
+    assert len(program.lowered.buckets) > 2 * pipeline
+    check(program)
 
 
 @pytest.mark.sweep

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,19 @@ class Alone:
         """There is nothing to add."""
         return Done(tensor)
 
+    def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Done:
+        """This rank's segment, which is in use until the sum is waited for."""
+        own.copy_(segments[:1])
+        return Done(segments)
+
+    def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Done:
+        """This rank's segment for all."""
+        segments.copy_(own.expand_as(segments))
+        return Done(segments)
+
+    def total(self, tensor: torch.Tensor) -> None:
+        """There is nothing to add."""
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """The loss of this rank."""
 
@@ -103,25 +117,32 @@ class Held:
 
 
 class Rank:
-    """One rank of a program with real tensors, and an optimizer that has its states."""
+    """One rank of a program with real tensors, and an optimizer that has its states; of its data
+    replicas the first."""
 
     def __init__(self, program: pc.Program, rank: int) -> None:
-        self.program: RankProgram = program.rank_program(rank)
+        self.program: RankProgram = program.rank_program(rank * program.lowered.grid.copies)
         classes = stage_classes(program.lowered, rank, "cpu")
         self.stages: dict[int, Stage] = {j: make() for j, make in classes.items()}
         channels = cast(Channels, Alone())
         self.interpreter = Interpreter(self.program, self.stages, channels)
+        own, parts = self.interpreter.tensors.items(), self.interpreter.parts
+        parameters = {name: t for name, t in own if isinstance(t, torch.nn.Parameter)}
+        self.updates = Updates(self.program, parameters, CPU, lambda _: None, parts)
         state = program.problem.graph.tensors
         with torch.no_grad():
-            for name, tensor in self.interpreter.tensors.items():
-                tensor.copy_(state[name])
-        own = self.interpreter.tensors.items()
-        parameters = {name: t for name, t in own if isinstance(t, torch.nn.Parameter)}
-        self.updates = Updates(self.program, parameters, CPU, lambda _: None)
+            for name, tensor in own:
+                if parts is not None and name in parts.in_pieces:
+                    parts.fill(name, partial(torch.Tensor.copy_, other=state[name]))
+                else:
+                    tensor.copy_(state[name])
         assert program.plan.optimizer == "adamw", "the optimizer is AdamW"
         self.updates.set_optimizer(torch.optim.AdamW, None, {"fused": True})
-        for parameter in parameters.values():
+        changed = parameters if parts is None else parts.parts
+        for name, parameter in changed.items():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            if parts is not None and parameter.requires_grad:
+                parts.reduced.add(name)
         self.updates.apply()  # so that there are states
 
     def step(self, *, kinds: bool = False) -> Held:
@@ -134,7 +155,10 @@ class Rank:
         tracker = MemTracker()
         tracker._mod_tracker = cast(ModTracker, Quiet())
         external: list[Any] = [*self.stages.values(), *_tensors(batch)]
-        tracker.track_external(*external, *self.updates.masters.trained(), self.updates.optimizer)
+        parts = self.interpreter.parts
+        rows = () if parts is None else parts.parts.values()
+        trained = self.updates.masters.trained()
+        tracker.track_external(*external, *rows, *trained, self.updates.optimizer)
         for stage in self.stages.values() if kinds else ():
             tracker._track_module_params_and_buffers(stage, install_grad_hooks=True)
         levels: list[tuple[str, int, int]] = []
@@ -152,13 +176,13 @@ class Rank:
                 return call
 
             self.interpreter._verbs = {kind: noted(verb) for kind, verb in verbs.items()}
-            lines, scale = self.program.instructions, self.updates.begin()
+            lines, scale = self.program.step, self.updates.begin()
             self.interpreter.run(lines, pieces, training=True, scale=scale)
             self.interpreter._verbs = verbs
             noted(lambda *_: self.updates.apply())(None, "optimizer")
             peak = tracker.get_tracker_snapshot("peak")[CPU]
-        parts = {getattr(kind, "value", str(kind)): int(size) for kind, size in peak.items()}
-        return Held(parts.pop("Total"), parts, tuple(levels))
+        by_kind = {getattr(kind, "value", str(kind)): int(size) for kind, size in peak.items()}
+        return Held(by_kind.pop("Total"), by_kind, tuple(levels))
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -180,7 +180,7 @@ def test_even_stages_give_a_slow_device_less(name: str) -> None:
 
 def test_even_stages_that_do_not_fit_take_for_ever() -> None:
     program = compiled(schedule="gpipe", microbatches=8, recompute="none", vocabulary="whole")
-    small = dataclasses.replace(program.problem, mesh=roomy(program.problem.everywhere_bytes + 1))
+    small = dataclasses.replace(program.problem, mesh=roomy(program.problem.held_batch_bytes + 1))
     assert even_step(small, program.plan) == math.inf
 
 

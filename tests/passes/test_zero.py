@@ -6,11 +6,20 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler import problem
 from parcompiler.device import device
+from parcompiler.lower import buckets
 from parcompiler.models import gpt
-from parcompiler.passes.estimate import estimate
+from parcompiler.passes import estimate, zero
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As small beside the model as those of a large one."""
+    for module in (buckets, estimate, problem, zero):
+        monkeypatch.setattr(module, "BUCKET", 2**19)
 
 
 def compiled(memory: int | None = None, **options: object) -> pc.Program:
@@ -42,7 +51,8 @@ def test_states_are_shared_out_where_memory_wants_it() -> None:
     states = 8 * sum(
         item.numel for item in compiled().problem.graph.parameters
     )  # Adam's, in float32
-    assert whole - shared == pytest.approx(states * 3 / 4, rel=0.02)
+    parts = states / 2 / 4  # of gradients, which the optimizer takes behind whole ones
+    assert states * 3 / 4 - parts <= whole - shared <= states * 3 / 4
     tight = compiled(memory=(whole + shared) // 2)
     assert tight.plan.zero == 1
     assert not tight.plan.recompute
@@ -96,7 +106,8 @@ def test_tensors_that_no_operator_reads_count_with_the_first_stage() -> None:
         Model(), pc.Mesh(pipeline=2), (torch.zeros(2, 8),), microbatches=2, progress=False
     )
     plan = program.plan
-    assert estimate(program.problem, plan).peak_memory == program.simulate().peak_memory
+    found = estimate.estimate(program.problem, plan)
+    assert found.peak_memory == program.simulate().peak_memory
 
 
 def test_a_plan_with_another_level_than_was_asked_for_is_refused() -> None:
