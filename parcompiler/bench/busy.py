@@ -76,8 +76,8 @@ def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
     summed = job["action"] in ("all-reduce", "reduce-scatter")
     verbs: dict[str, Verb] = {
         "all-reduce": axis.all_reduce,
-        "all-gather": lambda own: axis.all_gather(own, first),
+        "all-gather": lambda piece: axis.all_gather(piece, first),
         "reduce-scatter": lambda summand: axis.reduce_scatter(summand, first),
-        "all-to-all": lambda own: axis.all_to_all(own, first, second),
+        "all-to-all": lambda piece: axis.all_to_all(piece, first, second),
     }
     return torch.ones(n * rows if summed else rows, columns, dtype=dtype), verbs[job["action"]]

@@ -125,15 +125,15 @@ def _named(machine: Machine, name: str | None, known: str | None) -> str:
     return name
 
 
-def _dtypes(machine: Machine, given: Sequence[str] | None) -> tuple[torch.dtype, ...]:
+def _dtypes(machine: Machine, wanted: Sequence[str] | None) -> tuple[torch.dtype, ...]:
     """The dtypes of those names; all that the device is made for where none are given.
 
     Other dtypes fall back to float32, and overheads are measured in it.
     """
-    if given is None:
-        given = DTYPES if machine.kind == "cpu" else CUDA_DTYPES
+    if wanted is None:
+        wanted = DTYPES if machine.kind == "cpu" else CUDA_DTYPES
     dtypes = []
-    for name in given:
+    for name in wanted:
         dtype = getattr(torch, name, None) if isinstance(name, str) else None
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
             dtypes.append(dtype)

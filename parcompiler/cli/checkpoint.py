@@ -36,8 +36,8 @@ def checkpoint_command() -> None:
 @options.common
 def show_command(folder: Path, tensors: bool, form: str) -> int:
     """Show the step, the mesh that saved it, the optimizer, and what tensors take."""
-    found = _found(folder)
-    facts = _facts(found)
+    checkpoint = _checkpoint_of(folder)
+    facts = _facts(checkpoint)
     if tensors:
         facts["tensors"] = [
             {
@@ -46,7 +46,7 @@ def show_command(folder: Path, tensors: bool, form: str) -> int:
                 "shape": list(entry.shape),
                 "pieces": len(entry.pieces),
             }
-            for name, entry in found.entries.items()
+            for name, entry in checkpoint.entries.items()
         ]
     output.result(form, lambda: _text(facts), lambda: facts)
     return DONE
@@ -101,26 +101,26 @@ def export_command(
     from parcompiler.runtime.checkpoint import folder as folders
     from parcompiler.runtime.checkpoint import pretrained
 
-    found = _found(folder)
-    faults = folders.damaged(found.path)
+    checkpoint = _checkpoint_of(folder)
+    faults = folders.damaged(checkpoint.path)
     if faults:
         raise InputError("\n".join(faults))
     kind = None if dtype is None else getattr(torch, dtype)
-    files = pretrained.shards(found, pretrained.SHARD_SIZE, kind)
+    files = pretrained.shards(checkpoint, pretrained.SHARD_SIZE, kind)
     with output.writing(target):
         target.mkdir(parents=True, exist_ok=True)
-        pretrained.write_shards(found, target, files, kind)
-        pretrained.publish(found, target, files, kind, config)
+        pretrained.write_shards(checkpoint, target, files, kind)
+        pretrained.publish(checkpoint, target, files, kind, config)
     names = sorted(files)
     output.result(
         form,
-        lambda: f"{target}: weights of step {found.step} in {', '.join(names)}",
+        lambda: f"{target}: weights of step {checkpoint.step} in {', '.join(names)}",
         lambda: {"folder": str(target), "files": names},
     )
     return DONE
 
 
-def _found(folder: Path) -> Checkpoint:
+def _checkpoint_of(folder: Path) -> Checkpoint:
     """The checkpoint of a folder."""
     from parcompiler.runtime.checkpoint import folder as folders
 
@@ -141,9 +141,9 @@ def _text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _request(found: Checkpoint) -> dict[str, Any]:
+def _request(checkpoint: Checkpoint) -> dict[str, Any]:
     """What its program was compiled from, where it says so."""
-    saved = found.facts.get("request") or {}
+    saved = checkpoint.facts.get("request") or {}
     if not saved:
         return {}
     options = ", ".join(f"{name}={value}" for name, value in sorted(saved["options"].items()))
@@ -154,23 +154,23 @@ def _request(found: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _facts(found: Checkpoint) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a person wants to know first."""
     kinds = {"model": "parameter_bytes", "unsaved": "parameter_bytes"}
     totals = {"parameter_bytes": 0, "optimizer_bytes": 0, "other_bytes": 0}
-    for name, entry in found.entries.items():
+    for name, entry in checkpoint.entries.items():
         head = name.partition("/")[0].partition(" ")[0]
         kind = kinds.get(head, "optimizer_bytes" if head == "optimizer" else "other_bytes")
         totals[kind] += entry.bytes
-    pipeline, data, tensor = found.facts["mesh"]
-    optimizer = found.facts.get("optimizer")
+    pipeline, data, tensor = checkpoint.facts["mesh"]
+    optimizer = checkpoint.facts.get("optimizer")
     return {
-        "path": str(found.path),
-        "step": found.step,
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
         "mesh": f"pipeline={pipeline}, data={data}, tensor={tensor}",
         "optimizer": "none" if optimizer is None else optimizer["kind"],
-        "samples": found.facts["samples"],
-        **_request(found),
-        "extra": sorted(found.facts["extra"]) or ["nothing"],
+        "samples": checkpoint.facts["samples"],
+        **_request(checkpoint),
+        "extra": sorted(checkpoint.facts["extra"]) or ["nothing"],
         **totals,
     }

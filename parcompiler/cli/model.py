@@ -107,9 +107,9 @@ def _file(path: Path) -> ModuleType:
 
 def _cause(error: BaseException) -> str:
     """An error of the user's code, with the last place in it."""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
-        return said  # it names its place itself
+        return text  # it names its place itself
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -117,7 +117,7 @@ def _cause(error: BaseException) -> str:
         and frame.filename != __file__
         and "importlib" not in frame.filename
     ]
-    return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else said
+    return f"{text}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else text
 
 
 def _factory(module: ModuleType, place: str, name: str) -> Callable[[], Any]:

@@ -60,10 +60,10 @@ def compiled(
     if model is not None:
         check(model, sequence, rows)
     elif saved is not None and saved.configuration is None:
-        said = saved.model or "path/to/file.py:factory"
+        example = saved.model or "path/to/file.py:factory"
         message = (
             f"MODEL is missing: Python made the model of {checkpoint}, which a checkpoint does "
-            f"not run: give it, as in parcompiler compile {said} --checkpoint {checkpoint}"
+            f"not run: give it, as in parcompiler compile {example} --checkpoint {checkpoint}"
         )
         raise InputError(message)
     plan = read(plan_path).plan if plan_path is not None else None

@@ -165,7 +165,7 @@ class Bounds:
         """The nodes that all ranks may compute together: lookups, and all behind the head."""
         graph = self.problem.graph
         nodes, head = graph.fx_graph.nodes, find(graph, 1).head
-        behind = {head.product} if head else set()
+        behind = {head.chain.product.node} if head else set()
         for node in nodes:
             if not behind.isdisjoint(node.all_input_nodes):
                 behind.add(node)

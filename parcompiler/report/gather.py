@@ -111,8 +111,8 @@ def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, 
     """What each rank does not compute, and what it holds."""
     pairs = zip(timeline.bubble, timeline.peak_memory, tensors(problem, plan), strict=True)
     return tuple(
-        data.Rank(idle, peak, *map(sum, zip(*map(problem.kept_bytes, own), strict=True)))
-        for idle, peak, own in pairs
+        data.Rank(idle, peak, *map(sum, zip(*map(problem.kept_bytes, parts), strict=True)))
+        for idle, peak, parts in pairs
     )
 
 
@@ -215,7 +215,6 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     figures = []
     for rank in range(lowered.size):
-        own = [item for item in lowered.sums if rank in item.ranks]
         sums = [
             event
             for event in timeline.events
@@ -224,7 +223,9 @@ def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
         figures.append(
             data.Averaged(
                 sums=len(sums),
-                nbytes=sum(prices.sent_bytes(lowered, item) for item in own),
+                nbytes=sum(
+                    prices.sent_bytes(lowered, item) for item in lowered.sums if rank in item.ranks
+                ),
                 seconds=sum(event.end - event.begin for event in sums),
                 exposed=max(0.0, max((event.end for event in sums), default=0.0) - computed),
             )

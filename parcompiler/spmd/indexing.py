@@ -59,9 +59,9 @@ def index_add(call: NodeCall) -> Rule:
 
 def index(call: NodeCall) -> Rule | None:
     """x[..., indices, ...] with integers: what is not indexed, and the indices themselves."""
-    if (found := _indices(call)) is None:
+    if (indexing := _indices(call)) is None:
         return None
-    places, indices, width = found
+    places, indices, width = indexing
     rank = len(call.shapes[0])
     before = words(rank, places)
     kept = [word for dim, word in enumerate(before) if dim not in places]
@@ -74,10 +74,10 @@ def index(call: NodeCall) -> Rule | None:
 
 def index_put(call: NodeCall) -> Rule | None:
     """index_put: what is not indexed; when values are added up, by rows of them as well."""
-    found, value = _indices(call), call.operand("values")
-    if found is None or value is None:
+    indexing, value = _indices(call), call.operand("values")
+    if indexing is None or value is None:
         return None
-    places, indices, width = found
+    places, indices, width = indexing
     rank = len(call.shapes[0])
     if len(value.shape) != width + rank - len(places) or not _adjacent(places):
         return None

@@ -116,5 +116,5 @@ def take(value: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.
 
 def join(pieces: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
     """The whole value from the pieces of all ranks, in order."""
-    size = sum(own.shape[placement.dim] for own in pieces)
+    size = sum(part.shape[placement.dim] for part in pieces)
     return shard_of(placement, size).join(pieces)

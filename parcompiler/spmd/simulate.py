@@ -100,12 +100,12 @@ def _faults(call: NodeCall, strategy: Strategy, n: int, special: Special | None)
             return
     incoming = [torch.randn_like(result) if result.requires_grad else None for result in whole]
     gradients = _gradients(whole, leaves, incoming)
-    given = [
+    incoming_parts = [
         [None] * n if gradient is None else dealt(gradient, _dual(placement), n)
         for gradient, placement in zip(incoming, strategy.outputs, strict=True)
     ]
     locally = [
-        _gradients(computed[rank], ranks[rank], [parts[rank] for parts in given])
+        _gradients(computed[rank], ranks[rank], [parts[rank] for parts in incoming_parts])
         for rank in range(n)
     ]
     for place, (gradient, placement) in enumerate(zip(gradients, strategy.inputs, strict=True)):
@@ -186,8 +186,8 @@ def _gradients(
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not coming or not wanted:
         return [None] * len(leaves)
-    roots, given = zip(*coming, strict=True)
-    gradients = iter(torch.autograd.grad(roots, wanted, given, materialize_grads=True))
+    roots, seeds = zip(*coming, strict=True)
+    gradients = iter(torch.autograd.grad(roots, wanted, seeds, materialize_grads=True))
     return [next(gradients) if leaf.requires_grad else None for leaf in leaves]
 
 

@@ -18,12 +18,12 @@ from parcompiler.schedules import SCHEDULES
 from parcompiler.schedules.planned import planned
 
 
-def number_of(name: str, given: object) -> int:
+def number_of(name: str, value: object) -> int:
     """A degree or a number of micro-batches. Raises InputError where it is none."""
-    if type(given) is not int or given < 1:
-        message = f"{name} must be a positive integer ({given!r} given)"
+    if type(value) is not int or value < 1:
+        message = f"{name} must be a positive integer ({value!r} given)"
         raise InputError(message)
-    return given
+    return value
 
 
 def with_copies(plan: Plan, microbatches: int | None, data: int | None) -> Plan:

@@ -8,9 +8,8 @@ looks like one and is not, or would not pay, is named with the reason. The graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -21,7 +20,6 @@ from parcompiler.vocabulary.head_pattern import (
     CROSS_ENTROPIES,
     Chain,
     Criterion,
-    RowOperation,
     WholeError,
     keep_whole,
     match_chain,
@@ -46,45 +44,27 @@ class LookupMatch:
 
 @dataclass(frozen=True, slots=True)
 class HeadMatch:
-    """From `x`, the operand of `product`, to the loss.
+    """The chain from the head's product to its criterion; `bias` and `class_weight` are names in
+    the model."""
 
-    `rows` are the operations on rows, `functions` those on each logit, both in order. The classes
-    are dimension `dim` behind all `rows`; `bias` and `class_weight` are names in the model.
-    """
-
-    product: fx.Node
-    x: fx.Node
-    weight: str
-    targets: fx.Node
-    rows: tuple[RowOperation, ...]
-    functions: tuple[fx.Node, ...]
-    dim: int
+    chain: Chain
+    criterion: Criterion
     bias: str | None = None
     class_weight: str | None = None
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-    scale: float = 1.0
 
-
-class WholeTable(NamedTuple):
-    """A table that looks like the vocabulary's and stays on its stage, and why."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        """A line for a report."""
-        return f"{self.name}: {self.reason}"
+    @property
+    def weight(self) -> str:
+        """The name of the table."""
+        return self.chain.product.weight.name
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMatch:
-    """The layers of the vocabulary that all ranks can share."""
+    """The layers of the vocabulary that all ranks can share, and why other tables stay `whole`."""
 
     lookups: tuple[LookupMatch, ...] = ()
     head: HeadMatch | None = None
-    whole: tuple[WholeTable, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -94,7 +74,7 @@ class VocabularyMatch:
     @property
     def kept(self) -> tuple[str, ...]:
         """A line for each table that stays whole."""
-        return tuple(map(str, self.whole))
+        return tuple(f"{name}: {reason}" for name, reason in self.whole.items())
 
 
 def find(graph: Graph, ranks: int) -> VocabularyMatch:
@@ -139,7 +119,7 @@ class _Matching:
         return VocabularyMatch(
             tuple(item for item in lookups if item.weight not in self.whole),
             head if head is not None and head.weight not in self.whole else None,
-            tuple(WholeTable(name, reason) for name, reason in self.whole.items()),
+            self.whole,
         )
 
     def _lookup(self, node: fx.Node) -> Iterator[LookupMatch]:
@@ -193,21 +173,7 @@ class _Matching:
             keep_whole("its input is no value of a layer")
         if shape_of(chain.product.x)[-1] != table.shape[1] and not chain.product.rows:
             keep_whole("its input is of another width")
-        return HeadMatch(
-            product=chain.product.node,
-            x=chain.product.x,
-            weight=table.name,
-            targets=criterion.targets,
-            rows=tuple(chain.rows),
-            functions=tuple(chain.functions),
-            dim=chain.dim,
-            bias=bias,
-            class_weight=classes,
-            ignore_index=criterion.ignore_index,
-            label_smoothing=criterion.label_smoothing,
-            reduction=criterion.reduction,
-            scale=criterion.scale,
-        )
+        return HeadMatch(chain, criterion, bias, classes)
 
     def _per_class(self, node: fx.Node | None, size: int, role: str) -> str | None:
         """The name of a tensor with a number for each class that only the head reads."""
@@ -227,7 +193,7 @@ class _Matching:
         others = set(readers(self.nodes[table.node]))
         others -= {item.node for item in lookups if item.weight == name}
         if head is not None and is_head:
-            others.discard(head.product)
+            others.discard(head.chain.product.node)
         if table.shape[0] < self.ranks:
             return f"V ({table.shape[0]}) is smaller than the number of ranks ({self.ranks})"
         if table.mutated:

@@ -33,6 +33,7 @@ from parcompiler.graph import (
 from parcompiler.plan import VocabularyChoice
 from parcompiler.vocabulary import operators
 from parcompiler.vocabulary.find import HeadMatch, LookupMatch, VocabularyMatch, find
+from parcompiler.vocabulary.head_pattern import Chain
 
 
 def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int) -> Graph:
@@ -61,7 +62,7 @@ def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int)
 def _check(matched: VocabularyMatch, missing: Collection[str | None]) -> None:
     """Refuse names of tables that cannot be spread."""
     for name in sorted(filter(None, missing)):
-        reason = next((item.reason for item in matched.whole if item.name == name), None)
+        reason = matched.whole.get(str(name))
         message = (
             f"the vocabulary layer {name!r} cannot be spread over the ranks "
             f"({reason or 'no lookup or head reads it'}): leave it out of the plan"
@@ -134,9 +135,9 @@ class _Spreading:
     def _head(self, item: HeadMatch) -> VocabularyHead:
         """One node for all from the product to the loss, and the rows of its input before it."""
         old = self.nodes[self.whole.loss]
-        targets = extract(self.whole.fx_graph, item.targets, self.effects)
+        targets = extract(self.whole.fx_graph, item.criterion.targets, self.effects)
         with self.made.inserting_before(old):
-            x = self._rows(item)
+            x = self._rows(item.chain)
             _flatten_targets(targets)
             tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
             new = self.made.call_function(
@@ -150,30 +151,30 @@ class _Spreading:
             targets=targets,
             bias=item.bias,
             class_weight=item.class_weight,
-            logits=logits_graph(item, shape_of(x)[0], self.whole.by_name[item.weight].shape[0]),
-            ignore_index=item.ignore_index,
-            label_smoothing=item.label_smoothing,
-            reduction=item.reduction,
-            scale=item.scale,
+            logits=logits_graph(item.chain, shape_of(x)[0]),
+            ignore_index=item.criterion.ignore_index,
+            label_smoothing=item.criterion.label_smoothing,
+            reduction=item.criterion.reduction,
+            scale=item.criterion.scale,
         )
 
-    def _rows(self, item: HeadMatch) -> fx.Node:
+    def _rows(self, chain: Chain) -> fx.Node:
         """The head's input [n, h], contiguous: the operand of the product, with its rows as the
         loss reads those of the logits."""
-        x = self.nodes[item.x]
-        x.meta = {**x.meta, "readers": (item.product,)}  # its line in the source goes on with it
-        for row in item.rows:
+        product, dim = chain.product.node, chain.dim
+        x = self.nodes[chain.product.x]
+        x.meta = {**x.meta, "readers": (product,)}  # its line in the source goes on with it
+        for row in chain.rows:
             args = fx.map_arg(row.args, self.nodes.__getitem__)
             x = self._called(x, row.target, args, row.node)
         shape = shape_of(x)
-        if item.dim != len(shape) - 1:
-            order = [*(dim for dim in range(len(shape)) if dim != item.dim), item.dim]
-            x = self._called(x, torch.ops.aten.permute.default, (order,), item.product)
+        if dim != len(shape) - 1:
+            order = [*(other for other in range(len(shape)) if other != dim), dim]
+            x = self._called(x, torch.ops.aten.permute.default, (order,), product)
         if len(shape) != 2:
-            width = shape[item.dim]
-            x = self._called(x, torch.ops.aten.reshape.default, ([-1, width],), item.product)
+            x = self._called(x, torch.ops.aten.reshape.default, ([-1, shape[dim]],), product)
         if not x.meta["val"].is_contiguous():
-            x = self._called(x, torch.ops.aten.contiguous.default, (), item.product)
+            x = self._called(x, torch.ops.aten.contiguous.default, (), product)
         return x
 
     def _called(self, x: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
@@ -229,15 +230,16 @@ def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
     return made
 
 
-def logits_graph(head: HeadMatch, rows: int, classes: int) -> fx.Graph | None:
+def logits_graph(chain: Chain, rows: int) -> fx.Graph | None:
     """The functions between the head's product and its loss as a small graph of logits [n, V]:
     soft caps, scales and casts in order, none of them in place; None when there are none."""
-    if not head.functions:
+    if not chain.functions:
         return None
     graph = fx.Graph()
     value = graph.placeholder("logits")
-    value.meta["val"] = head.product.meta["val"].new_empty(rows, classes)
-    for node in head.functions:
+    product = chain.product
+    value.meta["val"] = product.node.meta["val"].new_empty(rows, product.weight.shape[0])
+    for node in chain.functions:
         value = _copied(graph, node, value)
     graph.output(value)
     return graph

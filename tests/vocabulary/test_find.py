@@ -90,7 +90,7 @@ def test_the_vocabulary_of_a_model_is_found(name: str, row: Row) -> None:
     assert {name: names.count(name) for name in names} == tables
     assert (found.head.weight if found.head else None) == weight
     if found.head is not None:
-        assert (found.head.bias, len(found.head.functions)) == (bias, functions)
+        assert (found.head.bias, len(found.head.chain.functions)) == (bias, functions)
 
 
 @pytest.mark.parametrize("name", SPREAD)
@@ -135,7 +135,7 @@ def test_a_table_with_a_gradient_or_rows_of_its_own_stays_whole(
 def test_a_vocabulary_with_fewer_words_than_ranks_stays_whole() -> None:
     model, inputs = case(endings.plain)
     found = find(capture(model, inputs), V + 1)
-    assert found == VocabularyMatch(whole=found.whole)
+    assert found == VocabularyMatch((), None, found.whole)
     assert f"head.weight: V ({V}) is smaller than the number of ranks ({V + 1})" in found.kept
 
 
@@ -184,7 +184,9 @@ def test_what_is_found_does_not_depend_on_names() -> None:
     assert second.tables == ("zebra.weight",)
     assert first.head is not None
     assert second.head is not None
-    assert (first.head.dim, len(first.head.rows)) == (second.head.dim, len(second.head.rows))
+    chains = first.head.chain, second.head.chain
+    assert chains[0].dim == chains[1].dim
+    assert len(chains[0].rows) == len(chains[1].rows)
 
 
 def _forward(self: endings.Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
