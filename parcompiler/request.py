@@ -128,19 +128,22 @@ def check_published(graph: Graph, folder: Path) -> None:
     """Raise InputError unless a folder has published weights of this model, all that its state dict
     has."""
     source = published.opened(folder)
-    names = {name: item for item in graph.parameters for name in (item.name, *item.aliases)}
-    stored = {name: key for key, name in published.renamed(source.files, names.keys()).items()}
-    for item in graph.parameters:
-        own = (item.name, *item.aliases)
-        key = next((stored[name] for name in own if name in stored), None)
-        found = None if key is None else source.shape(key)
-        if found != tuple(item.shape) and (found is not None or not {*own} <= {*item.unsaved}):
-            message = (
-                f"{folder} has not the weights of this model: {item.name!r} needs the shape "
-                f"{tuple(item.shape)} ({found or 'no such tensor'} found)"
-            )
+    names = {name for item in graph.parameters for name in (item.name, *item.aliases)}
+    mapping = published.renamed(source.files, names)
+    stored = published.grouped(mapping)
+    try:
+        for item in graph.parameters:
+            own = (item.name, *item.aliases)
+            found = next((stored[name] for name in own if name in stored), None)
+            if found is not None:
+                published.boxes(source, mapping, found, item.shape)
+            elif not {*own} <= {*item.unsaved}:
+                message = f"there is no {item.name!r}"
+                raise InputError(message)
+        unknown = [keys[0] for name, keys in stored.items() if name not in names]
+        if unknown:
+            message = f"{unknown[0]!r} is unknown to it"
             raise InputError(message)
-    unknown = [key for name, key in stored.items() if name not in names]
-    if unknown:
-        message = f"{folder} has weights of another model: {unknown[0]!r} is unknown to this one"
-        raise InputError(message)
+    except InputError as error:
+        message = f"{folder} has not the weights of this model: {error}"
+        raise InputError(message) from None

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import parcompiler as pc
 from parcompiler.runtime import run
@@ -114,6 +115,10 @@ class Player:
     def do_pretrained(self, name: str) -> None:
         keys = self.worker.load_pretrained(self.folder / name)
         self.faults += [*keys.missing_keys, *keys.unexpected_keys]
+        self.do_count()
+
+    def do_count(self) -> None:
+        """The bytes that the last loading has read, by those that this rank holds."""
         layout, interpreter = self.worker._checkpoints._layout, self.worker._interpreter
         held = sum(
             part.box.count
@@ -125,6 +130,12 @@ class Player:
 
     def do_publish(self, name: str, config: dict[str, Any]) -> None:
         self.worker.save_pretrained(self.folder / name, config, max_shard_size=20_000)
+
+    def do_gather(self, name: str) -> None:
+        """The whole model in one file, on rank 0."""
+        state = self.worker.gather_state_dict()
+        if state is not None:
+            save_file({key: tensor.clone() for key, tensor in state.items()}, self.folder / name)
 
     def do_evaluate(self, seed: int) -> None:
         self.losses.append(float(self.worker.evaluate(self.batch(seed))))

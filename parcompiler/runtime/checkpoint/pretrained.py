@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,14 @@ from parcompiler.runtime.checkpoint.tensors import Described, File, write
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
+# Names that transformers has changed since they were published, and tensors it has made one of.
+_MODULES = (("block_sparse_moe", "mlp"),)
+_PROJECTIONS = {
+    "w1": ("gate_up_proj", 0, 2), "gate_proj": ("gate_up_proj", 0, 2),
+    "w3": ("gate_up_proj", 1, 2), "up_proj": ("gate_up_proj", 1, 2),
+    "w2": ("down_proj", 0, 1), "down_proj": ("down_proj", 0, 1),
+}  # fmt: skip
+_OF_EXPERT = re.compile(rf"(.*\.experts)\.(\d+)\.({'|'.join(_PROJECTIONS)})\.weight")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -45,7 +53,10 @@ class Pretrained:
         return self._file(name).shape(name)
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Copy a box of a tensor into `target`, which may have another dtype."""
+        """Copy a box of a tensor into `target`, which may have another dtype. Where the tensor is
+        that of an expert, both have a dimension of size 1 before its own."""
+        if len(box.sizes) > len(self.shape(name)):
+            box, target = Box(box.offsets[1:], box.sizes[1:]), target.squeeze(0)
         self._file(name).read(name, box, target)
 
     @property
@@ -88,12 +99,36 @@ def _is_inside(name: object) -> bool:
     return isinstance(name, str) and PurePosixPath(name).name == name
 
 
-def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """The names of a model for those of a file, which may be those of the model without its head,
-    or of a model within another: a first component more, or less, where that fits more names.
+class Place(NamedTuple):
+    """Which part of a tensor of the model a published tensor is: all of it, or that of an expert,
+    and of this so many parts along the next dimension, one behind the other."""
 
-    >>> renamed(["h.0.weight", "wte.weight"], ["transformer.h.0.weight", "lm_head.weight"])
-    {'h.0.weight': 'transformer.h.0.weight', 'wte.weight': 'transformer.wte.weight'}
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """The part of a tensor of this shape."""
+        whole = Box.whole(shape)
+        if self.expert is None or len(shape) < 2:
+            return whole
+        size = shape[1] // self.parts
+        return whole.narrowed(0, self.expert, 1).narrowed(1, self.part * size, size)
+
+
+def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, Place]:
+    """Where the tensors of a file stand in a model, whose names are `known`.
+
+    The file may be that of the model without its head, or of a model within another: a first
+    component more, or less, where that fits more names. Experts may have a tensor each, which the
+    model has as one.
+
+    >>> found = renamed(["h.0.weight", "wte.weight"], ["transformer.h.0.weight", "lm_head.weight"])
+    >>> [place.name for place in found.values()]
+    ['transformer.h.0.weight', 'transformer.wte.weight']
+    >>> renamed(["0.experts.2.up_proj.weight"], ["0.experts.gate_up_proj"]).popitem()[1]
+    Place(name='0.experts.gate_up_proj', expert=2, part=1, parts=2)
     """
     firsts = sorted({name.partition(".")[0] for name in known if "." in name})
     ways = [{name: name for name in stored}]
@@ -102,8 +137,55 @@ def renamed(stored: Collection[str], known: Collection[str]) -> dict[str, str]:
         {name: name.removeprefix(f"{first}.") for name in stored}
         for first in sorted({name.partition(".")[0] for name in stored if "." in name})
     ]
-    best = max(ways, key=lambda way: sum(name in known for name in way.values()))
-    return {name: new if new in known or name not in known else name for name, new in best.items()}
+    places = [{name: _place(new, known) for name, new in way.items()} for way in ways]
+    hits = [sum(place is not None for place in way.values()) for way in places]
+    best = hits.index(max(hits))
+    return {
+        name: place or places[0][name] or Place(ways[best][name])
+        for name, place in places[best].items()
+    }
+
+
+def _place(name: str, known: Collection[str]) -> Place | None:
+    """Where a published tensor stands in a model, if it does."""
+    if name in known:
+        return Place(name)
+    for old, new in _MODULES:
+        name = name.replace(f".{old}.", f".{new}.")
+    if match := _OF_EXPERT.fullmatch(name):
+        fused, part, parts = _PROJECTIONS[match[3]]
+        place = Place(f"{match[1]}.{fused}", int(match[2]), part, parts)
+    else:
+        place = Place(name)
+    return place if place.name in known else None
+
+
+def grouped(mapping: Mapping[str, Place]) -> dict[str, list[str]]:
+    """The published tensors by the tensor of the model that they are parts of."""
+    found: dict[str, list[str]] = {}
+    for stored, place in mapping.items():
+        found.setdefault(place.name, []).append(stored)
+    return found
+
+
+def boxes(
+    source: Pretrained, mapping: Mapping[str, Place], stored: Sequence[str], shape: Sequence[int]
+) -> list[tuple[str, Box]]:
+    """Which box of a tensor of this shape each of its published tensors is. Raises InputError when
+    they are not all of it."""
+    found = [(key, mapping[key].box(shape)) for key in stored]
+    for key, box in found:
+        sizes = box.sizes if mapping[key].expert is None else box.sizes[1:]
+        if source.shape(key) != tuple(sizes) or not box.fits(shape):
+            message = (
+                f"{mapping[key].name!r} has another shape ({tuple(shape)} needed, "
+                f"{source.shape(key)} stored as {key!r})"
+            )
+            raise InputError(message)
+    if sum(box.count for _, box in found) != Box.whole(shape).count:
+        message = f"{mapping[stored[0]].name!r} lacks experts ({len(stored)} tensors stored)"
+        raise InputError(message)
+    return found
 
 
 def shards(checkpoint: Checkpoint, size: int, dtype: torch.dtype | None) -> dict[str, list[str]]:

@@ -205,7 +205,7 @@ class Checkpoints:
         source = self._own(lambda: published.opened(folder), what)
         mapping = published.renamed(source.files, known)
         copies, faults = self._own(lambda: self._state.published(source, mapping), what)
-        given = dict.fromkeys(mapping[name] for name in source.files)
+        given = dict.fromkeys(mapping[name].name for name in source.files)
         own = {name: [name] for name in self._state.names()}
         for alias, name in program.aliases.items():
             if name in own:

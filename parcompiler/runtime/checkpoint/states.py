@@ -27,7 +27,7 @@ from parcompiler.runtime.agreement import digests_of
 from parcompiler.runtime.checkpoint.boxes import Box
 from parcompiler.runtime.checkpoint.folder import Checkpoint, dtype_of
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
-from parcompiler.runtime.checkpoint.pretrained import Pretrained
+from parcompiler.runtime.checkpoint.pretrained import Place, Pretrained, boxes, grouped
 from parcompiler.runtime.checkpoint.values import decoded, encoded
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram
@@ -273,22 +273,29 @@ class RankState:
             _set_options(group, options)
 
     def published(
-        self, source: Pretrained, mapping: Mapping[str, str]
+        self, source: Pretrained, mapping: Mapping[str, Place]
     ) -> tuple[dict[str, list[tuple[str, Part]]], list[str]]:
         """What this rank copies out of published weights, by the name of its tensor, and what does
-        not fit; `mapping` has the names of the model for those of the source."""
+        not fit; `mapping` says where those stand in the model."""
         copies: dict[str, list[tuple[str, Part]]] = {}
         faults = []
-        for stored, given in mapping.items():
+        for given, stored in grouped(mapping).items():
             name = self._program.aliases.get(given, given)
             if name not in self._interpreter.tensors or name in copies:
                 continue
             shape = self._layout.shape(name, self._interpreter.tensors[name])
-            if source.shape(stored) != shape:
-                shapes = f"{shape} needed, {source.shape(stored)} stored"
-                faults.append(f"{name!r} has another shape ({shapes})")
+            try:
+                pieces = boxes(source, mapping, stored, shape)
+            except InputError as error:
+                faults.append(str(error))
                 continue
-            copies[name] = [(stored, part) for part in self._filled(name)]
+            copies[name] = [
+                (key, Part(common.within(box), common.within(part.box).of(part.tensor)))
+                for part in self._filled(name)
+                for key, box in pieces
+                for common in [part.box.overlap(box)]
+                if common.count
+            ]
         return copies, faults
 
     @torch.no_grad()
