@@ -94,13 +94,6 @@ RESUMED["server"] = Case(1, 4, options={"updates": "parameter-server"}, dropout=
 RESUMED["factors"] = Case(2, 2, options={"compression": "powersgd", "compression_rank": 2})
 RESUMED["zero-whole"] = Case(2, 2, options={"zero": 2}, optimizer="Adafactor")
 RESUMED["zero-pieces"] = Case(1, 4, options={"zero": 3, "precision": "bf16"}, dropout=0.1)
-SCHEDULES = {
-    schedule: Case(2, options={"schedule": schedule, "virtual_stages": stages}, dropout=0.1)
-    for schedule, stages in {
-        "naive": 1, "gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "v-half": 2,
-        "v-min": 2, "interleaved": 2,
-    }.items()
-}  # fmt: skip
 WIDE = {"precision": "fp64"}
 DIVIDED = {
     "one": Case(options=WIDE),
@@ -375,10 +368,3 @@ def test_any_of_twelve_plans_goes_on_from_any_other(tmp_path: Path) -> None:
     played = Played(tmp_path, cases, divided_jobs(pairs))
     for one, two in pairs:
         check(played, one, two)
-
-
-@pytest.mark.sweep
-def test_every_schedule_goes_on_to_the_bit(tmp_path: Path) -> None:
-    played = Played(tmp_path, SCHEDULES, resumed_jobs(SCHEDULES))
-    for name in SCHEDULES:
-        check_resumed(played, name)
