@@ -12,26 +12,29 @@ from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 from parcompiler.options import Options
 from parcompiler.problem import Problem, prepared
 
-SIZES: Any = {"layers": 2, "heads": 4, "hidden": 32, "vocabulary": 64, "sequence": 64}
 
-
-def made(name: str, batch: int, sequence: int = 32, target: int = 16) -> tuple[nn.Module, Batch]:
+def made(
+    name: str, batch: int, sequence: int = 32, target: int = 16, layers: int = 2
+) -> tuple[nn.Module, Batch]:
     """A model and one micro-batch."""
+    sizes: Any = {
+        "layers": layers, "heads": 4, "hidden": 32, "vocabulary": 64, "sequence": 64
+    }  # fmt: skip
     tokens = torch.zeros(batch, sequence, dtype=torch.long)
     both = {"tokens": tokens, "labels": tokens}
     match name:
         case "gpt":
-            return gpt.GPT(gpt.Config(**SIZES, dropout=0.1)), both
+            return gpt.GPT(gpt.Config(**sizes, dropout=0.1)), both
         case "llama":
-            return llama.Llama(llama.Config(**SIZES, kv_heads=2)), both
+            return llama.Llama(llama.Config(**sizes, kv_heads=2)), both
         case "bert":
-            return bert.BERT(bert.Config(**SIZES)), both
+            return bert.BERT(bert.Config(**sizes)), both
         case "moe":
-            return moe.MoE(moe.Config(**SIZES)), both
+            return moe.MoE(moe.Config(**sizes)), both
         case "t5":
             output = torch.zeros(batch, target, dtype=torch.long)
             given = {"tokens": tokens, "decoder_tokens": output, "labels": output}
-            return t5.T5(t5.Config(**SIZES)), given
+            return t5.T5(t5.Config(**sizes)), given
         case "dlrm":
             numbers, labels = torch.zeros(batch, 13), torch.zeros(batch)
             categories = torch.zeros(batch, 4, dtype=torch.long)
@@ -42,17 +45,17 @@ def made(name: str, batch: int, sequence: int = 32, target: int = 16) -> tuple[n
             model = resnet.ResNet(resnet.Config(image_size=32, classes=10))
             return model, {"images": images, "labels": labels}
         case _:
-            return hugging_face(batch, sequence)
+            return hugging_face(batch, sequence, layers)
 
 
-def hugging_face(batch: int, sequence: int) -> tuple[nn.Module, Batch]:
+def hugging_face(batch: int, sequence: int, layers: int) -> tuple[nn.Module, Batch]:
     """An unmodified Llama of transformers: masks, rotary tables and grouped heads made inside."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=40,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=64,
@@ -63,7 +66,7 @@ def hugging_face(batch: int, sequence: int) -> tuple[nn.Module, Batch]:
 
 
 def problem_of(name: str, batch: int, sequence: int = 32, target: int = 16) -> Problem:
-    """The problem of a fresh capture at these sizes."""
-    model, inputs = made(name, batch, sequence, target)
+    """The problem of a fresh capture of one layer (of the encoder, too) at these sizes."""
+    model, inputs = made(name, batch, sequence, target, layers=1)
     mesh, options = Mesh(), Options(microbatches=4)
     return Problem(prepared(capture(model, inputs), options, mesh, None), mesh, options)
