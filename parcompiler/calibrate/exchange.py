@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import Machine
-from parcompiler.calibrate.timing import seconds_of
+from parcompiler.calibrate.work import seconds_of
 from parcompiler.device import Link
 from parcompiler.spmd.conversions import BYTES, Action
 

@@ -32,7 +32,7 @@ from parcompiler.calibrate.fit import WorkTime, fit
 from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import Machine, find_machine
 from parcompiler.calibrate.request import CalibrationRequest, at_least_one, checked
-from parcompiler.calibrate.timing import seconds_of
+from parcompiler.calibrate.work import seconds_of
 from parcompiler.device import Device
 from parcompiler.errors import InputError
 

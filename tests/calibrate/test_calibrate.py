@@ -12,7 +12,7 @@ import parcompiler as pc
 from parcompiler.calibrate import calibrate, measure
 from parcompiler.calibrate.machine import find_machine
 from parcompiler.calibrate.request import checked, recognized
-from parcompiler.calibrate.timing import seconds_of
+from parcompiler.calibrate.work import seconds_of
 from parcompiler.cost import seconds
 from parcompiler.models import gpt
 from parcompiler.runtime import rank_device
