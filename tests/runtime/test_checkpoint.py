@@ -2,7 +2,10 @@
 
 import json
 import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -366,3 +369,41 @@ def test_ranks_tell_each_other_names_once_and_then_a_few_numbers(
         one.save(tmp_path)
         assert not any(name in text for text in texts)
         assert 0 < sum(map(len, texts)) < 400 + len(str(tmp_path))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Within it, no file can have more than a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_loses_no_older_checkpoint_and_no_older_weights(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    run, weights = tmp_path / "run", tmp_path / "weights"
+    with worker(program) as one:
+        trained(one, 1)
+        one.save(run)
+        one.save_pretrained(weights, {})
+        stored = (weights / "model.safetensors").read_bytes()
+        trained(one, 1)
+        with full_disk():
+            with pytest.raises(pc.InputError, match="File too large"):
+                one.save(run, keep=1)
+            with pytest.raises(pc.InputError, match="File too large"):
+                one.save_pretrained(weights, {})
+            one.save(run, asynchronous=True, keep=1)
+            one._checkpoints._thread.join()  # type: ignore[union-attr]
+        with pytest.raises(pc.InputError, match="the last checkpoint was not written"):
+            one.save(run)
+        assert [path.name for path in run.iterdir()] == ["step_00000001"]
+        assert folders.damaged(folders.find(run)) == []
+        assert (weights / "model.safetensors").read_bytes() == stored
+        trained(one, 1)
+        one.save(run, keep=1)
+        assert [path.name for path in run.iterdir()] == ["step_00000003"]
