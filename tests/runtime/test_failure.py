@@ -128,6 +128,7 @@ def test_calls_that_differ_are_found_while_ranks_wait() -> None:
         for watch in ranks.values():
             assert "call 2 is " in told(watch)
             assert "evaluate on rank 1" in told(watch)
+            assert re.search(r"; rank 1 is in call \d \((step|evaluate)\), since", told(watch))
 
 
 def test_calls_that_are_behind_do_not_differ() -> None:
