@@ -210,6 +210,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
                 f"the plan is of another {name} (plan: {there}, here: {here}); compile without "
                 "plan= to make a new one"
             )
+            if name == "fingerprint":
+                message += ", or with exact= as it was made with"
             raise PlanError(message)
     decisions = ["schedule", "granularity", "stages", "recompute"]
     decisions += ["sharding"] if problem.mesh.tensor > 1 else []

@@ -56,39 +56,44 @@ def with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
 
 def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
     """Uncached body of `with_kernels`."""
+    forms = dict(_forms(graph, on_cpu=on_cpu))
+    if not forms:
+        return graph
     nodes: dict[fx.Node, fx.Node] = {}
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.fx_graph, nodes))
     keep_names(nodes)
-    masks = ConstantMasks(graph)
-    proved: dict[str, bool] = {}
-    found = {}
-    for node, copy in nodes.items():
-        if overload_name(node) != "scaled_dot_product_attention":
-            continue
-        before = _arguments(node)
-        after = _in_groups(_with_flags(before, masks, node), node, on_cpu=on_cpu)
-        if after == before:
-            continue
-        template = repr([_shown(form) for form in (before, after)])
-        if template not in proved:
-            masked = before["attn_mask"] is not after["attn_mask"]
-            proved[template] = _same(before, after, masks.read(node) if masked else None)
-        if proved[template]:
-            copy.args = tuple(nodes[after[name]] for name in _OPERANDS)
-            copy.kwargs = {
-                name: nodes[item] if isinstance(item, fx.Node) else item
-                for name, item in after.items()
-                if name in _DEFAULTS and item != _DEFAULTS[name]
-            }
-            copy.meta["kernel"] = found[node.name] = tuple(_words(before, after))
-    if not found:
-        return graph
+    for node, after in forms.items():
+        copy = nodes[node]
+        copy.meta["kernel"] = tuple(_words(_arguments(node), after))
+        copy.args = tuple(nodes[after[name]] for name in _OPERANDS)
+        copy.kwargs = {
+            name: nodes[item] if isinstance(item, fx.Node) else item
+            for name, item in after.items()
+            if name in _DEFAULTS and item != _DEFAULTS[name]
+        }
     drop_dead(copied)
-    digest = hashlib.sha256(f"{graph.fingerprint} {sorted(found.items())}".encode())
+    said = [(node.name, nodes[node].meta["kernel"]) for node in forms]
+    digest = hashlib.sha256(f"{graph.fingerprint} {said}".encode())
     return dataclasses.replace(
         graph, fx_graph=copied, loss=nodes[graph.loss], fingerprint=digest.hexdigest()[:16]
     )
+
+
+def _forms(graph: Graph, *, on_cpu: bool) -> Iterator[tuple[fx.Node, Arguments]]:
+    """The attentions that have another form, each with its arguments then."""
+    masks = ConstantMasks(graph)
+    proved: dict[str, bool] = {}
+    for node in graph.fx_graph.nodes:
+        if overload_name(node) == "scaled_dot_product_attention":
+            before = _arguments(node)
+            after = _in_groups(_with_flags(before, masks, node), node, on_cpu=on_cpu)
+            template = repr([_shown(form) for form in (before, after)])
+            if after != before and template not in proved:
+                masked = before["attn_mask"] is not after["attn_mask"]
+                proved[template] = _same(before, after, masks.read(node) if masked else None)
+            if after != before and proved[template]:
+                yield node, after
 
 
 _OPERANDS = ("query", "key", "value")
@@ -272,7 +277,8 @@ def _in_groups(before: Arguments, node: fx.Node, *, on_cpu: bool) -> Arguments:
         return before
     sources = _repeated(key), _repeated(value)
     shapes = {tuple(one.meta["val"].shape) for one in sources if one is not None}
-    if None in sources or len(shapes) != 1:
+    alike = key.meta["val"].shape[:2] == query.meta["val"].shape[:2]  # no head serves all
+    if None in sources or len(shapes) != 1 or not alike:
         return before
     return {**before, "key": sources[0], "value": sources[1], "enable_gqa": True}
 
