@@ -110,8 +110,6 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
         reason = f"saves nothing: gradients are in 16 bits (precision={options.precision!r})"
     elif (wanted.separate or packed) and options.precision == "fp16":
         reason = "needs one scale of the loss and finite gradients: take precision='bf16'"
-    elif wanted.way == "asynchronous":
-        reason = "is not in this release"
     if reason:
         message = f"{name} {reason}"
         raise InputError(message)

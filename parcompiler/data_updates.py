@@ -106,9 +106,10 @@ class DataUpdates:
     @property
     def kept(self) -> int:
         """How many tensors like each weight are kept besides the optimizer's states: the anchor
-        and the momentum of rounds, the error of PowerSGD."""
+        and the momentum of rounds, the error of PowerSGD, the
+        weights of an asynchronous server and what it receives."""
         if self.way != "local" or self.averages:
-            return int(self.compression == "powersgd")
+            return 2 if self.way == "asynchronous" else int(self.compression == "powersgd")
         return 2 if self.outer[1] else 1
 
     @property

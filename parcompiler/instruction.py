@@ -49,6 +49,7 @@ class Kind(StrEnum):
     SHARE_LOSS = "SHARE_LOSS"  # peer: every rank gets the mean loss from that rank
     GATHER_PARAMETERS = "GATHER_PARAMETERS"  # value, ranks: rows that other data ranks updated
     AVERAGE_PARAMETERS = "AVERAGE_PARAMETERS"  # value, ranks: weights of data ranks, now and then
+    PUSH_PULL = "PUSH_PULL"  # value, ranks: gradients to the server of a row, parameters back
     UNSHARD = "UNSHARD"  # stage, mb, ranks: start making its parameters whole, of their rows
     RESHARD = "RESHARD"  # stage, mb: keep this data rank's rows of them alone
 
@@ -62,7 +63,9 @@ EMBEDDING = frozenset({Kind.EMBED, Kind.EMBED_BACKWARD})
 HEAD = frozenset({Kind.S, Kind.NORMALIZE, Kind.T})
 TRANSFERS = frozenset({Kind.BROADCAST, Kind.REDUCE})
 _OUTWARD = frozenset({Kind.SEND, Kind.REDUCE})
-BEHIND = frozenset({Kind.GATHER_PARAMETERS, Kind.AVERAGE_PARAMETERS})  # the optimizer's step
+BEHIND = frozenset(  # the optimizer's step, or in its place
+    {Kind.GATHER_PARAMETERS, Kind.AVERAGE_PARAMETERS, Kind.PUSH_PULL}
+)
 BUCKETED = BEHIND | {Kind.REDUCE_GRADIENTS}  # of several tensors
 _VALUED = BUCKETED | EMBEDDING | {Kind.EXCHANGE}
 _FIELDS: dict[Kind, set[str]] = {

@@ -103,6 +103,8 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
             return server_seconds(problem, lowered, line, nbytes)
         elif lowered.zero and item in lowered.buckets:
             action = "reduce-scatter"
+        if line.kind is Kind.PUSH_PULL:
+            return 2 * server_seconds(problem, lowered, line, nbytes)
         ranks = lowered.grid.replicas(line.ranks)
         rounds = updates.every if line.kind is Kind.AVERAGE_PARAMETERS else 1
         if line.kind is Kind.AVERAGE_PARAMETERS:

@@ -79,6 +79,8 @@ def test_what_means_nothing_is_refused_by_name(options: dict[str, Any], words: s
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
+        (nn.BatchNorm1d, {"updates": "asynchronous"}, "no common statistics"),
+        (nn.SyncBatchNorm, {"updates": "local"}, "takes each data rank by itself"),
         (nn.SyncBatchNorm, {"compression": "fp16"}, "takes each data rank by itself"),
     ],
 )

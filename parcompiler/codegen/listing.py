@@ -54,6 +54,7 @@ EXPLAINED = {
     Kind.REDUCE: "summed over all ranks",
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
     Kind.GATHER_PARAMETERS: "rows that the other data ranks have updated",
+    Kind.PUSH_PULL: "gradients to the first data rank, parameters back",
     Kind.AVERAGE_PARAMETERS: "weights of all data ranks, behind the last step of a round",
     Kind.UNSHARD: "whole parameters, from the rows of all data ranks",
     Kind.RESHARD: "this data rank's rows of them stay",

@@ -34,8 +34,9 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     updates = plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # whose gradients are never in pieces
     reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.data > 1 else ()
-    if updates.way == "local":
-        lists = gathered(lists, reduced, tied, Kind.AVERAGE_PARAMETERS)
+    if updates.separate:
+        kind = Kind.AVERAGE_PARAMETERS if updates.way == "local" else Kind.PUSH_PULL
+        lists = gathered(lists, reduced, tied, kind)
     else:
         lists = placed(lists, reduced, each=level >= 2)
     if level or updates.way == "parameter-server":

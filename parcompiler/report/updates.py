@@ -35,4 +35,10 @@ def meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
         )
     if updates.way == "parameter-server":
         return f"parameter-server: {load}; the numbers of one process, as with an all-reduce"
+    if updates.way == "asynchronous":
+        return (
+            f"asynchronous: {load}; each gradient counts as it arrives, of data ranks that are at "
+            f"most {updates.staleness} steps ahead of the slowest; other numbers in each run, "
+            "repeatable from worker.arrivals"
+        )
     return "all-reduce: the numbers of one process"

@@ -36,6 +36,7 @@ from parcompiler.runtime.program import RankProgram, Value
 # Gloo matches messages of two ranks by their tag, so that those of different calls never meet; for
 # NCCL only their order counts. No rank sends a message with the last tag.
 TRAINING, EVALUATION, _NO_INSTRUCTION, _NEVER_SENT = range(4)
+FOREVER = timedelta(days=365)  # for messages that may come when a user likes
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
@@ -95,6 +96,7 @@ class Channels:
         self.row: Axis | None = None  # the data ranks, if layers exchange something with them
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
+        self._beside: dist.ProcessGroup | None = None  # all ranks, for messages to servers
         self._side: dist.ProcessGroup | None = (
             None  # of this data coordinate, if it steps by itself
         )
@@ -126,6 +128,8 @@ class Channels:
         if self._program.updates.separate:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._side = groups[self._program.coordinate.data]
+        if self._program.updates.way == "asynchronous":
+            self._beside = self._group(None, "gloo")
         compression = self._program.updates.compression
         if compression is not None:
             self.beside = queue_on(self.device, self._failed)
@@ -303,9 +307,25 @@ class Channels:
         dist.recv(tensor, peer, group=self._all, tag=_NO_INSTRUCTION)
         return tensor
 
-    def _group(self, ranks: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its data coordinate."""
+        at = self._program.coordinate
+        return not (at.pipeline or at.tensor)
+
+    def send_beside(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Send a tensor of the CPU beside what instructions send, from any thread."""
+        assert self._beside is not None
+        self._beside.send([tensor], peer, tag).wait(FOREVER)
+
+    def receive_beside(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Receive a tensor of the CPU; however long it takes, a rank that is gone ends it."""
+        assert self._beside is not None
+        self._beside.recv([tensor], peer, tag).wait(FOREVER)
+
+    def _group(self, ranks: tuple[int, ...] | None, backend: str = "") -> dist.ProcessGroup | None:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
-        backend = backend_of(self.device)
+        backend = backend or backend_of(self.device)
         members = None if ranks is None else list(ranks)
         group = dist.new_group(members, timeout=self._timeout, backend=backend)
         if not isinstance(group, dist.ProcessGroup):
@@ -317,7 +337,7 @@ class Channels:
         """Let everything that waits for messages of these groups fail at once, from any thread, and
         close their connections, so that ranks that wait for this one are told."""
         for group in tuple(self._groups):
-            if backend_of(self.device) == "gloo":
+            if backend_of(self.device) == "gloo" or group is self._beside:
                 _abort(group)
             else:
                 group.abort()
@@ -345,7 +365,7 @@ class Channels:
                 queue.close()
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
-        self._plane = self._side = self._all = None
+        self._plane = self._side = self._beside = self._all = None
         for axis in (self.axis, self.row):
             if axis is not None:
                 axis.close()

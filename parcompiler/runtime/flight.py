@@ -30,7 +30,7 @@ _LIBRARY = sysconfig.get_path("stdlib")
 _MESSAGING = (  # where a thread that stays waits for other ranks
     f"{_TORCH}/distributed/",
     *(f"{_RUNTIME}/{name}.py" for name in ("axis", "channels", "collective_queue", "failure")),
-    *(f"{_RUNTIME}/{name}.py" for name in ("reduction", "zero")),
+    *(f"{_RUNTIME}/{name}.py" for name in ("asynchronous", "reduction", "zero")),
 )
 
 

@@ -290,8 +290,7 @@ class Interpreter:
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             share = 1 if self.program.asynchronous else self.program.microbatches
-            if not self.program.updates.separate:
-                share *= self.program.data  # the gradients of data ranks are summed
+            share *= self.program.batches
             gradients.append(torch.full_like(saved.loss, state.scale / share))
         if roots:
             axis = active()  # tensor ranks add up some gradients in the last backward of a stage

@@ -69,14 +69,26 @@ class LossScale:
 
 
 class Masters:
-    """The masters of the trained ones among `parameters` (by name) that are in `narrow`."""
+    """The masters of the trained ones among `parameters` (by name) that are in `narrow`.
 
-    def __init__(self, narrow: torch.dtype | None, parameters: Mapping[str, nn.Parameter]) -> None:
+    A parameter server has masters of all, as `own` says, and those that it serves have none.
+    """
+
+    def __init__(
+        self,
+        narrow: torch.dtype | None,
+        parameters: Mapping[str, nn.Parameter],
+        own: bool | None = None,
+    ) -> None:
         self._parameters = parameters
         self.by_name = {
-            name: nn.Parameter(parameter.detach().float())
+            name: nn.Parameter(
+                parameter.detach().float()
+                if parameter.dtype == narrow
+                else parameter.detach().clone()
+            )
             for name, parameter in parameters.items()
-            if parameter.requires_grad and parameter.dtype == narrow
+            if parameter.requires_grad and (parameter.dtype == narrow if own is None else own)
         }
 
     def trained(self) -> Iterator[nn.Parameter]:

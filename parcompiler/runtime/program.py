@@ -108,6 +108,12 @@ class RankProgram:
         return tuple(x for x in self.instructions if x.kind not in BEHIND)
 
     @property
+    def batches(self) -> int:
+        """How many batches a step is on: those of all data ranks, whose gradients are summed, or
+        one where each steps by itself."""
+        return 1 if self.updates.separate else self.data
+
+    @property
     def sharing(self) -> int:
         """The level of ZeRO; 1 where one data rank updates for all, and has all rows."""
         return 1 if self.updates.way == "parameter-server" else self.zero

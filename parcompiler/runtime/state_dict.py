@@ -155,7 +155,7 @@ class RankTensors:
         if self._updates.in_pieces(name):
             return [self._digests.get(name, torch.zeros(1))]  # of files each rank reads its rows
         copies = [self._tensors[name]]
-        if not self._program.sharing:
+        if not (self._program.sharing or self._updates.serving):
             masters = self._updates.masters.by_name
             copies += [masters[name]] if name in masters else []
         return [self._rows.unpadded(name, tensor) for tensor in copies]

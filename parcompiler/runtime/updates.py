@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from parcompiler.errors import InputError
+from parcompiler.instruction import Kind
+from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
@@ -40,7 +42,7 @@ class Updates:
     `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
     before they were clipped, once it is known; `scale` that of the loss, for float16. `updated` are
     the parameters that the optimizer changes or their masters copy to: with `parts` those are rows.
-    `rounds` makes those of data ranks that step by themselves.
+    `rounds` makes those of data ranks that step by themselves, `serving` the server that they have.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Updates:
         parts: DataParts | None = None,
         rounds: Callable[[Mapping[str, nn.Parameter]], Rounds] | None = None,
         flight: FlightRecorder | None = None,
+        serving: Callable[[Mapping[str, nn.Parameter], Masters], Serving] | None = None,
     ) -> None:
         self._parts = parts
         self._flight = flight or FlightRecorder()
@@ -63,8 +66,10 @@ class Updates:
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm: float | None = None
         self.error_if_nonfinite = False
+        self._pushes = [x for x in program.instructions if x.kind is Kind.PUSH_PULL]
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
         self.rounds = None if rounds is None else rounds(self.weights())
+        self.serving = None if serving is None else serving(self._trained(), self.masters)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -101,6 +106,9 @@ class Updates:
                 self.fill_master(name, self._parameters[name], functools.partial(_copy, master))
         nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
         self._optimizer = kind([*self.masters.trained()] or nothing, **options)
+        if self.serving is not None:
+            make = functools.partial(kind, [*self.masters.trained()] or nothing, **options)
+            self.serving.step_by(make, self._optimizer)
         self._max_norm = max_norm
         self.error_if_nonfinite = error_if_nonfinite
         return self._optimizer
@@ -136,6 +144,12 @@ class Updates:
         if self._max_norm is not None:
             self.clip(self._max_norm)
         good = self._is_good()
+        if good and self.serving is not None:
+            for line in self._pushes:
+                self._flight.note(line)
+            self.serving.exchange(optimizer, self._factor)
+            self._free()
+            return good
         if good:
             if self._program.narrow is not None:
                 self.masters.take_gradients(self._factor)
@@ -148,6 +162,10 @@ class Updates:
         optimizer.zero_grad(set_to_none=True)
         self._free()
         return good
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank that are trained, by name."""
+        return {name: p for name, p in self._parameters.items() if p.requires_grad}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """What the optimizer changes by name: masters where there are some."""
@@ -255,7 +273,9 @@ class Updates:
             for name in self._parts.parameters:
                 del self.updated[name]
             self.updated |= self._parts.parts
-        self.masters = Masters(self._program.narrow, self.updated)
+        served = self._program.updates.way == "asynchronous"
+        own = self._program.coordinate.data == 0 if served else None
+        self.masters = Masters(self._program.narrow, self.updated, own)
 
     def _free(self) -> None:
         """Free all gradients."""

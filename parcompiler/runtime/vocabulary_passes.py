@@ -77,7 +77,7 @@ class VocabularyPasses:
     def begin(self, channels: Channels, state: StepState) -> None:
         """Begin a step without tensors."""
         self._channels = channels
-        self._share = state.scale / (self._program.microbatches * self._program.data)
+        self._share = state.scale / (self._program.microbatches * self._program.batches)
         self._live = LiveTensors()
 
     def take(self, key: Key, tensor: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ for batch in batches:
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -28,6 +29,7 @@ from parcompiler.runtime.agreement import (
     difference_of_weights,
     digest_of_batch,
 )
+from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
@@ -134,6 +136,13 @@ class Worker:
                 if program.updates.way == "local"
                 else None,
                 self.flight,
+                (
+                    lambda own, held: Serving(
+                        program, own, held, self._channels, self._watch, self._explained
+                    )
+                )
+                if program.updates.way == "asynchronous"
+                else None,
             )
             self._interpreter.update = self._updates.apply
             if (axis := self._channels.axis) is not None:
@@ -208,6 +217,7 @@ class Worker:
         What changes with the mode are operators: dropout, attention's dropout, norms. Python of the
         model that branches on `self.training` was followed once, when the model was captured.
         """
+        self._settle()
         modules: list[nn.Module] = [*self.stages.values()]
         modules += [] if self.vocabulary is None else [self.vocabulary]
         modes = {module: module.training for module in modules}
@@ -323,6 +333,7 @@ class Worker:
         persistent, constants, and the parameters of a loss that is a module. The parameters of a
         16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
+        self._settle()
         tensors = self._interpreter.tensors
         state = self._gather(lambda: {**tensors, **self._updates.wholes()})
         if state is not None:
@@ -385,6 +396,7 @@ class Worker:
 
         Raises InputError on every rank when it cannot be written; the worker goes on.
         """
+        self._settle()
         with self._failing_together("save", InputError):
             return self._checkpoints.save(
                 Path(folder), extra or {}, asynchronous=asynchronous, keep=keep
@@ -445,6 +457,7 @@ class Worker:
         `folder`, which all ranks see, are replaced. Raises InputError on every rank when they
         cannot be written.
         """
+        self._settle()
         with self._failing_together("save_pretrained", InputError):
             self._checkpoints.save_pretrained(
                 Path(folder), config, dtype=dtype, size=max_shard_size
@@ -520,12 +533,30 @@ class Worker:
             )
             raise LaunchError(message)
 
+    @property
+    def arrivals(self) -> torch.Tensor | None:
+        """Of an asynchronous program on rank 0: the data ranks in the order in which their steps
+        counted, and -1 where all got the weights as they were (for an evaluation, a checkpoint,
+        a state dict). A run can be repeated from it to the bit. None elsewhere."""
+        serving = self._updates.serving
+        if serving is None or self.rank:
+            return None
+        return torch.tensor(serving.record, dtype=torch.int16)
+
+    def _settle(self) -> None:
+        """Give the data ranks of an asynchronous program the weights as they are. A collective."""
+        if self._updates.serving is not None:
+            with self._failing_together("settle"):
+                self._updates.serving.settle()
+
     def _restart(self) -> None:
         """Leave behind what belongs to other weights."""
         if self._updates.rounds is not None:
             self._updates.rounds.position = 0
         if self._interpreter.powersgd is not None:
             self._interpreter.powersgd.clear()
+        if self._updates.serving is not None:
+            self._updates.serving.record = array("h")
 
     def _run(self, batch: object, *, training: bool) -> torch.Tensor:
         """Check the batch and execute a list; any failure stops every rank."""
@@ -555,6 +586,7 @@ class Worker:
         call = "step" if training else "evaluate"
         number, every = self._calls[training], self.check_batches
         loaded = self._tensors.loaded is not None
+        every = 0 if self._updates.serving is not None else every  # they do not wait for each other
         compares = loaded or not number or (every > 0 and number % every == 0)
         tells = self.program.size > 1 and (compares or not training)
         try:
@@ -649,8 +681,11 @@ class Worker:
         self._closed = reason
         if hasattr(self, "_checkpoints") and reason != CLOSED:
             self._checkpoints.stop()
+        serving = self._updates.serving if hasattr(self, "_updates") else None
         if reason == CLOSED:
             self._watch.leave()
+            if serving is not None:
+                serving.finish()
         else:
             self._channels.abort()
         self._channels.close()

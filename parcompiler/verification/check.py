@@ -30,7 +30,11 @@ from parcompiler.problem import prepared
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
-from parcompiler.verification.data_ranks import trained_apart, trained_together
+from parcompiler.verification.data_ranks import (
+    trained_apart,
+    trained_in_order,
+    trained_together,
+)
 from parcompiler.verification.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.verification.reference import (
     Compiled,
@@ -48,6 +52,7 @@ OPTIMIZER = "SGD"
 OPTIONS = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 ROUND = 2  # steps from one average of weights to the next
 STEPS = {
+    "asynchronous": 4,
     "local": 2 * ROUND,
     "powersgd": 3,
 }  # by way of the data axis, so that what it keeps is used
@@ -131,13 +136,18 @@ def _compare(
             scale=reference.scale if graph.narrow == torch.float16 else None,
         )  # fmt: skip
         outcome = pool().run(job, variant.lowered.grid.size)
+    if outcome.arrivals is not None:
+        with one_thread():
+            reference = _at_scale(variant, batches, seed, dtype, 1.0, outcome.arrivals.tolist())
     asynchronous, narrow = variant.lowered.asynchronous, _narrowest(graph)
     trainable = [p.name for p in graph.parameters if p.trainable and not p.buffer]
     trained = trainable if asynchronous else reference.gradients.keys()
     errors = compare(reference, outcome, trained, narrow)
     if not (errors.ok or errors.cause or asynchronous):
         with one_thread():
-            again = _at_scale(variant, batches, seed, dtype, OTHER_SCALE * reference.scale)
+            scale = OTHER_SCALE * reference.scale
+            order = () if outcome.arrivals is None else outcome.arrivals.tolist()
+            again = _at_scale(variant, batches, seed, dtype, scale, order)
         errors = compare(reference, outcome, trained, narrow, again)
     errors = dataclasses.replace(errors, compiled_inputs=compiled_inputs, asynchronous=asynchronous)
     return errors, reference
@@ -203,6 +213,7 @@ def _at_scale(
     seed: int,
     dtype: torch.dtype | None,
     scale: float,
+    arrivals: Sequence[int] = (),
 ) -> Outcome:
     """The outcome of the original model when its loss is scaled for the backward."""
     optimizer = partial(getattr(torch.optim, OPTIMIZER), **OPTIONS)
@@ -211,6 +222,9 @@ def _at_scale(
     with Original(variant, seed, dtype, scale) as original:
         if variant.lowered.asynchronous:
             return reenacted(original, variant.lowered, batches, optimizer)
+        if variant.lowered.updates.way == "asynchronous":
+            order = arrivals or [*range(ranks)] * len(batches)
+            return trained_in_order(original, variant.lowered, batches, optimizer, order)
         if variant.lowered.updates.way == "local":
             return trained_apart(original, variant.lowered, batches, optimizer)
         if variant.lowered.updates.compression is not None:

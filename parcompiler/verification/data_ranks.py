@@ -87,6 +87,47 @@ def trained_apart(
     return Outcome(torch.stack(losses), first, original.state())
 
 
+def trained_in_order(
+    original: Original,
+    lowered: Lowered,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    optimizer: Optimizer,
+    arrivals: Sequence[int],
+) -> Outcome:
+    """Steps of data ranks that do not wait for each other, in the order in which they counted:
+    losses and first gradients of the first data rank, and the state after the last step.
+
+    A data rank's gradient is that of the weights that it got last: behind its own update, or the
+    one that left it no more than `staleness` steps ahead of the slowest; -1 gives them to all.
+    """
+    steps = _Steps(original, lowered, optimizer)
+    weights = {name: p for name, p in original.masters.items() if p.requires_grad}
+    now = _values(weights)
+    views = dict.fromkeys(range(lowered.data), now)
+    clocks, waiting = [0] * lowered.data, set[int]()
+    losses, first = [], dict[str, torch.Tensor]()
+    for r in arrivals:
+        if r < 0:
+            views = dict.fromkeys(views, now)
+            continue
+        original.set_masters(views[r])
+        with original.accumulating():
+            loss = torch.stack(steps.go(batches[clocks[r]], r, lowered.microbatches)).mean()
+        if r == 0:
+            losses.append(loss)
+        gradients = original.gradients()
+        first = first or (gradients if r == 0 else {})
+        original.set_masters(now)
+        steps.update()
+        now = _values(weights)
+        clocks[r] += 1
+        waiting.add(r)
+        for k in [k for k in waiting if clocks[k] - min(clocks) <= lowered.updates.staleness]:
+            waiting.remove(k)
+            views[k] = now
+    return Outcome(torch.stack(losses), first, original.state())
+
+
 def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
     """Copies of tensors."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -64,7 +64,7 @@ class Outcome:
     `gradients` are those of the first step by name; an asynchronous program leaves none. `norms`
     are those of the gradients of each step, where a worker computes them; `scale` is the factor of
     the loss in the backward of the next step. `compression_error` is that of gradients,
-    relative to whole ones.
+    relative to whole ones, `arrivals` the order in which the steps of data ranks counted.
     """
 
     losses: torch.Tensor
@@ -73,6 +73,7 @@ class Outcome:
     scale: float = 1.0
     compression_error: float | None = None
     norms: torch.Tensor | None = None
+    arrivals: torch.Tensor | None = None
 
     @property
     def loss(self) -> torch.Tensor:
@@ -104,7 +105,10 @@ class Pool:
                 for name in ("losses", "gradients", "state")
             )
             scale, norms = float(numbers["scale"]), numbers["norms"]
-            return Outcome(numbers["losses"], gradients, state, scale, norms=norms)
+            arrivals = numbers.get("arrivals")
+            return Outcome(
+                numbers["losses"], gradients, state, scale, norms=norms, arrivals=arrivals
+            )
 
     def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:
         """Give each of some processes its part of a job, and wait until all have done it.

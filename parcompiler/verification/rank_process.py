@@ -75,6 +75,8 @@ def _run(job: dict[str, Any]) -> None:
                 "norms": torch.stack(known) if known else torch.zeros(0),
                 "scale": torch.tensor(worker.loss_scale, dtype=torch.float64),
             }
+            if worker.arrivals is not None:
+                numbers["arrivals"] = worker.arrivals
             written = {"losses": numbers, "gradients": gradients or {}, "state": state}
             for name, tensors in written.items():
                 copies, metadata = storable(tensors)

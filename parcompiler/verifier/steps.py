@@ -131,6 +131,7 @@ class StepIndex:
             Kind.SHARE_LOSS: self._share,
             Kind.GATHER_PARAMETERS: self._gather,
             Kind.AVERAGE_PARAMETERS: self._gather,
+            Kind.PUSH_PULL: self._gather,
             Kind.UNSHARD: self._shard,
             Kind.RESHARD: self._shard,
             **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
@@ -280,8 +281,8 @@ class StepIndex:
 
 def behind(lowered: Lowered) -> Kind | None:
     """How data ranks get what others have updated, behind the step."""
-    if lowered.updates.way == "local":
-        return Kind.AVERAGE_PARAMETERS
+    if lowered.updates.separate:
+        return Kind.AVERAGE_PARAMETERS if lowered.updates.way == "local" else Kind.PUSH_PULL
     shares = lowered.zero or lowered.updates.way == "parameter-server"
     return Kind.GATHER_PARAMETERS if shares and not lowered.asynchronous else None
 

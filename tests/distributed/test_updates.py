@@ -60,6 +60,7 @@ def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
     [
         ({"data": 3, "pipeline": 2}, {"tied": True}),
         ({"data": 2, "tensor": 2}, {"outer": "average"}),
+        ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}),
         ({"data": 2}, {"outer": (0.5, 0.3), "every": 1, "precision": "bf16"}),
     ],
 )
@@ -70,7 +71,7 @@ def test_local_steps_and_averages_are_those_of_one_process(
     words = 'way="local"', "AVERAGE_PARAMETERS"
     exact(program, tmp_path, *words)
     kinds = [line.kind for line in program.instructions(0)]
-    assert (Kind.REDUCE_GRADIENTS in kinds) == ("pipeline" in mesh)  # of the tied tensor alone
+    assert (Kind.REDUCE_GRADIENTS in kinds) == ("tied" in options)  # of the tied tensor alone
 
 
 def test_an_average_that_is_left_out_is_found() -> None:
@@ -129,3 +130,28 @@ def test_factors_with_error_feedback_are_those_of_one_process(
     whole = compiled(mesh, **options).report()
     for packed, rank in zip(program.report().averaged, whole.averaged, strict=True):
         assert packed.nbytes < rank.nbytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 3, "pipeline": 2}, {"tied": True}),
+        ({"data": 2, "tensor": 2}, {"staleness": 0, "precision": "bf16"}),
+        ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2", "staleness": 1}),
+    ],
+)
+def test_steps_that_do_not_wait_are_those_of_one_process_in_their_order(
+    mesh: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = compiled(mesh, updates="asynchronous", **options)
+    exact(program, tmp_path, 'way="asynchronous"', "PUSH_PULL")
+
+
+def test_what_ways_mean_for_the_numbers_is_in_the_report() -> None:
+    for options, words in (
+        ({"updates": "asynchronous", "staleness": 3}, "at most 3 steps ahead of the slowest"),
+        ({"updates": "local", "every": 7}, "every 7 steps weights are averaged, as a step"),
+        ({"compression": "powersgd"}, "factors of rank 4"),
+    ):
+        text = str(compiled({"data": 2}, **options).report())
+        assert words in " ".join(text.split()), text

@@ -34,6 +34,7 @@ from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
 
 FACTORED = ("error", "factor")  # of PowerSGD
+ARRIVALS = "arrivals"  # of an asynchronous program
 KEPT = ("outer anchor", "outer momentum")  # of rounds
 LIKE = "like its parameter"  # the note of a state that is divided as its parameter is
 
@@ -117,13 +118,19 @@ class RankState:
     def apart(self, *, optimizer: bool = True) -> dict[str, Held]:
         """What this rank has instead of what data rank 0 has, where data ranks step by
         themselves: the states of its optimizer, and within a round its weights; and what PowerSGD
-        keeps."""
+        keeps, and the record of arrivals."""
         rounds, rank = self._updates.rounds, self._program.rank
         powersgd = self._interpreter.powersgd if optimizer else None
         found = {} if powersgd is None else {
             key: Held(tuple(tensor.shape), "", [Part(Box.whole(tensor.shape), tensor)])
             for key, tensor in powersgd.states()
         }  # fmt: skip
+        record = None if self._updates.serving is None else self._updates.serving.record
+        if record and optimizer:
+            order = torch.tensor(record, dtype=torch.int16)
+            found[f"{ARRIVALS}/"] = Held(
+                tuple(order.shape), "", [Part(Box.whole(order.shape), order)]
+            )
         if rounds is not None and self._program.coordinate.data:
             trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
             for key, held in self.tensors(optimizer=optimizer).items():
@@ -137,7 +144,8 @@ class RankState:
 
     def of_first(self) -> Collection[str]:
         """The tensors that data rank 0 writes, as others may have other values."""
-        return (self._interpreter.tensors if self._updates.rounds else self.untrained()).keys()
+        apart = self._updates.rounds or self._updates.serving
+        return (self._interpreter.tensors if apart else self.untrained()).keys()
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """What steps may change in another way on each data rank: buffers and frozen parameters."""
@@ -243,6 +251,11 @@ class RankState:
                 target = torch.empty(entry.shape, dtype=entry.dtype, device=device)
                 found.kept.append((powersgd.restore, key.removeprefix(own), target))
                 found.copies.append((key, Part(Box.whole(entry.shape), target)))
+        serving, key = self._updates.serving, f"{own}{ARRIVALS}/"
+        if serving is not None and key in checkpoint.entries and self._is_apart(checkpoint):
+            record = torch.empty(checkpoint.entries[key].shape, dtype=torch.int16)
+            found.kept.append((serving.restore, key, record))
+            found.copies.append((key, Part(Box.whole(record.shape), record)))
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, found)
@@ -267,7 +280,8 @@ class RankState:
         own = self._optimizer()
         assert own is not None
         own.state.clear()
-        for parameter, states in restored.states:
+        served = self._updates.serving is not None and self._program.coordinate.data > 0
+        for parameter, states in () if served else restored.states:
             own.state[parameter] = states
         for group, options in restored.options:
             _set_options(group, options)
@@ -424,7 +438,7 @@ class RankState:
     def _is_apart(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint has what this rank had of its own."""
         grid, updates = self._program.grid, self._program.updates
-        apart = updates.way == "local" or updates.compression == "powersgd"
+        apart = updates.separate or updates.compression == "powersgd"
         return apart and checkpoint.facts["mesh"] == [grid.pipeline, grid.data, grid.tensor]
 
     def _kept(self) -> Iterator[tuple[str, str, torch.Tensor]]:

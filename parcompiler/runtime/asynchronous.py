@@ -1,0 +1,332 @@
+"""Data ranks that do not wait for each other: a server for each row, and one order of arrivals.
+
+    data 1   step 0 ──► bell, gradient            step 1 on what it got ──► ...
+                            │         ▲ weights
+    data 0   server  [1] ───▼── [2] ──┘ [3]       order of arrivals: 1, 0, 1, ...
+                            ▲         │ weights
+    data 0   step 0 ────────┘         └─► step 1 ...
+
+The first rank of each data row has the weights, the states of the optimizer, and a thread that is
+the server of the row (Dean et al. 2012, Downpour SGD). [1] The server of rank 0 decides in which
+order the steps of the data ranks count, and tells the others, so that all rows and stages have one
+order: a version of the weights is that of the whole model, and tensor ranks and tied tensors agree.
+[2] A gradient is applied to whatever the weights are by then, with the options that its rank's
+optimizer has now. [3] A data rank gets the weights behind its own update, unless it is more than
+`staleness` steps ahead of the slowest: then behind the update that makes it wait no longer (Ho et
+al. 2013, stale synchronous parallel). So everything follows from the order of arrivals, which is
+recorded: one process can repeat a run to the bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.failure import Watch
+from parcompiler.runtime.mixed_precision import Masters
+from parcompiler.runtime.program import RankProgram
+
+POLL = 0.2  # s between two looks at whether the run has failed
+SETTLED = -1  # in the record: all data ranks get the weights as they are
+END = -1  # in the messages of servers: nobody steps any more
+BELL, ORDER, HEADER, GRADIENT, WEIGHTS = range(10, 15)  # tags
+GOES_ON, LEAVES = 1, 0  # what a bell says
+
+
+class Serving:
+    """The steps of one rank, over its trained parameters by name; `masters` are those of a server.
+
+    `record` has the data ranks in the order in which their steps counted, on rank 0.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        parameters: Mapping[str, nn.Parameter],
+        masters: Masters,
+        channels: Channels,
+        watch: Watch,
+        failed: Callable[[Exception], object],
+    ) -> None:
+        at, grid = program.coordinate, program.grid
+        self._program, self._parameters, self._masters = program, parameters, masters
+        self._channels, self._watch, self._failed = channels, watch, failed
+        self._leads, self._serves = program.rank == 0, at.data == 0
+        self._home = grid.rank(at.pipeline, 0, at.tensor)
+        self._ranks = grid.replicas((at.pipeline,), at.tensor)
+        self._servers = [
+            grid.rank(q, 0, t) for q in range(grid.pipeline) for t in range(grid.tensor)
+        ]
+        self._dtypes = list(dict.fromkeys(p.dtype for p in parameters.values()))
+        self._clocks = [0] * program.data
+        self._waiting: set[int] = set()
+        self._lock = threading.Lock()
+        self._bells: SimpleQueue[tuple[int, int] | Exception] = SimpleQueue()
+        self._own: SimpleQueue[list[torch.Tensor]] = SimpleQueue()
+        self._released: SimpleQueue[Exception | None] = SimpleQueue()
+        self._stepper: torch.optim.Optimizer | None = None
+        self._options: list[tuple[int, Any]] = []
+        self.record = array("h")
+        self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
+        if self._serves:
+            self._thread.start()
+        for r in range(1, program.data) if self._leads else ():
+            threading.Thread(target=self._listen, args=(r,), name="bell", daemon=True).start()
+
+    # Called by the main thread.
+
+    def step_by(
+        self, make: Callable[[], torch.optim.Optimizer], user: torch.optim.Optimizer
+    ) -> None:
+        """Let the server step by an optimizer of its own, whose states are those of the user's."""
+        self._options = [*_places(user)]  # before schedulers add theirs
+        if self._serves:
+            self._stepper = make()
+            self._stepper.state = user.state
+
+    def exchange(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> None:
+        """Give the server the gradients of a step, times `factor` in a 16-bit program, with the
+        options of this rank's optimizer; then wait for the weights."""
+        message = [self._header(optimizer, factor), *self._flat(self._gradients())]
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if self._channels.is_first:
+            self._ring(GOES_ON)
+        if self._serves:
+            self._own.put(message)
+            self._await_release()
+            with self._lock:
+                optimizer.step()  # of nothing: a scheduler wants to see one
+            return
+        for tag, tensor in zip((HEADER, *[GRADIENT] * len(message)), message, strict=False):
+            self._channels.send_beside(tensor, self._home, tag)
+        weights = self._flat({name: p.detach() for name, p in self._parameters.items()})
+        for tensor in weights:
+            self._channels.receive_beside(tensor, self._home, WEIGHTS)
+        self._fill(weights)
+        optimizer.step()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give all data ranks the weights as they are, once all have come here. A collective."""
+        self._channels.gather_numbers(0)
+        if self._serves:
+            self._masters.write()
+        weights = self._flat({name: p.detach() for name, p in self._parameters.items()})
+        for tensor in weights:
+            self._channels.give(tensor, self._ranks, 0).wait()
+        self._fill(weights)
+        if self._leads and (not self.record or self.record[-1] != SETTLED):
+            self.record.append(SETTLED)
+
+    def finish(self) -> None:
+        """Take no more steps; a server goes on until no data rank does, or the run has failed."""
+        if self._channels.is_first and not self._watch.cause:
+            self._ring(LEAVES)
+        while self._thread.is_alive() and not self._watch.cause:
+            self._thread.join(POLL)
+
+    def _await_release(self) -> None:
+        """Wait for the server of this rank. Raises what it failed with, or why the run has."""
+        while True:
+            try:
+                error = self._released.get(timeout=POLL)
+            except Empty:
+                if not self._watch.cause:
+                    continue
+                error = RuntimeError("the server of this rank lost its connection")
+            if error is not None:
+                raise error
+            return
+
+    def restore(self, _: str, record: torch.Tensor) -> None:
+        """Go on from a record."""
+        self.record = array("h", record.tolist())
+
+    # Run by threads.
+
+    def _listen(self, r: int) -> None:
+        """Pass on the bell of a data rank."""
+        try:
+            bell = torch.full((1,), GOES_ON)
+            while int(bell) == GOES_ON:
+                self._channels.receive_beside(bell, self._program.grid.rank(0, r, 0), BELL)
+                self._bells.put((r, int(bell)))
+        except Exception as error:
+            self._bells.put(error)
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        """Update by one data rank after another."""
+        try:
+            for r in self._arriving():
+                self._update(r)
+        except Exception as error:
+            self._failed(error)
+            self._released.put(error)
+
+    def _arriving(self) -> Iterator[int]:
+        """The data ranks in the order of their steps."""
+        if not self._leads:
+            order = torch.zeros(1, dtype=torch.int64)
+            while True:
+                self._channels.receive_beside(order, 0, ORDER)
+                if int(order) == END:
+                    return
+                yield int(order)
+        left = 0
+        while left < self._program.data:
+            bell = self._bells.get()
+            if isinstance(bell, Exception):
+                raise bell
+            if bell[1] == LEAVES:
+                left += 1
+                continue
+            self._tell(bell[0])
+            self.record.append(bell[0])
+            yield bell[0]
+        self._tell(END)
+
+    def _tell(self, number: int) -> None:
+        """Tell the other servers."""
+        for rank in self._servers[1:]:
+            self._channels.send_beside(torch.tensor([number]), rank, ORDER)
+
+    def _update(self, r: int) -> None:
+        """A step by the gradients of a data rank, and weights for those that wait for it."""
+        if r == 0:
+            message = self._own.get()
+        else:
+            assert self._stepper is not None
+            shapes = self._flat({name: p.detach() for name, p in self._parameters.items()})
+            message = [self._header(self._stepper, torch.ones(())), *shapes]
+            for tag, tensor in zip((HEADER, *[GRADIENT] * len(shapes)), message, strict=True):
+                self._channels.receive_beside(tensor, self._ranks[r], tag)
+        assert self._stepper is not None, "a gradient comes from a rank that has an optimizer"
+        with self._lock:
+            self._take(message)
+            self._stepper.step()
+            self._stepper.zero_grad()
+        self._clocks[r] += 1
+        self._waiting.add(r)
+        for k in released(self._clocks, self._waiting, self._program.updates.staleness):
+            if k == 0:
+                self._masters.write()
+                self._released.put(None)
+                continue
+            weights = {n: self._masters.by_name[n].to(p.dtype) for n, p in self._parameters.items()}
+            for tensor in self._flat(weights):
+                self._channels.send_beside(tensor, self._ranks[k], WEIGHTS)
+
+    # Messages: a header of float64 numbers, and for each dtype one tensor.
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by name, zeros for parameters without."""
+        named = self._parameters.items()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+    def _header(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> torch.Tensor:
+        """The factor, which parameters have gradients, and the numbers of the optimizer."""
+        present = [float(p.grad is not None) for p in self._parameters.values()]
+        numbers = [_number(optimizer.param_groups[k], key) for k, key in self._options]
+        return torch.tensor([float(factor), *present, *numbers], dtype=torch.float64)
+
+    def _take(self, message: Sequence[torch.Tensor]) -> None:
+        """Give masters the gradients of a message, and the optimizer of the server its options."""
+        factor, *numbers = message[0].tolist()
+        present, options = numbers[: len(self._parameters)], numbers[len(self._parameters) :]
+        pieces = self._pieces(message[1:])
+        for there, (name, gradient) in zip(present, pieces.items(), strict=True):
+            if there:
+                master = self._masters.by_name[name]
+                master.grad = gradient.to(master.dtype, copy=True)
+                if self._program.narrow is not None:
+                    master.grad.mul_(factor)
+        assert self._stepper is not None
+        for (k, key), number in zip(self._options, options, strict=True):
+            _set(self._stepper.param_groups[k], key, number)
+
+    def _flat(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors by name, in the order of the parameters, as one for each dtype, on the CPU."""
+        by_dtype = [
+            [tensors[n] for n, p in self._parameters.items() if p.dtype == dtype]
+            for dtype in self._dtypes
+        ]
+        return [torch.cat([_row(t) for t in same]).cpu() for same in by_dtype]
+
+    def _pieces(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same back, by name."""
+        places = dict.fromkeys(self._dtypes, 0)
+        found = {}
+        for name, parameter in self._parameters.items():
+            begin = places[parameter.dtype]
+            end = places[parameter.dtype] = begin + _row(parameter.detach()).numel()
+            piece = flats[self._dtypes.index(parameter.dtype)][begin:end].to(parameter.device)
+            if parameter.is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            found[name] = piece.view(parameter.shape)
+        return found
+
+    @torch.no_grad()
+    def _fill(self, weights: Sequence[torch.Tensor]) -> None:
+        """Fill the parameters."""
+        for name, piece in self._pieces(weights).items():
+            self._parameters[name].copy_(piece)
+
+    def _ring(self, bell: int) -> None:
+        """Tell rank 0 of a step of this data rank, or that there are no more."""
+        if self._leads:
+            self._bells.put((0, bell))
+        else:
+            self._channels.send_beside(torch.tensor([bell]), 0, BELL)
+
+
+def released(clocks: Sequence[int], waiting: set[int], staleness: int) -> list[int]:
+    """The data ranks that get weights now, which do not wait any more.
+
+    >>> waiting = {0, 1}
+    >>> released([3, 1, 0], waiting, 2), waiting
+    ([1], {0})
+    """
+    found = sorted(k for k in waiting if clocks[k] - min(clocks) <= staleness)
+    waiting.difference_update(found)
+    return found
+
+
+def _places(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Any]]:
+    """Where the numbers among the options of an optimizer stand: group and key."""
+    for k, group in enumerate(optimizer.param_groups):
+        for key in sorted(group.keys() - {"params"}):
+            value = group[key]
+            if isinstance(value, tuple):
+                yield from ((k, (key, number)) for number in range(len(value)))
+            elif isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool):
+                yield k, key
+
+
+def _number(group: Mapping[str, Any], key: Any) -> float:
+    """One of these numbers."""
+    return float(group[key[0]][key[1]] if isinstance(key, tuple) else group[key])
+
+
+def _set(group: dict[str, Any], key: Any, number: float) -> None:
+    """Set one of these numbers."""
+    if isinstance(key, tuple):
+        name, k = key
+        group[name] = (*group[name][:k], number, *group[name][k + 1 :])
+    elif isinstance(group[key], torch.Tensor):
+        group[key].fill_(number)
+    else:
+        group[key] = type(group[key])(number)
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a row of real numbers."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
