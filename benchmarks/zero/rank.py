@@ -1,13 +1,15 @@
 """One rank: training steps of compiled programs, of ZeroRedundancyOptimizer and of FSDP2, in turn.
 
-torchrun --nproc-per-node 2 rank.py WHOLE SHARED OUT ..., started by run.py
+torchrun --nproc-per-node 2 rank.py FOLDER --levels 0 1 ..., started by run.py. FOLDER has the
+program of each level, and gets what each rank measured.
 """
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -77,17 +79,18 @@ def redundant(hidden: int, microbatches: int) -> tuple[Step, torch.optim.Optimiz
     return step, optimizer.optim
 
 
-def sharded(hidden: int, microbatches: int) -> tuple[Step, torch.optim.Optimizer]:
-    """FSDP2, whose parameters stay gathered between forward and backward."""
+def sharded(hidden: int, microbatches: int, level: int) -> tuple[Step, torch.optim.Optimizer]:
+    """FSDP2 as a level of ZeRO: parameters are gathered for each use (3), once in a step (1 and 2),
+    and gradients scattered behind the last micro-batch (1) or behind each."""
     module = model(hidden)
     for layer in module.layers:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(module, reshard_after_forward=False)
+        fully_shard(layer, reshard_after_forward=level == 3)
+    fully_shard(module, reshard_after_forward=level == 3)
     optimizer = torch.optim.AdamW(module.parameters(), **OPTIONS)
 
     def last(is_it: bool) -> None:
-        module.set_requires_gradient_sync(is_it)
-        module.set_reshard_after_backward(is_it)
+        module.set_requires_gradient_sync(is_it or level > 1)
+        module.set_reshard_after_backward(is_it or level == 3)
 
     return theirs(module, optimizer, last, microbatches), optimizer
 
@@ -99,52 +102,82 @@ def states(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.element_size() for t in found)
 
 
+def peak(step: Step, own: Batch) -> int:
+    """Bytes by which the process grows at most in a step: the kernel's high-water mark."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    step(own)
+    return status("VmHWM") - before
+
+
+def status(field: str) -> int:
+    """Bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def held(step: Step, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes between steps: parameters, of which those of FSDP2 and of level 3 are rows, and states.
+    Of a level above 0 the optimizer has rows alone, and the parameters are beside."""
+    worker = getattr(step, "__self__", None)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(worker, pc.Worker):
+        parameters = [parameter for _, parameter in worker.named_parameters()]
+    found = (getattr(p, "_local_tensor", p) for p in parameters)
+    return sum(p.numel() * p.element_size() for p in found) + states(optimizer)
+
+
 def main() -> None:
-    """Time every variant in turn; write CPU and wall seconds of each step."""
+    """Time every variant in turn; write CPU and wall seconds of each step, or bytes."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("whole", type=Path)
-    parser.add_argument("shared", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--levels", type=int, nargs="+", required=True)
+    parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    with pc.load(options.whole).worker() as whole, pc.load(options.shared).worker() as shared:
-        count = whole.program.microbatches
-        theirs_redundant, redundant_states = redundant(options.hidden, count)
-        theirs_sharded, sharded_states = sharded(options.hidden, count)
-        held = {
-            "zero=0": whole.set_optimizer(torch.optim.AdamW, **OPTIONS),
-            "zero=1": shared.set_optimizer(torch.optim.AdamW, **OPTIONS),
-            "ZeroRedundancyOptimizer": redundant_states,
-            "FSDP2": sharded_states,
-        }
-        steps: dict[str, Step] = {
-            "zero=0": whole.train_step,
-            "zero=1": shared.train_step,
-            "ZeroRedundancyOptimizer": theirs_redundant,
-            "FSDP2": theirs_sharded,
-        }
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    steps: dict[str, Step] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    with ExitStack() as stack:
+        for level in options.levels:
+            program = pc.load(options.folder / f"zero-{level}")
+            worker = stack.enter_context(program.worker())
+            count = worker.program.microbatches
+            optimizers[f"zero={level}"] = worker.set_optimizer(torch.optim.AdamW, **OPTIONS)
+            steps[f"zero={level}"] = worker.train_step
+            if level:
+                name = f"FSDP2 as zero={level}"
+                steps[name], optimizers[name] = sharded(options.hidden, count, level)
+        if 1 in options.levels:
+            name = "ZeroRedundancyOptimizer"
+            steps[name], optimizers[name] = redundant(options.hidden, count)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         losses: dict[str, list[float]] = {name: [] for name in steps}
+        peaks: dict[str, list[int]] = {name: [] for name in steps}
         for number in range(options.steps + 2):
             for name, step in steps.items():
-                own = batch(count, 2 * number + rank)
+                own = batch(count, ranks * number + rank)
                 dist.barrier()
+                if options.memory:
+                    more = peak(step, own)
+                    peaks[name].append(more + held(step, optimizers[name]))
+                    continue
                 wall, cpu = time.perf_counter(), time.process_time()
                 loss = step(own)
                 measured = time.process_time() - cpu, time.perf_counter() - wall
                 mean = loss.clone()
                 dist.all_reduce(mean)
-                losses[name].append(float(mean / 2))
+                losses[name].append(float(mean / ranks))
                 if number >= 2:
                     times[name].append(measured)
-        sizes = {name: states(optimizer) for name, optimizer in held.items()}
+        sizes = {name: states(optimizer) for name, optimizer in optimizers.items()}
     dist.destroy_process_group()
-    result = {"times": times, "losses": losses, "states": sizes}
-    (options.out / f"rank_{rank}.json").write_text(json.dumps(result))
+    result = {"times": times, "losses": losses, "states": sizes, "peaks": peaks}
+    (options.folder / f"rank_{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Does a training step with shared states take less CPU time than FSDP2 or ZeroRedundancyOptimizer?
+"""Does a training step of each level take less CPU time and memory than FSDP2's?
 
-    python benchmarks/zero/run.py [--steps 15] [--hidden 256 512]
+    python benchmarks/zero/run.py [--steps 9] [--hidden 256] [--ranks 2 4] [--levels 0 1 2 3]
 
-All run in the same two processes (gloo, one thread each), a step of each in turn, on the same
-weights and batches; CPU time is that of the whole process.
+All run in the same processes (gloo, one thread each), a step of each in turn, on the same weights
+and batches; CPU time is that of the whole process. Peak bytes are those of another run, in which
+the allocator gives memory back at once: what the kernel says that the process has grown by in a
+step, and what is there between steps.
 """
 
 import argparse
@@ -20,60 +22,77 @@ from rank import batch, model
 
 import parcompiler as pc
 
-OURS = "zero=1"
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
-def measured(hidden: int, microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """What both ranks measured."""
+def measured(
+    hidden: int, microbatches: int, steps: int, ranks: int, levels: list[int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The times that all ranks measured, and their bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = []
-        for level in (0, 1):
+        for level in levels:
             program = pc.compile(
-                model(hidden), pc.Mesh(data=2), batch(1, 0), microbatches=microbatches,
+                model(hidden), pc.Mesh(data=ranks), batch(1, 0), microbatches=microbatches,
                 zero=level, progress=False,
             )  # fmt: skip
-            paths.append(str(program.export(Path(folder) / f"zero-{level}")))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        script = Path(__file__).parent / "rank.py"
-        numbers = ["--steps", str(steps), "--hidden", str(hidden)]
-        subprocess.run(
-            [*command, str(script), *paths, folder, *numbers],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        return [json.loads((Path(folder) / f"rank_{r}.json").read_text()) for r in range(2)]
+            program.export(Path(folder) / f"zero-{level}")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += [str(Path(__file__).parent / "rank.py"), folder, "--hidden", str(hidden)]
+        command += ["--levels", *map(str, levels)]
+        found = []
+        for more, environment in (
+            (["--steps", str(steps)], {}),
+            (["--steps", "1", "--memory"], RETURNING),
+        ):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            subprocess.run([*command, *more], check=True, env=environment)
+            paths = (Path(folder) / f"rank_{rank}.json" for rank in range(ranks))
+            found.append([json.loads(path.read_text()) for path in paths])
+        return found[0], found[1]
+
+
+def rival(name: str) -> str:
+    """The level that a variant is compared with."""
+    return "zero=1" if name == "ZeroRedundancyOptimizer" else name.removeprefix("FSDP2 as ")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--levels", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
     print(
-        "| hidden | micro-batches | step of | CPU (ms) | wall (ms) | CPU, zero=1 over it | wall | "
-        "states (MB) | largest difference of losses |"
+        "| ranks | hidden | micro-batches | step of | CPU (ms) | wall (ms) | CPU, our level over "
+        "it | wall | peak (MB) | peak, our level over it | states (MB) | largest difference of "
+        "losses |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for hidden in options.hidden:
-        for microbatches in (1, 4):
-            ranks = measured(hidden, microbatches, options.steps)
-            ours = [pair for rank in ranks for pair in rank["times"][OURS]]
-            for name in ranks[0]["times"]:
-                pairs = [pair for rank in ranks for pair in rank["times"][name]]
-                cpu, wall = (statistics.median(pair[k] for pair in pairs) * 1e3 for k in (0, 1))
-                ratios = [
-                    statistics.median(a[k] / b[k] for a, b in zip(ours, pairs, strict=True))
-                    for k in (0, 1)
-                ]
-                first = ranks[0]["losses"]
-                error = max(abs(a - b) for a, b in zip(first[OURS], first[name], strict=True))
-                size = max(rank["states"][name] for rank in ranks) / 1e6
-                print(
-                    f"| {hidden} | {microbatches} | {name} | {cpu:.0f} | {wall:.0f} | "
-                    f"{ratios[0]:.3f} | {ratios[1]:.3f} | {size:.1f} | {error:.0e} |",
-                    flush=True,
-                )
+    print("|---" * 12 + "|")
+    cases = [(r, h, m) for r in options.ranks for h in options.hidden for m in options.microbatches]
+    for count, hidden, microbatches in cases:
+        ranks, sizes = measured(hidden, microbatches, options.steps, count, options.levels)
+        peaks = {name: max(r["peaks"][name][-1] for r in sizes) for name in ranks[0]["times"]}
+        for name in ranks[0]["times"]:
+            pairs = [pair for rank in ranks for pair in rank["times"][name]]
+            ours = [pair for rank in ranks for pair in rank["times"][rival(name)]]
+            cpu, wall = (statistics.median(pair[k] for pair in pairs) * 1e3 for k in (0, 1))
+            ratios = [
+                statistics.median(a[k] / b[k] for a, b in zip(ours, pairs, strict=True))
+                for k in (0, 1)
+            ]
+            losses = ranks[0]["losses"]
+            first = losses[f"zero={options.levels[0]}"]
+            error = max(abs(a - b) for a, b in zip(first, losses[name], strict=True))
+            states = max(rank["states"][name] for rank in ranks) / 1e6
+            print(
+                f"| {count} | {hidden} | {microbatches} | {name} | {cpu:.0f} | {wall:.0f} | "
+                f"{ratios[0]:.3f} | {ratios[1]:.3f} | {peaks[name] / 1e6:.1f} | "
+                f"{peaks[rival(name)] / peaks[name]:.3f} | {states:.1f} | {error:.0e} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

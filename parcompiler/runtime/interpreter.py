@@ -375,6 +375,7 @@ class Interpreter:
 
     def _make_whole(self, j: int) -> None:
         """Wait until the parameters of a stage are whole, where they come in pieces."""
+        self._reduction.settle()
         pending = None if self.parts is None else self.parts.ready(j)
         if pending is not None:
             self._received(pending)

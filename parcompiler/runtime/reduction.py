@@ -9,7 +9,7 @@
 A bucket is one flat tensor. The gradients are copied into it once, and then are views of it, so
 that nothing is copied back. Sums start in the order of the list whatever becomes final first, so
 that the ranks of a group agree. Where data ranks keep pieces of gradients, the same happens in
-every backward, and a new sum waits for the one before the last, so that few whole gradients are in
+every backward, and a new sum waits for the one before it, so that few whole gradients are in
 memory. [1] A gradient is final when autograd has added the last micro-batch to it; [2] where the
 backward comes in two parts, or a parameter has no gradient at all, only the list says so.
 """
@@ -30,7 +30,6 @@ from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.zero import DataParts, flat
 
 Work = tuple[int, Any]  # the number of a sum, and its work
-MOST_IN_FLIGHT = 2  # sums of whole gradients, where ranks keep pieces of them alone
 
 
 class Summing(Protocol):
@@ -92,6 +91,11 @@ class Reduction:
         while self._started <= self._number[line]:
             self._start(self._started)
 
+    def settle(self) -> None:
+        """Take the sums that have come to pieces, whose whole gradients are free then."""
+        while self._pieces and self._works and self._works[0][1].is_completed():
+            self._works.pop(0)[1].wait()
+
     def wait(self) -> Iterator[Instruction]:
         """Wait for the sums, one after another: yields each, and then waits for it."""
         works, self._works = self._works, []
@@ -110,18 +114,16 @@ class Reduction:
     def _start(self, k: int) -> None:
         """Start a sum."""
         assert self._channels is not None
-        if self._pieces:  # the sum of a tie is that of complete pieces
-            for _, earlier in self._works[: -MOST_IN_FLIGHT + 1 or None]:
+        if self._pieces:  # so that few whole gradients are there, and a tie is that of all pieces
+            for _, earlier in self._works:
                 earlier.wait()
-            self._works = self._works[-MOST_IN_FLIGHT + 1 :]
+            self._works.clear()
         with torch.no_grad():
             tensors, names = self._tensors[k], self._names[k]
             work: Pending
             if self._parts is not None and not self._tied[k]:
                 work = self._parts.scatter(names)
             elif self._parts is not None and self._pieces:
-                for _, earlier in self._works:
-                    earlier.wait()
                 work = self._parts.sum_copies(*names)
             elif self._powersgd is not None and not self._tied[k]:
                 work = self._powersgd.sum(names, tensors, self.lines[k].ranks)

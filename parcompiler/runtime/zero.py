@@ -65,6 +65,10 @@ class Arrival:
     then: Callable[[], object]
     _waits: bool = True
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self) -> None:
         """Wait for it."""
         if self._waits:

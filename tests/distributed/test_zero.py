@@ -140,8 +140,9 @@ def test_bytes_in_memory_are_those_of_the_level(
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("name", ["gpt-tied", "llama", "t5", "resnet", "moe"])
-def test_every_mesh_and_schedule_is_exact(name: str) -> None:
+def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
     program = captured(name, None)
     schedules = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
     for pipeline, tensor, data, schedule, vocabulary in product(
@@ -152,10 +153,11 @@ def test_every_mesh_and_schedule_is_exact(name: str) -> None:
         mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=data)
         try:
             found = pc.compile(
-                program, mesh, microbatches=4, schedule=schedule, vocabulary=vocabulary, zero=1
+                program, mesh, microbatches=4, schedule=schedule, vocabulary=vocabulary, zero=zero
             )
         except pc.ParCompilerError as error:
             assert "vocabulary" in str(error), error
             continue
         verification = found.verify(seed=0)
         assert verification.ok, (mesh, schedule, vocabulary, str(verification))
+        assert found.plan.zero == zero
