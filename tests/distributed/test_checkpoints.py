@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ class Normed(nn.Module):
         return F.cross_entropy(self.head(x), labels.flatten())
 
 
+@cache
+def programs(
+    rows: int, dropout: float, precision: str | None, *, tied: bool, normed: bool
+) -> pc.Program:
+    """A model that is captured, which cases compile for their meshes."""
+    torch.manual_seed(0)
+    config = gpt.Config(
+        layers=4, heads=3, hidden=12, vocabulary=VOCABULARY, sequence=LENGTH,
+        tied=tied, dropout=dropout,
+    )  # fmt: skip
+    ids = torch.randint(VOCABULARY, (rows, LENGTH))
+    inputs = {"tokens": ids, "labels": ids}
+    model = Normed() if normed else gpt.GPT(config)
+    return pc.compile(model, pc.Mesh(), inputs, precision=precision, progress=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """A program: its mesh, and the options of `compile`."""
@@ -56,17 +73,13 @@ class Case:
         return self.pipeline * self.data * self.tensor
 
     def export(self, path: Path) -> None:
-        torch.manual_seed(0)
-        config = gpt.Config(
-            layers=4, heads=3, hidden=12, vocabulary=VOCABULARY, sequence=LENGTH,
-            tied=self.tied, dropout=self.dropout,
+        captured = programs(
+            ROWS // 4 // self.data, self.dropout, self.options.get("precision"),
+            tied=self.tied, normed=self.normed,
         )  # fmt: skip
-        rows = ROWS // 4 // self.data
-        ids = torch.randint(VOCABULARY, (rows, LENGTH))
         mesh = pc.Mesh(pipeline=self.pipeline, data=self.data, tensor=self.tensor)
-        inputs = {"tokens": ids, "labels": ids}
-        model = Normed() if self.normed else gpt.GPT(config)
-        pc.compile(model, mesh, inputs, microbatches=4, **self.options).export(path)
+        options = {"vocabulary": "whole", "stages": "even", "progress": False, **self.options}
+        pc.compile(captured, mesh, microbatches=4, **options).export(path)
 
     def job(self, name: str, program: str, *actions: Any, **more: Any) -> dict[str, Any]:
         return {
