@@ -139,13 +139,9 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:
-    """A minimal set of pins that exclude each other, and the parameters that they name."""
+    """A minimal set of pins that exclude each other, and parameters that they name."""
     for pattern in pins.placements:
         fewer = pins.without(pattern)
-        if not _possible(candidates, fewer, states):
-            pins = fewer
-    for tensor in candidates.folded.tensor_groups:
-        fewer = pins.sparing({item.name for item in tensor.items})
         if not _possible(candidates, fewer, states):
             pins = fewer
     return f"sharding pins {pins} exclude each other for {pins.named()}: loosen one of them"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -50,11 +50,6 @@ class Pins:
         """The pins but one."""
         matches = {name: names for name, names in self.matches.items() if name != pattern}
         return Pins(matches, {name: self.placements[name] for name in matches})
-
-    def sparing(self, names: Collection[str]) -> Pins:
-        """The pins, but not on these parameters."""
-        matches = {pattern: known - set(names) for pattern, known in self.matches.items()}
-        return Pins(matches, self.placements)
 
     def named(self) -> str:
         """A parameter of each kind that they name: those of the first layer."""

@@ -322,6 +322,16 @@ def test_a_pin_that_names_nothing_is_refused() -> None:
         decided(problem(captured("gpt"), sharding={"*.mlp.*": "S(0)"}))
 
 
+def test_pins_that_no_strategy_keeps_together_are_named_without_the_others() -> None:
+    pins = {"*.ffn.up.weight": "S(0)", "*.qkv.weight": "S(0)", "*.ffn.up.bias": "R"}
+    with pytest.raises(InfeasibleError) as caught:
+        decided(problem(captured("gpt"), sharding=pins))
+    assert str(caught.value) == (
+        "sharding pins '*.ffn.up.weight': 'S(0)' and '*.ffn.up.bias': 'R' exclude each other for "
+        "layers.0.ffn.up.bias, layers.0.ffn.up.weight: loosen one of them"
+    )
+
+
 def test_pins_that_exclude_each_other_are_named() -> None:
     graph = captured("gpt")
     pins = {"*.ffn.up.weight": "S(0)", "layers.*.up.*": "R", "*.attention.*": "R"}
