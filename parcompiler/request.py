@@ -73,6 +73,10 @@ class Request:
         if wrong:
             message = f"{checkpoint.path} is damaged: its request has no {wrong[0]}"
             raise InputError(message)
+        unknown = data["options"].keys() - {item.name for item in dataclasses.fields(Options)}
+        if unknown:
+            message = f"{checkpoint.path} is damaged: {unknown.pop()!r} is no option of compile"
+            raise InputError(message)
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
         return cls(**{**data, "options": options, "data": checkpoint.facts["mesh"][1]})
 

@@ -1,13 +1,18 @@
 """`parcompiler checkpoint`: what a saved run holds, whether it is whole, and its weights."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import parcompiler as pc
 from parcompiler.cli import run
+from parcompiler.cli.huggingface import build
+from tests.cli.test_huggingface import SIZES, config
 from tests.runtime.workers import batch, compiled, mixed
 
 
@@ -64,3 +69,58 @@ def test_a_folder_without_a_checkpoint_is_refused(
 ) -> None:
     assert run(["checkpoint", "show", str(tmp_path)]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_a_configuration_is_in_the_checkpoint_and_needs_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published weights in by the command line, a step, and a plan for two ranks."""
+    monkeypatch.chdir(tmp_path)
+    path = config(tmp_path, "llama", "LlamaForCausalLM", **SIZES)
+    module, _ = build(path, 8, 2)
+    module.to_empty(device="cpu").save_pretrained(tmp_path / "published")  # type: ignore[operator]
+    typed = [f"hf:{path}", "--sequence", "8", "--rows", "2", "--precision", "fp64"]
+    typed += ["--pretrained", "published", "--microbatches", "3", "--mesh", "data=1"]
+    assert run(["compile", *typed, "--export", "out", "--quiet"]) == 0
+    with pc.load("out").worker() as worker:
+        worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        tokens = torch.zeros(6, 8, dtype=torch.long)
+        worker.train_step({"input_ids": tokens, "labels": tokens})
+        worker.save("run")
+    path.unlink()
+    capsys.readouterr()
+    assert run(["checkpoint", "show", "run"]) == 0
+    shown = capsys.readouterr().out
+    assert "options           precision=fp64\n" in shown
+    assert "batch             3 micro-batches of 2 samples\n" in shown
+    assert f"model             hf:{path}\n" in shown
+    arguments = ["--checkpoint", "run", "--mesh", "tensor=2", "--format", "json", "--quiet"]
+    assert run(["plan", *arguments]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["model"], plan["microbatches"], plan["precision"]) == (
+        "LlamaForCausalLM", 3, "fp64",
+    )  # fmt: skip
+    assert run(["plan", "--checkpoint", "run", "--mesh", "auto", "--devices-per-node", "2"]) == 0
+    assert "LlamaForCausalLM on 2 x cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"samples": "two"}, "is damaged: its request has no samples"),
+        ({"run": "rm"}, "does not say what its program was compiled from"),
+        ({"options": {"precision": "fp1"}}, "precision must be one of"),
+        ({"options": {"passes": "x"}}, "'passes' is no option of compile"),
+    ],
+)
+def test_a_damaged_request_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: dict[str, Any],
+    said: str,
+) -> None:  # fmt: skip
+    copy = shutil.copytree(next(folder.glob("step_*")), tmp_path / "step_00000001")
+    facts = json.loads((copy / "checkpoint.json").read_text())
+    facts["request"] |= damage
+    (copy / "checkpoint.json").write_text(json.dumps(facts))
+    model = "tests.cli.models:make"
+    assert run(["plan", model, "--checkpoint", str(tmp_path), "--mesh", "data=1"]) == 2
+    assert said in capsys.readouterr().err
