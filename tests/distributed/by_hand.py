@@ -5,6 +5,7 @@ They are forked from a process that has imported torch: a start takes a second, 
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -57,7 +58,13 @@ def _become(
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    main(*arguments)
+    try:
+        main(*arguments)
+    except Exception as error:
+        sys.last_value = error  # as where an interpreter ends
+        raise
+    finally:
+        atexit._run_exitfuncs()
 
 
 class Ranks:
