@@ -143,14 +143,18 @@ def _text(facts: dict[str, Any]) -> str:
 
 def _request(checkpoint: Checkpoint) -> dict[str, Any]:
     """What its program was compiled from, where it says so."""
-    saved = checkpoint.facts.get("request") or {}
-    if not saved:
+    from parcompiler.errors import InputError
+    from parcompiler.request import Request
+
+    try:
+        saved = Request.saved(checkpoint)
+    except InputError:
         return {}
-    options = ", ".join(f"{name}={value}" for name, value in sorted(saved["options"].items()))
+    options = ", ".join(f"{name}={value}" for name, value in sorted(saved.options.items()))
     return {
-        "model": saved.get("model") or "not said",
+        "model": saved.model or "not said",
         "options": options or "the defaults",
-        "batch": f"{saved['microbatches']} micro-batches of {saved['samples']} samples",
+        "batch": f"{saved.microbatches} micro-batches of {saved.samples} samples",
     }
 
 
