@@ -155,7 +155,7 @@ def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
             found = pc.compile(
                 program, mesh, microbatches=4, schedule=schedule, vocabulary=vocabulary, zero=zero
             )
-        except pc.ParCompilerError as error:
+        except pc.ParcompilerError as error:
             assert "vocabulary" in str(error), error
             continue
         verification = found.verify(seed=0)
