@@ -189,7 +189,8 @@ def test_an_export_trains_under_torchrun_and_data_ranks_take_batches_in_turn(fol
     assert scripts == [*(f"rank_{r}.py" for r in range(4)), "stage_0.py", "stage_1.py"]
     save_file({key: t[: rows - 1] for key, t in data.items()}, out / "short.safetensors")
     text = torchrun(4, out / "main.py", "--data", str(out / "short.safetensors"), ok=False)
-    assert f"less than one batch for each of 2 data ranks ({rows} rows needed)" in text
+    short = f"({rows - 1} of {rows}: {rows // 2} for each data rank)"
+    assert f"the data has fewer samples than a step takes {short}" in text
 
 
 def test_a_loaded_program_has_the_instructions_of_every_rank(folder: Path) -> None:
