@@ -178,7 +178,9 @@ def compile(
         with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)
-            limits = MemoryLimits(costs_of_stages, list(problem.memories), vocabulary_costs)
+            limits = MemoryLimits(
+                costs_of_stages, [d.memory for d in problem.devices], vocabulary_costs
+            )
             verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
 

@@ -16,7 +16,6 @@ from parcompiler.spmd.placement import parse
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")  # for a vocabulary on all ranks
 MOST_PASSES = 2**18  # forwards of all stages in a step; a quarter of them takes 0.7 GB to plan
-MOST_ZERO = 2  # the highest level of ZeRO that "auto" weighs
 PRECISIONS = {
     None: None,
     "fp32": torch.float32,

@@ -37,11 +37,12 @@ from parcompiler.device import Device
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
-from parcompiler.options import MOST_ZERO, Options
+from parcompiler.options import Options
 from parcompiler.plan import Plan, TemplateTime, VocabularyTime
 
 Found = TypeVar("Found")
 
+SPARE = 50  # so small a part of the memory stays free where parameters are gathered
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 
 
@@ -247,7 +248,13 @@ class Problem:
         """The level of ZeRO by which memory counts; the highest while that is open."""
         if self.mesh.data == 1 or self.options.asynchronous:
             return 0
-        return self.options.zero if isinstance(self.options.zero, int) else MOST_ZERO
+        return self.options.zero if isinstance(self.options.zero, int) else self.most_zero
+
+    @property
+    def most_zero(self) -> int:
+        """The highest level that "auto" weighs: the third without a pipeline, under which every
+        micro-batch would gather anew."""
+        return 3 if self.mesh.pipeline == 1 else 2
 
     @property
     def gathers(self) -> bool:
@@ -293,8 +300,10 @@ class Problem:
 
     @property
     def memories(self) -> tuple[int, ...]:
-        """The bytes of each rank of the pipeline."""
-        return tuple(device.memory for device in self.devices)
+        """The bytes of each rank of the pipeline that a plan may take: less than all where gathers
+        are between its blocks, which lists time and order in ways that an estimate does not."""
+        sizes = (device.memory for device in self.devices)
+        return tuple(size - size // SPARE if self.gathers else size for size in sizes)
 
     @cached_property
     def levels(self) -> range:
@@ -336,7 +345,9 @@ class Problem:
         def joined(action: str, nbytes: int) -> float:
             ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
             rows = (self.mesh.grid.replicas([rank]) for rank in ranks)
-            return max(collective.joined(self.mesh, action, nbytes, row) for row in rows)
+            count = math.ceil(nbytes / BUCKET) if action == "reduce-scatter" else 1
+            each = nbytes / max(1, count)
+            return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
 
         known = functools.cache(joined)
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -12,7 +12,7 @@ from torch import fx
 from parcompiler.cost import collective
 from parcompiler.graph import Block, Parameter, nbytes_of
 from parcompiler.instruction import HEAD
-from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint
+from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, in_flight
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import BUCKET, Priced, Problem
@@ -83,11 +83,15 @@ def costs(
         every = _blocks(problem, plan)
         key = "stage costs", *_known(plan)
         return problem.once(key, lambda: _costs(problem, plan, _held(problem, plan, every)))
-    return _costs(problem, plan, tensors)
+    return _costs(problem, plan, tensors, lowered=True)
 
 
-def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tuple[StageCost, ...]:
-    """The same, for stages that hold these tensors."""
+def _costs(
+    problem: Problem, plan: Plan, held: Sequence[Collection[str]], *, lowered: bool = False
+) -> tuple[StageCost, ...]:
+    """The same, for stages that hold these tensors. Of `lowered` ones the lists say when parameters
+    are gathered, and that is no part of what they compute."""
+    timed = problem.at_zero("auto").under(plan) if lowered else problem.under(plan)
     blocks = _blocks(problem, plan)
     placement = [choice.rank for choice in plan.stages or ()]
     users = Counter(
@@ -95,7 +99,8 @@ def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tup
     )
     homes = [(rank, b) for rank, own in zip(placement, blocks, strict=True) for b in own]
     seen: set[tuple[int, str]] = set()
-    exchanges: dict[int, list[Exchanged]] = defaultdict(list)
+    orders = [tuple(sorted(own)) for own in blocks]
+    each = [exchanged(problem, timed, order) for order in orders]
     found = []
     for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
         rank = placement[j]
@@ -103,17 +108,22 @@ def _costs(problem: Problem, plan: Plan, held: Sequence[Collection[str]]) -> tup
         seen.update((rank, name) for name in names)
         alone = {name for name in names if users[rank, name] == 1}
         beside = {b for home, b in homes if home == rank}.difference(own)
-        cost = _cost(problem, plan, j, own, new, alone, beside)
-        found.append(cost)
-        exchanges[rank].append(exchanged(problem, problem.under(plan), own))
-    for rank, parts in exchanges.items():
+        exchange = each[j]
+        if lowered and problem.gathers:
+            here = [k for k, home in enumerate(placement) if home == rank]
+            done = [size for k in reversed(here) if k > j for size, _ in each[k].buckets]
+            every = [each[k] for k in here]
+            later = in_flight(every, done) - in_flight(every)
+            exchange = exchange._replace(gathered=(), later=later)
+        cost = _cost(problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange)
+        found.append(replace(cost, gathered=sum(each[j].gathered) if lowered else 0))
+    for rank in dict.fromkeys(placement):
+        parts = [each[k] for k, home in enumerate(placement) if home == rank]
         first = placement.index(rank)
         left, last = zip(*(part.at_end for part in parts), strict=True)
         found[first] = replace(
             found[first],
-            resident=found[first].resident
-            + problem.held_batch_bytes
-            + max(part.in_flight for part in parts),
+            resident=found[first].resident + problem.held_batch_bytes + in_flight(parts),
             update=found[first].update + sum(left) + max(last),
         )
     return tuple(found)
@@ -152,23 +162,23 @@ def _cost(
     problem: Problem,
     plan: Plan,
     j: int,
-    blocks: Sequence[int],
+    priced: Priced,
+    blocks: tuple[int, ...],
     tensors: Sequence[Parameter],
     alone: AbstractSet[str],
     beside: AbstractSet[int],
+    exchange: Exchanged,
 ) -> StageCost:
     """The cost of some blocks as stage `j`, which holds some tensors, those in `alone` as the only
     one of its rank; `beside` are the blocks of the others."""
     assert plan.stages is not None
     schedule, rank = outline(plan), plan.stages[j].rank
-    priced = problem.under(plan).on(rank)
     stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
     own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
     made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
-    differentiable, order = problem.graph.differentiable, tuple(sorted(blocks))
-    exchange = exchanged(problem, priced, order)
-    bytes_of = Footprint(priced, order, differentiable, weights, beside, exchange)
+    differentiable = problem.graph.differentiable
+    bytes_of = Footprint(priced, blocks, differentiable, weights, beside, exchange)
     return StageCost(
         forward=sum(priced.forward[b] for b in blocks),
         backward=sum(priced.backward[b] for b in blocks),

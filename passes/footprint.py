@@ -38,7 +38,8 @@ class Exchanged(NamedTuple):
     the backward of each block makes, `gathered` its parameters if they are in parts.
 
     So many `ranks` share out what `level` says. Gradients go together in `buckets`, each with the
-    block that completes it, in the order of the backward. `copied` is the copy of the last.
+    block that completes it, in the order of the backward. `copied` is the copy of the last,
+    `later` what more is on its way than `in_flight` when the stage begins to go back.
     """
 
     level: int = 0
@@ -47,35 +48,24 @@ class Exchanged(NamedTuple):
     gathered: Sequence[int] = ()
     buckets: Sequence[tuple[int, int]] = ()
     copied: int = 0
+    later: int = 0
 
     def forward(self, k: int) -> int:
         """While a block runs: its parameters, and those of the next on their way."""
-        return sum(self.gathered[k : k + 1]) + self._on_its_way(self.gathered[k + 1 : k + 2])
+        return sum(self.gathered[k : k + 2])
 
     def backward(self, k: int) -> int:
         """While a block goes back: the same, and where parts of gradients stay, those of the blocks
         behind that wait for their bucket or are on their way, more than those `in_flight`."""
-        late = 0
-        if self.level == 2:
+        late = self.later
+        if self.level >= 2:
             done = [size for size, at in self.buckets if at > k]
-            late = sum(self.made[k + 1 :]) - sum(done) + self._latest(done) - self._latest([])
-        next_one = self.gathered[max(0, k - 1) : k]
-        return sum(self.gathered[k : k + 1]) + self._on_its_way(next_one) + late
+            late += sum(self.made[k + 1 :]) - sum(done) + self.latest(done) - self.latest()
+        return sum(self.gathered[max(0, k - 1) : k + 1]) + late
 
     def own(self, k: int) -> int:
         """Gradients that a block makes anew where parts of them stay."""
         return self.made[k] if self.level >= 2 else 0
-
-    @property
-    def in_flight(self) -> int:
-        """From the first backward on: two buckets on their way to parts, and what comes of them; of
-        blocks that are gathered one by one the largest two neighbours."""
-        if self.level < 2:
-            return 0
-        if self.level == 2:
-            return self._latest([])
-        sizes = [size for size, _ in self.buckets]
-        return max(self._on_its_way(sizes[n : n + IN_FLIGHT]) for n in range(len(sizes) or 1))
 
     @property
     def at_end(self) -> tuple[int, int]:
@@ -86,18 +76,32 @@ class Exchanged(NamedTuple):
             return 0, 0
         return sum(self.made) // self.ranks if self.level else 0, self.copied
 
-    def _latest(self, done: Sequence[int]) -> int:
+    def latest(self, done: Sequence[int] = ()) -> int:
         """The last buckets on their way when so many of this backward have gone."""
         before = [size for size, _ in self.buckets] * IN_FLIGHT  # of micro-batches before
-        return self._on_its_way([*before, *done][-IN_FLIGHT:])
+        return self.on_its_way([*before, *done][-IN_FLIGHT:])
 
-    def _on_its_way(self, sizes: Sequence[int]) -> int:
+    def on_its_way(self, sizes: Sequence[int]) -> int:
         """Something whole and a rank's part of it."""
         return sum(size + size // self.ranks for size in sizes)
 
 
 NOTHING = Exchanged()
 IN_FLIGHT = 2  # buckets
+
+
+def in_flight(stages: Sequence[Exchanged], done: Sequence[int] = ()) -> int:
+    """Bytes on a rank with some stages from the first backward on: two buckets on their way to
+    parts, and what comes of them; and what a rank sends of parameters that are gathered next.
+    Buckets of so many bytes are `done` in this backward."""
+    one = stages[0]
+    if one.level < 2:
+        return 0
+    gathered = max((size for stage in stages for size in stage.gathered), default=0)
+    if one.level == 2:
+        return max(stage.latest() for stage in stages)
+    buckets = [bucket for stage in reversed(stages) for bucket in stage.buckets]
+    return one._replace(buckets=buckets).latest(done) + gathered // one.ranks
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,14 @@ class Footprint:
         kept = {node for k in range(len(self.blocks)) for node in self._keeps(k)}
         if self.beside:
             kept |= {node for block in self._parts for node in block.outputs if self._given(node)}
+        if self._units:
+            kept |= {node for node, (maker, reader) in self._uses.items() if 0 <= maker < reader}
         return kept
+
+    @property
+    def _units(self) -> Collection[int]:
+        """The blocks, where parameters of each are gathered: they give each other values then."""
+        return self.blocks if any(self.exchange.gathered) else ()
 
     def _given(self, node: fx.Node) -> bool:
         """Whether another stage of this rank uses a value."""
@@ -332,7 +343,7 @@ class Footprint:
     def _results(self, k: int) -> Iterator[fx.Node]:
         """The outputs of a block that no block here reads, and that have gradients."""
         for node in self._parts[k].outputs:
-            if self._uses[node][1] < 0 and self._has_gradient(node):
+            if (self._units or self._uses[node][1] < 0) and self._has_gradient(node):
                 yield node
 
     def _has_gradient(self, node: fx.Node) -> bool:
@@ -342,7 +353,7 @@ class Footprint:
     def _is_sent(self, node: fx.Node) -> bool:
         """Whether a block of another rank uses it, which nobody here does."""
         homes = {self.priced.home[user] for user in node.users if user in self.priced.home}
-        return not homes <= {*self.beside}
+        return not homes <= {*self.beside, *self._units}
 
 
 def _first(cost: BlockCost, made: int) -> int:

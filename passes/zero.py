@@ -32,9 +32,9 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
-from parcompiler.options import MOST_ZERO
 from parcompiler.passes.estimate import costs, estimate, held
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import BUCKET, Problem
 from parcompiler.schedules.planned import outline
@@ -91,10 +91,13 @@ def _lowest(
     rank_problem = local(problem, lean)
     if share_of(rank_problem, lean, 0).fits:
         return dataclasses.replace(lean, zero=0)
-    shares = [share_of(rank_problem, lean, level) for level in range(MOST_ZERO + 1)]
+    shares = [share_of(rank_problem, lean, level) for level in range(problem.most_zero + 1)]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - GAIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
-    best = None if first is None else (first.step, dataclasses.replace(lean, zero=first.level))
+    best = None
+    if first is not None:  # what a solver said of it may be of blocks that gather nothing
+        chosen = dataclasses.replace(lean, zero=first.level)
+        best = first.step, reconsidered(local(problem, chosen), chosen)
     least, refusal = estimate(rank_problem, lean).step_time, None
     for share in reversed(shares):
         apart = share.exposed if share.level < 3 else 0.0  # gathers are a part of compute

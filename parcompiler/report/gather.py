@@ -17,7 +17,6 @@ from parcompiler.cost import Operation
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
-from parcompiler.options import MOST_ZERO
 from parcompiler.passes.zero import DataShare, share_of, tensors
 from parcompiler.plan import Plan, Solution
 from parcompiler.problem import Priced, Problem
@@ -104,7 +103,9 @@ def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
     served = plan.updates is not None and plan.updates.way in ("parameter-server", "asynchronous")
     if plan.zero is None or problem.options.asynchronous or served:
         return ()
-    return tuple(share_of(problem, plan, level) for level in range(MOST_ZERO + 1))
+    return tuple(
+        share_of(problem, plan, level) for level in range(max(problem.most_zero, plan.zero) + 1)
+    )
 
 
 def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:

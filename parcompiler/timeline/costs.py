@@ -46,7 +46,8 @@ class StageCost:
 
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
     among them are there from the `first` backward of a step on. `update` are added in the
-    optimizer's step.
+    optimizer's step. `gathered` are its parameters, from when data ranks begin to make them whole
+    until they are in parts again.
     A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 
@@ -63,6 +64,7 @@ class StageCost:
     update: int = 0
     first: First = field(default_factory=First)
     trained: bool = True
+    gathered: int = 0
 
     @property
     def early(self) -> int:

@@ -142,6 +142,7 @@ class _RankTasks:
     used: dict[Exchange, int] = field(default_factory=dict)  # the last task that uses it
     unsharded: Counter[Instruction] = field(default_factory=Counter)  # how many alike there were
     gathered: dict[int | None, int] = field(default_factory=dict)  # what a stage waits for
+    whole: dict[int | None, tuple[Exchange, int]] = field(default_factory=dict)  # since which task
 
 
 class _Builder:
@@ -224,9 +225,12 @@ class _Builder:
                 self._join(at, line)
             elif line.kind is Kind.UNSHARD:
                 self._unshard(at, line)
+            elif line.kind is Kind.RESHARD and line.stage in at.whole:
+                self.buffers.append(Buffer(at.rank, *at.whole.pop(line.stage), (at.last,)))
             elif line.kind in ENDS:
                 self._join(at, line)
                 self._task(at, line, [self._exchange(line)])
+        self.buffers += (Buffer(at.rank, *since, ()) for since in at.whole.values())
         for what, begin in at.buffers.items():
             last = (at.used[what],) if what in at.used else ()
             self.buffers.append(Buffer(at.rank, what, begin, last))
@@ -244,6 +248,7 @@ class _Builder:
         at.unsharded[line] += 1  # a backward may have one like that of its forward
         self._join(at, line, at.unsharded[line])
         at.gathered[line.stage] = self._exchange(line, at.unsharded[line])
+        at.whole.setdefault(line.stage, (line, at.last))
 
     def _work(self, at: _RankTasks, line: Instruction) -> None:
         """Something to compute, with all that it uses."""

@@ -70,6 +70,9 @@ class TaskPrices:
 
     def size(self, what: Exchange) -> int:
         """Bytes of a message, or of what a collective leaves on a rank."""
+        if isinstance(what, Instruction) and what.kind is Kind.UNSHARD:
+            assert what.stage is not None
+            return self.costs[what.stage].gathered
         if what.value is None or (isinstance(what, Instruction) and what.kind is Kind.EXCHANGE):
             return 0
         return self.message_bytes[what.value]

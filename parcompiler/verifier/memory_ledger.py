@@ -9,6 +9,7 @@
     a received value               RECV             to   the last BACKWARD or BACKWARD_INPUT
                                                          of its readers
     a received gradient            RECV             to   BACKWARD or BACKWARD_INPUT
+    gathered parameters            UNSHARD          to   RESHARD
     gradients of masters           in the optimizer's step behind the list
 
 and of the vocabulary, where every rank has rows of it,
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import COMPUTE, HEAD, TRANSFERS, Kind
+from parcompiler.instruction import COMPUTE, HEAD, SHARDING, TRANSFERS, Kind
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import Made, StageCost, VocabularyCost
 from parcompiler.verifier.fault import Fault
@@ -121,6 +122,11 @@ def _ledgers(step: StepIndex, costs: Sequence[StageCost]) -> list[MemoryLedger]:
                 ledger.gradients[place] = made.of.get(j, 0) - before
             ledger.in_flight += ((at, j, 1) for at in step.computed[Kind.FORWARD, j].values())
             ledger.in_flight += ((at, j, -1) for at in step.done[j].values())
+    for ledger, own in zip(ledgers, step.lists, strict=True):
+        for place, line in enumerate(own):
+            if line.kind in SHARDING and line.stage is not None and 0 <= line.stage < len(costs):
+                side = ledger.arriving if line.kind is Kind.UNSHARD else ledger.leaving
+                side[place] += costs[line.stage].gathered
     for crossing in step.wiring.crossings:
         value = step.wiring.lowered.values.get(crossing.name)
         if value is None or crossing.source == crossing.target:

@@ -79,7 +79,7 @@ def test_what_is_recomputed_is_predicted() -> None:
     assert again[0].peak < 0.9 * plain[0].peak
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "pipeline", "data", "precision"), [("gpt", 2, 2, None), ("llama", 1, 4, "bf16")]
 )

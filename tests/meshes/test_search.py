@@ -178,10 +178,10 @@ def test_the_plan_is_one_of_its_mesh() -> None:
 
 
 def test_the_report_says_which_meshes_were_considered() -> None:
-    device = fits(110 * 2**20)
+    device = fits(150 * 2**20)
     program = pc.compile(
         captured(LARGE), pc.Cluster(1, 8, device), microbatches=8, schedule="1f1b",
-        vocabulary="whole",
+        vocabulary="whole", zero=1,
     )  # fmt: skip
     report = program.report()
     text = report.to_text(160)

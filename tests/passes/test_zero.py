@@ -54,16 +54,19 @@ def test_states_are_shared_out_where_memory_wants_it() -> None:
     parts = states / 2 / 4  # of gradients, which the optimizer takes behind whole ones
     assert states * 3 / 4 - parts <= whole - shared <= states * 3 / 4
     tight = compiled(memory=(whole + shared) // 2)
-    assert tight.plan.zero == 1
+    assert tight.lowered.zero == tight.plan.zero
     assert not tight.plan.recompute
-    assert tight.lowered.zero == 1
+    fits = {share.level: share for share in tight.report().levels if share.fits}
+    assert set(fits) == {1, 2, 3}
+    least = min(share.step for share in fits.values())
+    assert fits[tight.plan.zero or 0].step <= 1.01 * least
     assert compiled(memory=(whole + shared) // 2, plan=tight.plan).plan == tight.plan
 
 
 def test_recomputing_is_not_worth_it_where_shared_states_do() -> None:
     whole = max(compiled(zero=0).simulate().peak_memory)
     tight = compiled(memory=int(whole * 0.97))
-    assert tight.plan.zero == 1
+    assert tight.plan.zero
     forced = compiled(memory=int(whole * 0.97), zero=0)
     assert forced.plan.recompute
     assert tight.simulate().step_time < forced.simulate().step_time
@@ -73,21 +76,23 @@ def test_gradients_are_shared_out_where_states_alone_do_not_fit() -> None:
     first, second = (max(compiled(zero=z).simulate().peak_memory) for z in (1, 2))
     assert second < first
     tight = compiled(memory=(first + second) // 2)
-    assert tight.plan.zero == tight.lowered.zero == 2
     assert not tight.plan.recompute
     levels = tight.report().levels
-    assert [share.fits for share in levels[:3]] == [False, False, True]
+    assert [share.fits for share in levels] == [False, False, True, True]
     assert levels[2].gradients < levels[1].gradients == levels[0].gradients
     assert levels[1].states == levels[2].states < levels[0].states
-    assert tight.report().ranks[0].gradients == levels[2].gradients
+    assert levels[3].parameters < levels[2].parameters == levels[0].parameters
+    assert tight.report().ranks[0].gradients == levels[tight.plan.zero or 0].gradients
 
 
 def test_what_a_level_takes_is_what_a_plan_with_it_takes() -> None:
     levels = compiled().report().levels
     for share in levels:
         forced = compiled(zero=share.level).simulate()
-        assert share.memory == max(forced.peak_memory)
-        assert share.step == pytest.approx(forced.step_time, rel=0.02)
+        # Of the third level the lists of a program say more than an estimate: each gather.
+        near = 0.02 if share.level < 3 else 0.05
+        assert share.memory == pytest.approx(max(forced.peak_memory), rel=near)
+        assert share.step == pytest.approx(forced.step_time, rel=near)
 
 
 def test_tensors_that_no_operator_reads_count_with_the_first_stage() -> None:
