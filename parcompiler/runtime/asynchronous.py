@@ -204,9 +204,10 @@ class Serving:
         if r == 0:
             message = self._own.get()
         else:
-            assert self._stepper is not None
+            # The main thread may be in a backward: no gradient of its parameters may be looked at.
+            numbers = 1 + len(self._parameters) + len(self._options)
             shapes = self._flat({name: p.detach() for name, p in self._parameters.items()})
-            message = [self._header(self._stepper, torch.ones(())), *shapes]
+            message = [torch.zeros(numbers, dtype=torch.float64), *shapes]
             for tag, tensor in zip((HEADER, *[GRADIENT] * len(shapes)), message, strict=True):
                 self._channels.receive_beside(tensor, self._ranks[r], tag)
         assert self._stepper is not None, "a gradient comes from a rank that has an optimizer"

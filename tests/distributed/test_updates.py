@@ -14,6 +14,7 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.instruction import Kind
 from parcompiler.models import gpt
 from parcompiler.verifier import verify
+from tests import zoo
 
 
 def compiled(mesh: dict[str, Any], *, tied: bool = False, **options: Any) -> pc.Program:
@@ -155,3 +156,29 @@ def test_what_ways_mean_for_the_numbers_is_in_the_report() -> None:
     ):
         text = str(compiled({"data": 2}, **options).report())
         assert words in " ".join(text.split()), text
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"updates": "parameter-server"},
+    {"updates": "local", "every": 2},
+    {"updates": "asynchronous", "staleness": 1},
+    {"compression": "bf16"},
+    {"compression": "powersgd", "compression_rank": 2},
+)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt-tied", "llama", "t5", "resnet", "moe", "gpt-dropout"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_every_way_is_exact_on_every_mesh(name: str, options: dict[str, Any]) -> None:
+    model, inputs = zoo.build(name)
+    program = pc.compile(model, pc.Mesh(), inputs, microbatches=1, progress=False)
+    for pipeline, tensor, data in ((1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 1, 3)):
+        mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=data)
+        try:
+            found = pc.compile(program, mesh, microbatches=2, progress=False, **options)
+        except pc.InputError as error:
+            assert name == "resnet" and "statistics" in str(error), error
+            continue
+        verification = found.verify()
+        assert verification.ok, (mesh, str(verification))
