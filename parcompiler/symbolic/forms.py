@@ -112,7 +112,7 @@ def states_of(problem: Problem, block: Block) -> dict[str, list[float]]:
     tensors = [problem.graph.by_name[binding.name] for binding in block.tensors]
     tensors = [tensor for tensor in tensors if tensor.trainable]
     nbytes: list[float] = [tensor.nbytes for tensor in tensors]
-    optimizer: list[float] = [problem.state_bytes(one) - 2 * one.nbytes for one in tensors]
+    optimizer: list[float] = [problem.kept_bytes(one)[2] for one in tensors]
     return {"parameters": nbytes, "gradients": nbytes, "optimizer": optimizer}
 
 
