@@ -69,8 +69,9 @@ def test_sums_are_not_part_of_the_compute_and_end_with_the_step() -> None:
     assert tracks.isdisjoint(e["tid"] for e in trace["traceEvents"] if e.get("cat") == "forward")
 
 
-def test_memory_counts_what_bringing_a_bucket_together_takes() -> None:
+def test_memory_counts_a_bucket_behind_the_last_backward_when_activations_are_gone() -> None:
     one, four = program(1).simulate(), program(4).simulate()
-    extra = program(4).problem.bucket_bytes
-    assert extra == 25 * 2**20
-    assert [b - a for a, b in zip(one.peak_memory, four.peak_memory, strict=True)] == [extra] * 2
+    bucket = program(4).problem.bucket_bytes
+    assert bucket == 25 * 2**20
+    grown = [b - a for a, b in zip(one.peak_memory, four.peak_memory, strict=True)]
+    assert all(0 < more < bucket for more in grown)  # tests/memory compares with MemTracker
