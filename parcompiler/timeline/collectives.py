@@ -25,6 +25,13 @@ from typing import NamedTuple
 from parcompiler.instruction import BACKWARDS, Kind
 from parcompiler.schedules.action import Action
 
+KIND_OF = {
+    "x": Kind.BROADCAST,
+    "x.grad": Kind.REDUCE,
+    "e": Kind.REDUCE,
+    "e.grad": Kind.BROADCAST,
+}  # everything else is an EXCHANGE
+
 
 class Collective(NamedTuple):
     """A collective for a micro-batch: `what` is x, x.grad, e, e.grad, or what is exchanged.
@@ -59,6 +66,14 @@ class SharedLayers:
         """What follows S, and NORMALIZE where there is one."""
         exact = self.method in ("naive", "interlaced")
         return ("maximum", "sum") if exact else ("statistics",)
+
+
+def rows_of(layers: SharedLayers) -> Iterator[tuple[str, int]]:
+    """What collectives there are for each micro-batch, with the number of an embedding."""
+    for k in range(len(layers.users)):
+        yield from (("e", k), ("e.grad", k))
+    if layers.source is not None:
+        yield from ((what, 0) for what in ("x", *layers.exchanges, "x.grad"))
 
 
 def done(action: Action) -> Action:

@@ -7,7 +7,7 @@ its receive was posted to its last use, a sent one until it is out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
 from operator import itemgetter
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from parcompiler.instruction import COMPUTE, HEAD, Kind
 from parcompiler.schedules.staleness import ScheduledLine
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
-from parcompiler.timeline.run import START, Moments
+from parcompiler.timeline.run import EXACT, INFINITY, START, Moments
 
 Change = tuple[float, int]  # second, bytes more from then on
 Place = tuple[int | None, int | None]  # stage and micro-batch
@@ -111,15 +111,23 @@ def _computing(
             yield end, -vocabulary.saved
 
 
-def peaks(changes: Iterable[Iterable[Change]]) -> tuple[int, ...]:
-    """The most bytes on each rank."""
-    return tuple(max(size for _, size in levels(own)) for own in changes)
+def most_between(steps: Sequence[tuple[float, int]], begin: float, end: float) -> int:
+    """The most bytes from one moment to another, of those that are held from each second on."""
+    until = [second for second, _ in steps[1:]]
+    pairs = zip(steps, [*until, INFINITY], strict=True)
+    return max(
+        size for (second, size), next_second in pairs if second < end and next_second > begin
+    )
 
 
-def levels(changes: Iterable[Change]) -> tuple[tuple[float, int], ...]:
-    """The bytes held from each change on; what happens at one moment happens at once."""
-    size, by_second = 0, {0.0: 0}
+def levels(changes: Sequence[Change]) -> tuple[tuple[float, int], ...]:
+    """The bytes held from each change on; what happens at one moment, but for the rounding of sums
+    of seconds, happens at once."""
+    size, now, by_second = 0, 0.0, {0.0: 0}
+    rounding = EXACT * max(second for second, _ in changes)
     for second, change in sorted(changes, key=itemgetter(0)):
         size += change
-        by_second[second] = size
+        if second > now + rounding:
+            now = second
+        by_second[now] = size
     return tuple(next(same) for _, same in groupby(by_second.items(), key=itemgetter(1)))

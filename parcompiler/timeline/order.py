@@ -8,18 +8,19 @@ has one for each rank. Messages and collectives have rows behind: a row holds fo
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parcompiler.instruction import BACKWARDS, EMBEDDING, Kind
+from parcompiler.instruction import BACKWARDS, COMPUTE, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Action
-from parcompiler.timeline.collectives import Collective, SharedLayers, needs, placed
+from parcompiler.timeline.collectives import Collective, SharedLayers, needs, placed, rows_of
 from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import START, Tasks, run
+from parcompiler.timeline.steady import RepeatingOrder
 
 PLACE = {  # both backwards give what other stages wait for, so they share a place
     Kind.FORWARD: 0,
@@ -96,11 +97,14 @@ class OrderTasks:
         self.sends: list[list[Send]] = [[] for _ in range(self.classes)]
         self.joint: dict[int, int] = {}  # by row: how many backwards a gradient waits for
         self.rows: list[Send] = []  # from `size` on, m numbers each
+        self.collectives: dict[tuple[str, int], int] = {}  # rows behind those of messages
         for j in range(len(placement)):
             self.needs[3 * j + 1].append(3 * j * m)
             self.needs[3 * j + 2].append((3 * j + 1) * m)
         for number, link in enumerate(links):
             self._connect(number, link)
+        for row, what in enumerate(rows_of(layers) if layers else (), len(self.rows)):
+            self.collectives[what] = self.size + row * m
 
     def _connect(self, number: int, link: StageLink) -> None:
         """The needs and sends of one value and its gradient."""
@@ -160,11 +164,20 @@ class OrderTasks:
         )
 
     def seconds(
-        self, compute: Sequence[float], messages: Sequence[tuple[float, float]]
+        self,
+        compute: Sequence[float],
+        messages: Sequence[tuple[float, float]],
+        collectives: Callable[[str], float] = lambda what: 0.0,
     ) -> list[float]:
-        """By task: `compute` by class, `messages` the seconds of each link and of its gradient."""
+        """By task: `compute` by class, `messages` the seconds of each link and of its gradient,
+        `collectives` those of each of the shared layers."""
         by_row = [messages[sent.number][sent.gradient] for sent in self.rows]
-        return [value for value in (*compute, *by_row) for _ in range(self.microbatches)]
+        shared = [collectives(what) for what, _ in self.collectives]
+        return [value for value in (*compute, *by_row, *shared) for _ in range(self.microbatches)]
+
+    def collective(self, one: Collective) -> int:
+        """The number of a collective."""
+        return self.collectives[one.what, one.number] + one.microbatch
 
 
 def walked(
@@ -208,11 +221,12 @@ class OrderWalk:
         self.items: Sequence[Sequence[Action | Collective]] = (
             orders if layers is None else placed(pipeline.placement, orders, layers)
         )
+        self._memory: dict[AbstractSet[int], OrderMemory] = {}
+        self.actions = [[item for item in own if isinstance(item, Action)] for own in self.items]
         self.codes = [
-            [pipeline.code(rank, item) for item in own if isinstance(item, Action)]
-            for rank, own in enumerate(self.items)
+            [pipeline.code(rank, action) for action in own] for rank, own in enumerate(self.actions)
         ]
-        tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
+        self.tasks = tasks = pipeline.tasks if layers is None else self._with_collectives(layers)
         seconds = [0.0] * (tasks.size + len(tasks.parties))
         for own, codes in zip(orders, self.codes, strict=True):
             for action, code in zip(own, codes, strict=True):
@@ -226,17 +240,26 @@ class OrderWalk:
             self.moments = run(replace(tasks, needs=free), self.codes, seconds)
             waiting = self.moments.stuck(self.codes)
 
+    @cached_property
+    def repeating(self) -> RepeatingOrder:
+        """The tasks, which may repeat in rounds of a micro-batch for each rank."""
+        m = self.pipeline.microbatches
+        return RepeatingOrder(self.tasks, self.codes, m, self.pipeline.ranks)
+
     def memory(self, untrained: AbstractSet[int] = frozenset()) -> OrderMemory:
-        """What these orders hold, without layers that all ranks share: buffers of messages from
-        when `steps` posts their receive to the last backward of their readers, or the forward of
-        those that are `untrained`."""
+        """What these orders hold where some stages are `untrained`. It is remembered."""
+        found = self._memory.get(untrained)
+        return found or self._memory.setdefault(untrained, self._holding(untrained))
+
+    def _holding(self, untrained: AbstractSet[int]) -> OrderMemory:
+        """What these orders hold: buffers of messages from when `steps` posts their receive to the
+        last backward of their readers, or the forward of those that are `untrained`."""
         m, unit = self.pipeline.microbatches, self.moments.ends
         lines = {
             code: (rank, item)
-            for rank, (own, codes) in enumerate(zip(self.items, self.codes, strict=True))
+            for rank, (own, codes) in enumerate(zip(self.actions, self.codes, strict=True))
             for code, item in zip(codes, own, strict=True)
-            if isinstance(item, Action)
-            and (item.kind is Kind.FORWARD or item.stage not in untrained)
+            if item.kind not in COMPUTE or item.kind is Kind.FORWARD or item.stage not in untrained
         }
         orders = [[code for code in own if code in lines] for own in self.codes]
         ends = [[unit[code] for code in own] for own in self.codes]
@@ -264,8 +287,36 @@ class OrderWalk:
             rank = lines[code][0]
             sent = Send(0, rank, rank, number, gradient)
             buffers.append(Buffer(rank, sent, code, messages))
+        if self.pipeline.layers is not None:
+            buffers += self._shared(self.pipeline.layers, lines, untrained)
         trained = {(a.stage, a.microbatch) for _, a in lines.values() if a.kind in BACKWARDS}
         return OrderMemory(orders, lines, buffers, trained)
+
+    def _shared(
+        self,
+        layers: SharedLayers,
+        lines: Mapping[int, tuple[int, Action]],
+        untrained: AbstractSet[int],
+    ) -> Iterator[Buffer]:
+        """The tensors of collectives on each rank: a part of a sum until that is over, and what the
+        rank gets of one until it is used for the last time."""
+        m, code = self.pipeline.microbatches, self.pipeline.code
+        head = {(r, a.microbatch): x for x, (r, a) in lines.items() if a.kind in HEAD}  # the last
+        for rank, at, item in self._behind():
+            what, k, i = item
+            if what == "x":
+                last = head[rank, i]
+            elif what == "e.grad":
+                last = code(rank, Action(Kind.EMBED_BACKWARD, k, i))
+            elif what in ("e", "x.grad"):
+                j = layers.users[k] if what == "e" else layers.source
+                assert j is not None
+                last = (3 * j + (j not in untrained)) * m + i
+                if not self._is_on(j, rank):
+                    last = self.pipeline.collective(item)
+            else:
+                continue
+            yield Buffer(rank, item, at, (last,))
 
     def _is_on(self, stage: int, rank: int) -> bool:
         """Whether a stage is on a rank."""
@@ -281,36 +332,38 @@ class OrderWalk:
         """The tasks with the collectives of the vocabulary where each rank comes to them."""
         pipeline, tasks = self.pipeline, self.pipeline.tasks
         wants, joins = list(tasks.needs), list(tasks.joins)
+        count = len(pipeline.collectives) * pipeline.microbatches
         first = tasks.size + len(tasks.parties)
-        number: dict[Collective, int] = {}
-        early: dict[Collective, int] = {}
-        for own, codes in zip(self.items, self.codes, strict=True):
-            left = iter(codes)
-            at: int | None = None
-            for item in own:
-                if isinstance(item, Action):
-                    at = next(left)
-                    meetings = [
-                        number.setdefault(x, first + len(number)) for x in needs(item, layers)
-                    ]
-                    wants[at] = [*wants[at], *meetings]
-                    continue
-                exchange = number.setdefault(item, first + len(number))
-                if at is None:
-                    early[item] = early.get(item, 0) + 1
-                else:
-                    joins[at] = [*joins[at], exchange]
-        parties = [pipeline.ranks - early.get(item, 0) for item in number]
-        lanes: list[tuple[int, ...]] = [()] * len(number)  # here they take no time
+        early = Counter[int]()
+        for _, at, item in self._behind():
+            number = pipeline.collective(item)
+            if at == START:
+                early[number] += 1
+            else:
+                joins[at] = [*joins[at], number]
+        for own, codes in zip(self.actions, self.codes, strict=True):
+            for action, code in zip(own, codes, strict=True):
+                if meetings := [pipeline.collective(x) for x in needs(action, layers)]:
+                    wants[code] = [*wants[code], *meetings]
         return Tasks(
             tasks.size,
             wants,
             joins,
-            [*tasks.parties, *parties],
-            [*tasks.lanes, *lanes],
-            tasks.num_lanes,
-            [number[item] for item, n in zip(number, parties, strict=True) if not n],
+            [*tasks.parties, *(pipeline.ranks - early[first + x] for x in range(count))],
+            [*tasks.lanes, *[(tasks.num_lanes,)] * count],
+            tasks.num_lanes + 1,
+            [number for number, ranks in early.items() if ranks == pipeline.ranks],
         )
+
+    def _behind(self) -> Iterator[tuple[int, int, Collective]]:
+        """The collectives of every rank in its order: the rank, and the task before each."""
+        for rank, (own, codes) in enumerate(zip(self.items, self.codes, strict=True)):
+            left, at = iter(codes), START
+            for item in own:
+                if isinstance(item, Action):
+                    at = next(left)
+                else:
+                    yield rank, at, item
 
     def steps(self) -> list[list[Step]]:
         """All that each rank does."""

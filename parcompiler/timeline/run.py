@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 INFINITY = float("inf")
+EXACT = 1e-12  # of a step: what rounding may make of equal sums of seconds
 START = -1  # stands for the begin of the step, where a task could
 
 
@@ -59,52 +61,65 @@ class Moments:
         return [(rank, k) for rank, k in stops if k is not None]
 
 
-def run(tasks: Tasks, orders: Sequence[Sequence[int]], seconds: Sequence[float]) -> Moments:
-    """Run the tasks of each rank in the order given; `seconds` are by task and exchange."""
+def run(
+    tasks: Tasks,
+    orders: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    known: Sequence[float] = (),
+) -> Moments:
+    """Run the tasks of each rank in the order given; `seconds` are by task and exchange.
+
+    `known` says when some of them begin already, and is infinite for the others.
+    """
     size, needs, joins = tasks.size, tasks.needs, tasks.joins
     lanes, lane_free = tasks.lanes, [0.0] * tasks.num_lanes
     missing, latest = list(tasks.parties), [0.0] * len(tasks.parties)
-    begins, ends = [INFINITY] * len(seconds), [INFINITY] * len(seconds)
+    begins = list(known) or [INFINITY] * len(seconds)
+    ends = list(map(add, begins, seconds))
     free, position = [0.0] * len(orders), [0] * len(orders)
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(orders)))
     for exchange in tasks.early:
         own = lanes[exchange - size]
-        begins[exchange] = begin = max((lane_free[lane] for lane in own), default=0.0)
-        ends[exchange] = end = begin + seconds[exchange]
+        if begins[exchange] == INFINITY:
+            begins[exchange] = begin = max((lane_free[lane] for lane in own), default=0.0)
+            ends[exchange] = begin + seconds[exchange]
         for lane in own:
-            lane_free[lane] = end
+            lane_free[lane] = ends[exchange]
     while ready:
         rank = ready.pop()
         order, now = orders[rank], free[rank]
         for k in range(position[rank], len(order)):
             task = order[k]
-            begin = now
-            for need in needs[task]:
-                if ends[need] > begin:
-                    begin = ends[need]
-                    if begin == INFINITY:
-                        waiting.setdefault(need, []).append(rank)
-                        break
-            if begin == INFINITY:
-                position[rank] = k
-                break
-            begins[task] = begin
-            ends[task] = now = begin + seconds[task]
+            if ends[task] == INFINITY:
+                begin = now
+                for need in needs[task]:
+                    if ends[need] > begin:
+                        begin = ends[need]
+                        if begin == INFINITY:
+                            waiting.setdefault(need, []).append(rank)
+                            break
+                if begin == INFINITY:
+                    position[rank] = k
+                    break
+                begins[task] = begin
+                ends[task] = begin + seconds[task]
+            now = ends[task]
             for exchange in joins[task]:
                 x = exchange - size
                 if missing[x] > 1:
                     missing[x] -= 1
                     latest[x] = max(latest[x], now)
                     continue
-                begin = now if now > latest[x] else latest[x]
+                if ends[exchange] == INFINITY:
+                    begin = now if now > latest[x] else latest[x]
+                    for lane in lanes[x]:
+                        if lane_free[lane] > begin:
+                            begin = lane_free[lane]
+                    begins[exchange] = begin
+                    ends[exchange] = begin + seconds[exchange]
                 for lane in lanes[x]:
-                    if lane_free[lane] > begin:
-                        begin = lane_free[lane]
-                begins[exchange] = begin
-                ends[exchange] = end = begin + seconds[exchange]
-                for lane in lanes[x]:
-                    lane_free[lane] = end
+                    lane_free[lane] = ends[exchange]
                 if exchange in waiting:
                     ready += waiting.pop(exchange)
         else:

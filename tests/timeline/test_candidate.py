@@ -128,14 +128,36 @@ def test_the_simulator_says_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(36))
 def test_a_steady_state_that_is_multiplied_is_the_whole_step(seed: int) -> None:
+    check_many(seed, random.Random(seed).randint(70, 140), unevenness=None)
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_ranks_that_drift_apart_for_hundreds_of_microbatches_are_multiplied(seed: int) -> None:
+    check_many(seed, random.Random(seed).randint(150, 250), unevenness=0.01)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("unevenness", [0.3, 0.01, 0.001])
+@pytest.mark.parametrize("seed", range(18, 120))
+def test_many_orders_are_multiplied(seed: int, unevenness: float) -> None:
+    check_many(seed, random.Random(seed).randint(150, 500), unevenness)
+
+
+def check_many(seed: int, m: int, unevenness: float | None) -> None:
+    """The seconds and bytes of many micro-batches, found from a few and run as a whole; stages that
+    are uneven by a share, or in any way."""
     chance = random.Random(seed)
-    name, p, m = NAMES[seed % len(NAMES)], chance.randint(2, 4), chance.randint(70, 140)
+    name, p = NAMES[seed % len(NAMES)], chance.randint(2, 6)
     stages_per_rank = chance.randint(2, 3) if name == "interleaved" else 1
 
     def at(microbatches: int) -> Schedule:
         return build(name, p, microbatches, stages_per_rank)
 
     costs = random_costs(chance, len(at(1).placement))
+    if unevenness is not None:
+        for j, cost in enumerate(costs):
+            f, b, w = (chance.uniform(1 - unevenness, 1 + unevenness) for _ in range(3))
+            costs[j] = replace(cost, forward=f, backward=2 * b, weight=0.9 * w)
     messages = random_messages(chance, len(at(1).placement))
     whole = timing(at(m), costs, messages)
     found = timing_of_many(at, m, costs, messages)

@@ -1,0 +1,226 @@
+"""The step of many micro-batches from runs of a few: steady states are multiplied, not run.
+
+    rank 0  F F F F B F B F B │ F B F B ...  F B F B │ B B B       [1] every rank has one loop,
+    rank 1  F F F B F B F B F │ B F B F ...  B F B F │ B B B           of a period of micro-batches
+                       known  │  multiplied          │ run again   [2] a moment in all loops
+
+All that a rank does has a row for its micro-batches (`OrderTasks`). In the loops, the moment of
+micro-batch i in a row is the latest of a few moments before, plus seconds: the next round is the
+same function of this one (a max-plus linear system: Baccelli et al., Synchronization and Linearity,
+1992, chapter 3). So when every row has shifted by a pace of its own for as long as that function
+looks back, it goes on so until a moment that comes earlier, but shifts by more, has caught up with
+one that decides. As many rounds are multiplied at [2]; what comes then is run again, with these
+moments as its past. Nothing is approximate but the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import sub
+from typing import NamedTuple
+
+from parcompiler.timeline.run import EXACT, INFINITY, Moments, Tasks, run
+
+
+class StepPart(NamedTuple):
+    """When tasks and exchanges begin and end, and from when to when that is so."""
+
+    moments: Moments
+    begin: float
+    end: float
+
+
+class RankLoop(NamedTuple):
+    """Where the loop of a rank begins and ends in its order, and the length of a round."""
+
+    begin: int
+    end: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RepeatingOrder:
+    """Tasks of a few micro-batches in an order that is said to repeat every `period` of them.
+
+    Task and exchange number row · microbatches + i is that of micro-batch i in a row.
+    """
+
+    tasks: Tasks
+    orders: Sequence[Sequence[int]]
+    microbatches: int
+    period: int
+
+    def run_many(
+        self, seconds: Sequence[float], rounds: int
+    ) -> tuple[float, list[StepPart]] | None:
+        """The step with so many more periods of micro-batches, and what was run of it; None where
+        the order has no loop that each rank runs through once."""
+        if self.loops is None:
+            return None
+        parts, known, q, begin = [], list[float](), self.period, 0.0
+        while True:
+            moments = run(self.tasks, self.orders, seconds, known)
+            if not rounds:
+                parts.append(StepPart(moments, begin, INFINITY))
+                return moments.last, parts
+            end = min(
+                moments.begins[order[min(loop.end, len(order) - 1)]]
+                for order, loop in zip(self.orders, self.loops, strict=True)
+            )
+            cut = _Cut(self, moments, end)
+            paces = cut.paces()
+            if paces is not None and max(paces) - min(paces) <= cut.rounding:
+                parts.append(StepPart(moments, begin, INFINITY))
+                return moments.last + rounds * max(paces), parts
+            jump = min(rounds, cut.lasts(paces)) if paces is not None else 0
+            moved = min(cut.room(), rounds - jump)
+            if jump + moved <= 0:
+                return None
+            parts.append(StepPart(moments, begin, end))
+            known, begin = [INFINITY] * len(seconds), 0.0
+            shifts = paces or [0.0] * len(self.rows)
+            for pace, (row, stop) in zip(shifts, cut.stops.items(), strict=True):
+                first = row + moved * q
+                past = [at + jump * pace for at in moments.begins[first : row + stop]]
+                known[row : row + len(past)] = past
+                begin = max(begin, *past[max(0, len(past) - cut.back - q) :][:1])
+            rounds -= jump + moved
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The first number of every row of tasks and exchanges that there are."""
+        m = self.microbatches
+        joins, needs = self.tasks.joins, self.tasks.needs
+        used = {
+            x for own in self.orders for task in own for x in (task, *joins[task], *needs[task])
+        }
+        return sorted({x - x % m for x in used})
+
+    @cached_property
+    def loops(self) -> list[RankLoop] | None:
+        """The loop of each rank; None if one has none."""
+        m, q = self.microbatches, self.period
+        loops = []
+        for order in self.orders:
+            length = sum(m // 2 <= task % m < m // 2 + q for task in order)
+            low = high = (len(order) - length) // 2
+            while low > 0 and order[low - 1 + length] == order[low - 1] + q:
+                low -= 1
+            while high + length < len(order) and order[high + length] == order[high] + q:
+                high += 1
+            if not length or high - low < length:
+                return None
+            loops.append(RankLoop(low, high + length, length))
+        return loops
+
+    @cached_property
+    def causes(self) -> list[list[tuple[int, int]]]:
+        """What may decide when a task or exchange begins, from the last round of the loops on: by
+        rank, pairs of both."""
+        found = []
+        for order, loop in zip(self.orders, self.loops or (), strict=True):
+            first = max(1, loop.end - loop.length)
+            found.append(list(self._causes_of(order, max(0, first - loop.length), first)))
+        return found
+
+    def _causes_of(self, order: Sequence[int], begin: int, first: int) -> Iterator[tuple[int, int]]:
+        """Those of a rank from a place in its order on, as far as they are seen from `begin`."""
+        tasks = self.tasks
+        last = {exchange: task for task in order for exchange in tasks.joins[task]}
+        lanes: dict[int, int] = {}  # the exchange that each had before
+        for k, task in enumerate(order[begin:], begin):
+            if k >= first:
+                yield from ((task, cause) for cause in (order[k - 1], *tasks.needs[task]))
+            for exchange in tasks.joins[task]:
+                if k >= first:
+                    yield exchange, task
+                if last[exchange] == task:
+                    for lane in tasks.lanes[exchange - tasks.size]:
+                        if k >= first and lane in lanes:
+                            yield exchange, lanes[lane]
+                        lanes[lane] = exchange
+
+    @cached_property
+    def distances(self) -> dict[tuple[int, int], int]:
+        """By rows, the most micro-batches from a cause to what it may decide."""
+        m, found = self.microbatches, dict[tuple[int, int], int]()
+        for one, two in chain.from_iterable(self.causes):
+            key = one - one % m, two - two % m
+            found[key] = max(found.get(key, -m), one % m - two % m)
+        return found
+
+    @cached_property
+    def round(self) -> dict[int, set[tuple[int, int]]]:
+        """What may decide in a round: by task or exchange, the row of each cause and how many
+        micro-batches it is before."""
+        m, found = self.microbatches, dict[int, set[tuple[int, int]]]()
+        for order, loop, pairs in zip(self.orders, self.loops or (), self.causes, strict=True):
+            own = set(order[loop.end - loop.length : loop.end])
+            own |= {exchange for task in own for exchange in self.tasks.joins[task]}
+            for one, two in pairs:
+                if one in own:
+                    found.setdefault(one, set()).add((two - two % m, one % m - two % m))
+        return found
+
+
+class _Cut:
+    """What has begun before some moment in the loops, and how it goes on."""
+
+    def __init__(self, order: RepeatingOrder, moments: Moments, moment: float) -> None:
+        self.order, self.moments, self.rounding = order, moments, EXACT * moments.last
+        m, begins = order.microbatches, moments.begins
+        self.stops = {row: bisect_left(begins, moment, row, row + m) - row for row in order.rows}
+        self.places = [bisect_left(own, moment, key=begins.__getitem__) for own in order.orders]
+        pairs = order.distances.items()
+        looked = (most - self.stops[one] + self.stops[two] for (one, two), most in pairs)
+        self.back = max(order.period, *looked)  # how far what comes looks back
+
+    def room(self) -> int:
+        """How many rounds before may be run again."""
+        pairs = zip(self.places, self.order.loops or (), strict=True)
+        inloops = (place - 1 - loop.begin for place, loop in pairs)
+        lengths = (loop.length for loop in self.order.loops or ())
+        rounds = [a // b for a, b in zip(inloops, lengths, strict=True)]
+        return min(*rounds, (min(self.stops.values()) - self.back) // self.order.period)
+
+    def paces(self) -> list[float] | None:
+        """By how many seconds each row shifts in a period; None where one does not yet."""
+        pairs = zip(self.places, self.order.loops or (), strict=True)
+        if any(place < loop.begin + loop.length for place, loop in pairs):
+            return None
+        begins, q, paces = self.moments.begins, self.order.period, []
+        for row, stop in self.stops.items():
+            low, high = row + stop - self.back, row + stop
+            if low - q < row:
+                return None
+            pace = begins[low] - begins[low - q]
+            paces.append(pace)
+            shifts = map(sub, begins[low:high], begins[low - q : high - q])
+            if any(abs(shift - pace) > self.rounding for shift in shifts):
+                return None
+        return paces
+
+    def lasts(self, paces: Sequence[float]) -> int:
+        """For how many periods these paces last: until another cause decides."""
+        m, q = self.order.microbatches, self.order.period
+        rounds = math.inf
+        pace = dict(zip(self.stops, paces, strict=True))
+        for one, causes in self.order.round.items():
+            row = one - one % m
+            i = self.stops[row] - q + (one % m - self.stops[row]) % q
+            begin, is_decided = self.moments.begins[row + i], False
+            for other, distance in causes:
+                slack = begin - self.moments.ends[other + i - distance]
+                faster = pace[other] - pace[row]
+                if faster > self.rounding:
+                    rounds = min(rounds, max(0.0, slack / faster))
+                is_decided |= slack <= self.rounding and abs(faster) <= self.rounding
+            if not is_decided:
+                return 0
+        return int(rounds) if rounds < math.inf else sys.maxsize
