@@ -441,8 +441,8 @@ class Problem:
         trained = sum(item.nbytes for item in self.graph.parameters if item.trainable)
         packed = self.options.compression is not None  # it is sent, and others' are received
         size = min(BUCKET, trained) * (1 + packed)
-        if self.scatters:  # two buckets, and what comes of them
-            size = 2 * (max(size, self.largest_gradient) * (ranks + 1) // ranks)
+        if self.scatters:  # and what comes of it
+            size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)
 
     @cached_property

@@ -87,11 +87,11 @@ class Exchanged(NamedTuple):
 
 
 NOTHING = Exchanged()
-IN_FLIGHT = 2  # buckets
+IN_FLIGHT = 1  # buckets
 
 
 def in_flight(stages: Sequence[Exchanged], done: Sequence[int] = ()) -> int:
-    """Bytes on a rank with some stages from the first backward on: two buckets on their way to
+    """Bytes on a rank with some stages from the first backward on: a bucket on its way to
     parts, and what comes of them; and what a rank sends of parameters that are gathered next.
     Buckets of so many bytes are `done` in this backward."""
     one = stages[0]

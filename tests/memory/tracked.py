@@ -45,6 +45,10 @@ class Done:
         """The tensor."""
         return self.tensor
 
+    def is_completed(self) -> bool:
+        """Not before it is waited for: a network takes its time."""
+        return False
+
 
 class Quiet:
     """Instead of the tracker's hooks on modules: they refuse a module that is called twice before
