@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompiler.errors import LaunchError, ParcompilerError
-from parcompiler.runtime.flight import FlightRecorder, Position, clock
+from parcompiler.runtime.flight import STILL, FlightRecorder, Position, clock
 from parcompiler.runtime.program import RankProgram
 
 INTERVAL = 1.0  # s between two looks at the store, of up to `CROWD` ranks
@@ -241,7 +241,7 @@ class Watch:
         alarm = self._store.check([_ALARM])
         if alarm and not self._alarmed:
             self._alarmed = time.monotonic()
-            mine = replace(mine, answers=True)
+            mine = self._status(SHOWN)
         self._store.set(f"rank/{self._rank}", json.dumps(asdict(mine)))
         if alarm and self._store.check([_CAUSE]):
             self._stop("")
@@ -256,7 +256,7 @@ class Watch:
         """The status of this rank, with so many of its calls."""
         calls = dict(tuple(self._calls)[-last:])
         alarmed = self._alarmed > 0
-        position = self._flight.position()
+        position = self._flight.position(STILL if alarmed else self._timeout / 2)
         lost, left = self._lost, self._left
         return Status(calls, self._inside, position, alarmed, lost, left, time.time())
 

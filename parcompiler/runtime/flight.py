@@ -4,7 +4,10 @@
     watch    ·              ·              ·  position: waiting at 'RECV ...' since 20:01:02
 
 To note an instruction appends it to a ring, which costs less than a microsecond. Whether the thread
-computes in it or waits for other ranks, and in whose code it is, whoever asks reads off its stack.
+computes in it or waits for other ranks, and in whose code it is, whoever asks reads off its stack,
+once it has been in one entry for long. The stack of a thread that runs must not be read: Python
+3.11 crashes where a frame is looked at while its locals are freed, and tensors let other threads
+run then.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from parcompiler.instruction import Instruction
 
 RECENT = 1000  # entries that are kept
+STILL = 0.1  # seconds in one entry after which a thread may be looked at where a run ends anyway
 _RUNTIME, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_path("stdlib")
 _MESSAGING = (  # where a thread that stays waits for other ranks
@@ -88,13 +92,14 @@ class FlightRecorder:
         """Where this rank is in its instructions."""
         return "before the first instruction" if self.current is None else f"at '{self.current}'"
 
-    def position(self) -> Position:
+    def position(self, after: float = STILL) -> Position:
         """Where the thread of the rank is now, and since when. (A long wait in an instruction that
-        computes begins when the thread was last seen to compute.)"""
-        begin, line, _ = self._ring[-1]
-        waits, code = _reading(sys._current_frames().get(self._thread))
-        now = time.monotonic()
-        if not waits:
+        computes begins when the thread was last seen to compute.) Its stack is read when it has
+        been in one entry for so many seconds; before, it waits if it noted so."""
+        begin, line, awaited = self._ring[-1]
+        frame, now = self._frame(after), time.monotonic()
+        waits, code = (awaited, "") if frame is None else _reading(frame)
+        if frame is not None and not waits:
             self._computed = now
         since = max(begin, self._computed) if waits else begin
         at = "" if isinstance(line, str) else str(line)
@@ -106,8 +111,8 @@ class FlightRecorder:
         if self.folder is None:
             return None
         path = Path(self.folder) / f"rank_{rank}.txt"
-        frame = sys._current_frames().get(self._thread)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+        frame = self._frame(STILL)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (running)\n"
         now = clock(time.time(), "%Y-%m-%d %H:%M:%S")
         head = f"rank {rank}, {now}: {cause}\n\nThe stack of its thread:\n{stack}\n"
         try:
@@ -116,6 +121,13 @@ class FlightRecorder:
         except OSError:
             return None
         return path
+
+    def _frame(self, after: float) -> FrameType | None:
+        """The innermost frame of the thread; None where it cannot be looked at."""
+        stands = time.monotonic() - self._ring[-1][0] >= after
+        if stands or self._thread == threading.get_ident():
+            return sys._current_frames().get(self._thread)
+        return None
 
     def __str__(self) -> str:
         """The instructions, one a line, the newest last."""

@@ -16,7 +16,7 @@ from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime import failure
 from parcompiler.runtime.collective_queue import Started, queue_on
 from parcompiler.runtime.failure import Watch, explain
-from parcompiler.runtime.flight import FlightRecorder
+from parcompiler.runtime.flight import STILL, FlightRecorder
 from parcompiler.runtime.program import RankProgram
 
 SIZE, TIMEOUT = 3, 60.0
@@ -114,6 +114,7 @@ def test_a_wait_that_is_too_long_names_who_does_nothing() -> None:
     with watches() as ranks:
         for rank in (0, 1):
             ranks[rank].begin("step")
+        time.sleep(2 * STILL)  # then a thread may be looked at
         error = explain(LATE, 0, "at 'line 0'", (), ranks[0])
         assert "waited too long at 'line 0'" in str(error)
         assert re.search("; rank 2 is idle after its start since [0-9:]+, in ", str(error))
