@@ -56,7 +56,7 @@ def levels(report: ReportData) -> Table:
         scaled("fullest\nrank", (share.memory for share in shares), BYTES),
         scaled("exchanged\nin", (share.exchange for share in shares), SECONDS),
         scaled("of that\nexposed", (share.exposed for share in shares), SECONDS),
-        scaled("step", (share.step for share in shares), SECONDS),
+        scaled("step,\nestimated", (share.step for share in shares), SECONDS),
         words("", (_place(share, chosen) for share in shares)),
     )
 

@@ -23,11 +23,11 @@ FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
 
 
 def stages(report: ReportData) -> Table:
-    """What each stage holds."""
+    """What each stage holds; of the third level of ZeRO its units, as the scripts have them."""
     stages, names = report.stages, [device.name for device in report.mesh.devices]
     devices = [words("device", (names[stage.rank] for stage in stages))] if names else []
     return table(
-        "Stages",
+        "Units of stages, gathered one by one" if report.choices.zero == 3 else "Stages",
         number("stage", range(len(stages))),
         number("rank", (stage.rank for stage in stages)),
         *devices,

@@ -75,3 +75,15 @@ def test_memory_counts_a_bucket_behind_the_last_backward_when_activations_are_go
     assert bucket == 25 * 2**20
     grown = [b - a for a, b in zip(one.peak_memory, four.peak_memory, strict=True)]
     assert all(0 < more < bucket for more in grown)  # tests/memory compares with MemTracker
+
+
+def test_a_report_of_gathered_parameters_calls_units_units_and_an_estimate_one() -> None:
+    model = gpt.GPT(gpt.Config(layers=2, heads=2, hidden=16, vocabulary=32, sequence=8))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    mesh = pc.Mesh(data=2, device="cpu")
+    texts = [
+        pc.compile(model, mesh, (tokens, tokens), microbatches=1, zero=level).report().to_text()
+        for level in (0, 3)
+    ]
+    assert ["Units of stages" in text for text in texts] == [False, True]
+    assert all("estimated" in text for text in texts)
