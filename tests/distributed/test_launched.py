@@ -85,7 +85,6 @@ def test_a_job_goes_on_after_a_kill_and_is_queued_again_when_its_time_is_over(
     assert len(folders.complete(saved)) == 3
     losses: dict[str, str] = {}
     steps = re.findall(r"^step (\d+) loss (\S+)$", text, re.MULTILINE)
-    assert len(steps) > len(dict(steps))  # some were made twice
-    for number, loss in steps:
+    for number, loss in steps:  # some twice, unless the kill came right behind a checkpoint
         assert losses.setdefault(number, loss) == loss
     assert [int(number) for number in losses] == [*range(int(ended[1]))]
