@@ -79,7 +79,7 @@ class DataUpdates:
         local, powersgd = updates == "local", compression == "powersgd"
         given: object = ("nesterov" if local else ()) if outer is None else outer
         given = OUTER.get(given, given) if isinstance(given, str) else given
-        numbers = given if isinstance(given, tuple | list) else (given,)
+        numbers = list[Any](given if isinstance(given, tuple | list) else (given,))
         return cls(
             updates,
             compression,

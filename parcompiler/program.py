@@ -75,8 +75,10 @@ class Program:
 
         `forms` adds the closed forms of `costs`, which take a moment to find.
         """
-        printed = (symbols_of(self.costs), forms_of(self.costs)) if forms else ()
-        return Report.of(self.problem, self.plan, self.lowered, self.timeline, *printed)
+        given = self.problem, self.plan, self.lowered, self.timeline
+        if not forms:
+            return Report.of(*given)
+        return Report.of(*given, symbols_of(self.costs), forms_of(self.costs))
 
     @cached_property
     def costs(self) -> Costs:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from parcompiler.capture.clean import drop_dead, keep_names
@@ -220,7 +221,7 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
             return values[item]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), argument)
+    args, kwargs = map_aggregate((node.args, node.kwargs), argument)
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
@@ -253,7 +254,9 @@ def _as_flag(mask: torch.Tensor) -> ConstantMask | None:
 def _with_flags(before: Arguments, masks: ConstantMasks, node: fx.Node) -> Arguments:
     """The arguments without a mask, where a flag or nothing says the same."""
     mask = before["attn_mask"]
-    known = None if mask is None or before["is_causal"] else masks.read(node)
+    if mask is None or before["is_causal"]:
+        return before
+    known = masks.read(node)
     if known is None or mask.meta["val"].dim() > node.meta["val"].dim():
         return before
     causal = known.kind == "causal"
@@ -290,12 +293,13 @@ def _repeated(node: fx.Node) -> fx.Node | None:
     `x[:, :, None].expand(b, heads, n, s, d).reshape(b, heads * n, s, d)`.
     """
     if overload_name(node) == "repeat_interleave" and len(node.args) >= 2:
-        source, times, dim = node.args[0], node.args[1], (*node.args[2:], node.kwargs.get("dim"))[0]
+        source, times, *rest = node.args
+        dim = rest[0] if rest else node.kwargs.get("dim")
         by_heads = isinstance(times, int) and dim in (1, -3)
         return source if by_heads and isinstance(source, fx.Node) else None
     if overload_name(node) not in ("reshape", "view", "_unsafe_view", "flatten"):
         return None
-    expanded = node.args[0]
+    expanded = next(iter(node.args), None)
     if not isinstance(expanded, fx.Node) or overload_name(expanded) != "expand":
         return None
     inserted = expanded.args[0]

@@ -166,7 +166,8 @@ class RankCosts:
         for name, cost in self.traced(sizes).items():
             block = self.first[name]
             tables = tables_of(block, cost, problem.graph)
-            fields = quantities(cost) | states_of(problem, block) | {"tables": [*tables.values()]}
+            fields = quantities(cost) | states_of(problem, block)
+            fields["tables"] = [*tables.values()]
             for k, nbytes in tables.items():
                 read = cost.forward[k].dtype.itemsize * cost.forward[k].flops
                 fields["bytes_forward"][k] -= min(read, nbytes)

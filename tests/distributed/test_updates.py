@@ -149,11 +149,12 @@ def test_steps_that_do_not_wait_are_those_of_one_process_in_their_order(
 
 
 def test_what_ways_mean_for_the_numbers_is_in_the_report() -> None:
-    for options, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"updates": "asynchronous", "staleness": 3}, "at most 3 steps ahead of the slowest"),
         ({"updates": "local", "every": 7}, "every 7 steps weights are averaged, as a step"),
         ({"compression": "powersgd"}, "factors of rank 4"),
-    ):
+    ]
+    for options, words in cases:
         text = str(compiled({"data": 2}, **options).report())
         assert words in " ".join(text.split()), text
 

@@ -89,6 +89,7 @@ def test_equal_layers_share_a_constant(tmp_path: Path) -> None:
         Stack(OwnPositions), pc.Mesh(pipeline=2), XY, microbatches=2, schedule="1f1b",
         stages=(2, 3),
     )  # fmt: skip
+    forward = ""
     for text in emitted(program, tmp_path / "out"):
         before, _, after = text.partition("def constants(self)")
         method, _, forward = after.partition("def forward(")

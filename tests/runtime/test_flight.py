@@ -94,7 +94,7 @@ def test_the_last_instructions_are_listed_and_older_ones_forgotten(tmp_path: Pat
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{6} +0\.\d{6}  FORWARD stage 0 mb 1", lines[0])
     assert lines[-1].endswith("  await RECV h mb 1 from 0")
     path = recorder.write(3, "a cause")
-    assert path == tmp_path / "new" / "rank_3.txt"
+    assert path is not None and path == tmp_path / "new" / "rank_3.txt"
     text = path.read_text()
     assert text.startswith("rank 3, ")
     assert ": a cause\n" in text
