@@ -89,7 +89,7 @@ def test_an_average_that_is_left_out_is_found() -> None:
     ("mesh", "options"),
     [
         ({"data": 3, "pipeline": 2}, {"tied": True}),
-        ({"data": 2, "tensor": 2}, {"precision": "bf16"}),
+        pytest.param({"data": 2, "tensor": 2}, {"precision": "bf16"}, marks=pytest.mark.sweep),
         ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}),
     ],
 )
@@ -119,7 +119,9 @@ def test_a_server_is_slower_than_an_all_reduce_where_many_send_to_it() -> None:
     [
         ({"data": 3, "pipeline": 2}, {"tied": True}),
         ({"data": 2, "tensor": 2}, {"precision": "bf16"}),
-        ({"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}),
+        pytest.param(
+            {"data": 2, "pipeline": 2}, {"vocabulary": "vocab-2"}, marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_factors_with_error_feedback_are_those_of_one_process(

@@ -7,7 +7,9 @@ from parcompiler.passes import SchedulePass
 from tests import zoo
 
 
-@pytest.mark.parametrize("method", ["vocab-1", "vocab-2", "naive"])
+@pytest.mark.parametrize(
+    "method", ["vocab-2", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("vocab-1", "naive"))]
+)
 def test_a_searched_order_takes_no_longer_than_any_by_name(method: str) -> None:
     model, inputs = zoo.build("t5")
     captured = pc.compile(model, pc.Mesh(), inputs, microbatches=1)
