@@ -127,7 +127,9 @@ def compile_command(
         meta = any(tensor.is_meta for tensor in program.problem.graph.tensors.values())
         weights = not meta and checkpoint is None
         if not weights and pretrained is None:
-            reason = "the model has none (meta device)" if meta else "the checkpoint has them"
+            reason = "the checkpoint has them"
+            if checkpoint is None:
+                reason = "the model has none (meta device); --pretrained FOLDER gives it some"
             output.note(f"no weights are written: {reason}", settings.quiet)
     with output.writing(folder):
         path = program.write(

@@ -102,8 +102,8 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
      "Which blocks run again in their backward instead of keeping activations: "
      "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'."),
     ("--zero", words.listed("LEVEL", words.ZERO),
-     "What data ranks share out: 0 nothing, 1 optimizer states and masters; auto "
-     "by predicted time under memory. Default: auto."),
+     "What data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients "
+     "too, 3 parameters too; auto by predicted time under memory. Default: auto."),
     ("--updates", words.listed("NAME", words.UPDATES),
      "How data ranks bring together what they learn: all-reduce averages gradients, "
      "parameter-server lets one rank of each data row update for all, asynchronous "

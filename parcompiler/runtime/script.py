@@ -28,7 +28,7 @@ def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> 
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
     with make(options.timeout) as worker:
         worker.check_batches = options.check_batches
-        worker.flight.folder = options.flight
+        worker.flight.folder = options.flight or (options.save or Path()) / "flight"
         worker.set_optimizer(
             torch.optim.AdamW,
             max_norm=options.max_norm,
@@ -82,9 +82,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--flight",
         type=Path,
-        default=Path("flight"),
         metavar="DIR",
-        help="where each rank writes its last instructions if the run fails (%(default)s)",
+        help="where each rank writes its last instructions if the run fails (flight/ in the folder "
+        "of --save, otherwise here)",
     )
     parser.add_argument(
         "--data",
@@ -132,7 +132,12 @@ def _from_file(worker: Worker, path: Path) -> Iterator[object]:
         if spec.shape:
             rows[spec.key] = spec.shape[0] // program.samples
     most = program.samples_of_step
-    count = min((len(tensors[key]) // number for key, number in rows.items()), default=most)
+    counts = {key: len(tensors[key]) // number for key, number in rows.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
+        message = f"the tensors in {path} must have the same number of samples ({listed})"
+        raise InputError(message)
+    count = min(counts.values(), default=most)
     for own in Samples(count, worker, shuffle=False):
         first = torch.tensor(own)[:, None]
         batch = {spec.key: tensors[spec.key] for spec in program.inputs.values()}

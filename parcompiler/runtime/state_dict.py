@@ -166,7 +166,9 @@ class RankTensors:
         if weights:
             message = (
                 f"this rank lacks the weights of {min(weights)!r} ({len(weights)} "
-                "tensors): export with weights=True, or call worker.load_state_dict first"
+                "tensors), as the export has none: load published ones (--pretrained at the "
+                "export, worker.load_pretrained), go on from a checkpoint (--resume, worker.load), "
+                "call worker.load_state_dict, or export with weights=True"
             )
             raise InputError(message)
         if self._missing:

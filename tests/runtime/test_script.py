@@ -40,9 +40,16 @@ def test_a_file_is_read_round_and_round(
     ("tensors", "text"),
     [
         ({"labels": torch.tensor(3)}, r"'labels' in .* must have rows of shape \(\) \(a scalar"),
-        ({"labels": torch.zeros(9)}, r"batch\['labels'\] must have dtype torch.int64 \(torch.floa"),
-        ({"x": torch.zeros(9, 2)}, r"batch\['x'\] must have shape \(4, 6\).*\(\(4, 2\) given\)"),
-        ({"x": torch.zeros(3, 6)}, r"fewer samples than a step takes \(3 of 4: 4 for"),
+        (
+            {"labels": torch.zeros(12)},
+            r"batch\['labels'\] must have dtype torch.int64 \(torch.floa",
+        ),
+        ({"x": torch.zeros(12, 2)}, r"batch\['x'\] must have shape \(4, 6\).*\(\(4, 2\) given\)"),
+        ({"x": torch.zeros(9, 6)}, r"same number of samples \('x': 9, 'labels': 12\)"),
+        (
+            {"x": torch.zeros(3, 6), "labels": torch.zeros(3).long()},
+            r"fewer samples than a step takes \(3 of 4: 4 for",
+        ),
     ],
 )
 def test_a_file_of_other_tensors_is_refused(
@@ -61,10 +68,27 @@ def test_what_is_no_file_of_tensors_is_refused(program: pc.Program, tmp_path: Pa
 
 def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_path: Path) -> None:
     rows = ROWS * MICROBATCHES
-    arguments = ["--steps", "1", "--data", data(tmp_path, x=torch.full((rows, WIDTH), torch.inf))]
+    arguments = [
+        "--steps",
+        "1",
+        "--data",
+        data(tmp_path, x=torch.full((3 * rows, WIDTH), torch.inf)),
+    ]
     run(program.worker, arguments)
-    with pytest.raises(pc.LaunchError, match=r"the loss of step 1 is not finite \(nan\)"):
-        run(program.worker, [*arguments, "--error-if-nonfinite"])
+    arguments += ["--error-if-nonfinite"]
+    records = []
+
+    def make(timeout: float) -> pc.Worker:
+        worker = program.worker(timeout=timeout)
+        records.append(worker.flight)
+        return worker
+
+    run_folder, other = tmp_path / "run", tmp_path / "other"
+    for folder in (["--save", str(run_folder)], ["--flight", str(other)]):
+        with pytest.raises(pc.LaunchError, match=r"the loss of step 1 is not finite \(nan\)"):
+            run(make, [*arguments, *folder])
+    # the last instructions stand beside the checkpoints, or where the user says
+    assert [record.folder for record in records] == [run_folder / "flight", other]
 
 
 def test_an_input_without_rows_is_in_every_batch(
