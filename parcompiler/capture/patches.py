@@ -27,7 +27,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.export._trace as _trace
 from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
@@ -64,6 +63,8 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """torch does not print the graph of what it refuses: the CaptureError says it."""
+    import torch.export._trace as _trace  # with torch._dynamo, 1 s: only who captures pays it
+
     with ExitStack() as stack:
         for name in _LOGGERS:
             stack.enter_context(patched(logging.getLogger(name), disabled=True))

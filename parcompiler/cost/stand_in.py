@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.fx.node import map_aggregate
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -163,6 +162,8 @@ def _outside(value: Any, known: Mapping[int, StandIn]) -> Any:
 def _size(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
+    from torch.fx.experimental.symbolic_shapes import optimization_hint  # with sympy, 0.4 s
+
     upper = size.node.shape_env.bound_sympy(size.node.expr).upper
     bounded = upper.is_Integer and upper < 1 << 40
     return int(optimization_hint(size, fallback=int(upper) if bounded else 1))

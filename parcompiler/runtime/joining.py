@@ -41,6 +41,10 @@ def start(
     program: RankProgram, device: torch.device, store: dist.Store | None, timeout: timedelta
 ) -> None:
     """Start torch.distributed unless it runs."""
+    # Every optimizer imports torch._dynamo, and its import keeps a process group that is open by
+    # then: the threads of that group may abort the process at its end. So it comes first.
+    import torch._dynamo
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
@@ -46,8 +45,6 @@ from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
-# Every optimizer imports torch._dynamo, and its import keeps a process group that is open by then:
-# the threads of that group may abort the process at its end. So it is imported here, before any is.
 TIMEOUT = timedelta(minutes=10)
 LONGEST = 10**8  # s that a timeout may have
 BACKSTOP = timedelta(seconds=5)  # from a timeout to that of the process groups

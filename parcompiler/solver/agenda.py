@@ -29,11 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.solver.linear import EFFORT, Status, UndecidedError
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 Held = tuple[int, int, int]
 """The task that takes a thing in, the task that gives it back, and its size."""
@@ -87,6 +89,8 @@ def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
     Raises InfeasibleError when there are none, UndecidedError when the limit was reached before
     the first, InputError when the numbers are too large.
     """
+    from ortools.sat.python import cp_model
+
     target = cp_model.CpModel()
     begins, makespan = _model(target, agenda)
     solver = cp_model.CpSolver()

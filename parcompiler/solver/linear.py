@@ -36,12 +36,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
-
-from ortools.linear_solver.python import model_builder
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING, Literal
 
 from parcompiler.errors import InfeasibleError, InputError, PlanError
+
+if TYPE_CHECKING:  # OR-tools takes 0.4 s to import: it is, where the first programme is solved
+    from ortools.linear_solver.python import model_builder
+    from ortools.sat.python import cp_model
 
 Status = Literal["optimal", "feasible"]
 
@@ -262,6 +263,8 @@ def _exact(
     model: SolverModel, hints: Mapping[Variable, float], linearization: int, effort: float
 ) -> SolverResult:
     """Solve with CP-SAT: whole variables, whole coefficients."""
+    from ortools.sat.python import cp_model
+
     target = cp_model.CpModel()
     variables = [target.new_int_var(int(v.low), int(v.high), v.name) for v in model.variables]
 
@@ -327,7 +330,7 @@ class _WholeSum:
 
     def sides(self, row: Constraint) -> tuple[int, int]:
         """The sides of a constraint in the same scale, widened by the error."""
-        low, high = cp_model.INT_MIN, cp_model.INT_MAX
+        low, high = -(2**63), 2**63 - 1  # CP-SAT's infinities
         if self.scale is ONE:  # most rows: fractions take long
             below, above = math.isfinite(row.low), math.isfinite(row.high)
             return math.ceil(row.low) if below else low, math.floor(row.high) if above else high
@@ -341,6 +344,8 @@ class _WholeSum:
 def _floating(model: SolverModel, effort: float, *, relaxed: bool) -> SolverResult:
     """Solve with GLOP, or with SCIP when some variables are whole and not `relaxed`."""
     whole = [variable.whole and not relaxed for variable in model.variables]
+    from ortools.linear_solver.python import model_builder
+
     target = model_builder.Model()  # type: ignore[no-untyped-call]
     variables = [
         target.new_var(v.low, v.high, is_integer, v.name)

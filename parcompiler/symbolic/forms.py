@@ -25,12 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
-from sympy import QQ
-from sympy.polys.matrices import DomainMatrix
 from torch import fx
 
 from parcompiler.cost import BlockCost, trace_block
@@ -42,6 +39,10 @@ from parcompiler.problem import Problem
 from parcompiler.spmd.runtime_call import Piece, RuntimeCall
 from parcompiler.symbolic.naming import named, symbol
 from parcompiler.symbolic.sizes import InputSize, Sizes, Unfit, sizes_of
+
+if TYPE_CHECKING:
+    import sympy
+    from sympy.polys.matrices import DomainMatrix
 
 
 @dataclass(frozen=True)
@@ -306,6 +307,8 @@ class ClosedForms:
 
     def forms(self, template: str, names: Mapping[str, int] | None = None) -> Forms:
         """The sums of a template, as expressions in which sizes of the model may have names."""
+        import sympy
+
         sums = {field: expression(self.terms[template, field], names or {}) for field in FIELDS}
         tables = [*zip(*self._tables(template), strict=True)]
         least = (sympy.Min(*(expression([one], names or {}) for one in pair)) for pair in tables)
@@ -426,6 +429,9 @@ def _fit(
 
 
 def _matrix(rows: Sequence[Sequence[Fraction]]) -> DomainMatrix:
+    from sympy import QQ
+    from sympy.polys.matrices import DomainMatrix
+
     values = [[QQ(number.numerator, number.denominator) for number in row] for row in rows]
     return DomainMatrix(values, (len(rows), len(rows[0])), QQ)
 
@@ -456,6 +462,8 @@ def _is_close(one: float | Fraction, other: float | Fraction) -> bool:
 
 def expression(polynomials: Iterable[Polynomial], names: Mapping[str, int]) -> sympy.Expr:
     """The sum of polynomials with names for sizes: each coefficient has its own."""
+    import sympy
+
     terms = Counter(term for polynomial in polynomials for term in polynomial.items())
     return sympy.Add(
         *(

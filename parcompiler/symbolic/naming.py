@@ -20,10 +20,12 @@ from collections import Counter
 from collections.abc import Mapping
 from fractions import Fraction
 from math import prod
-
-import sympy
+from typing import TYPE_CHECKING
 
 from parcompiler.graph import Block, Graph
+
+if TYPE_CHECKING:  # sympy takes 0.3 s to import: only a question for forms pays it
+    import sympy
 
 PRODUCTS = ((), ("h",), ("V",), ("f",), ("h", "h"), ("h", "V"), ("h", "f"))
 LEAST = 16  # smaller numbers get no name
@@ -64,6 +66,8 @@ def names_in(names: Mapping[str, int], block: Block, graph: Graph) -> dict[str, 
 
 def named(number: Fraction, names: Mapping[str, int]) -> sympy.Expr:
     """A coefficient with the largest product of named sizes that divides it."""
+    import sympy
+
     products = {
         letters: prod(names[letter] for letter in letters)
         for letters in PRODUCTS
@@ -76,4 +80,6 @@ def named(number: Fraction, names: Mapping[str, int]) -> sympy.Expr:
 
 def symbol(letter: str) -> sympy.Symbol:
     """The symbol of a size."""
+    import sympy
+
     return sympy.Symbol(letter, integer=True, positive=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import sympy
 from torch import fx
 
 from parcompiler.graph import Block
@@ -15,6 +15,9 @@ from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.symbolic.forms import FIELDS, STATE, ClosedForms, Forms, expression
 
+if TYPE_CHECKING:
+    import sympy
+
 Names = Mapping[str, Mapping[str, int]]  # letters for sizes of the model, by template
 
 
@@ -23,6 +26,8 @@ def stage_forms(
 ) -> tuple[Forms, ...]:
     """The forms of all stages; `message` is what a stage gives to others, as often as it goes, and
     recomputing counts with the backward."""
+    import sympy
+
     assert plan.stages is not None
     priced, first = problem.under(plan), closed.costs.first
     like: dict[fx.Node, fx.Node] = {}  # the same value of the first block of a template

@@ -215,14 +215,18 @@ def test_the_runtime_loads_nothing_of_the_planning_half() -> None:
     script = "import parcompiler.runtime, sys; print(*sys.modules)"
     script += (
         "; import parcompiler.loaded, parcompiler.verification.rank_process; print(*sys.modules)"
+        "; import parcompiler as pc; pc.compile; print(*sys.modules)"
     )
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    loaded, more = map(set, map(str.split, run.stdout.splitlines()))
+    loaded, more, everything = map(set, map(str.split, run.stdout.splitlines()))
     assert not {"ortools", "safetensors", "transformers", "parcompiler.passes"} & loaded
     ours = {room_of(name) for name in loaded if name.split(".")[0] == "parcompiler"}
     assert ours <= {"__init__", *ASIDE["runtime"]}
     assert not {"ortools", "plotly", "transformers", "parcompiler.passes"} & more
+    dear = {"ortools", "pandas", "plotly", "sympy", "torch._dynamo"}  # 2 s: who needs them pays
+    assert "parcompiler.passes" in everything
+    assert not dear & everything
 
 
 def test_passes_and_models_are_seen() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from parcompiler.report import sections
 from parcompiler.report.data import ReportData
@@ -34,6 +33,8 @@ CELLS = 8  # more ranks in a row of the mesh than these are named by their first
 
 def page(report: ReportData) -> str:
     """A page that needs no other file."""
+    from plotly.offline import get_plotlyjs
+
     return _environment().get_template("page.html.jinja").render(
         **_said(report),
         figures={name: asdict(figure) for name, figure in figures(report).items()},
