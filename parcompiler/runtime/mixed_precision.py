@@ -27,7 +27,7 @@ skipped and the scale halved; after so many good steps in a row it is doubled (M
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +90,6 @@ class Masters:
             for name, parameter in parameters.items()
             if parameter.requires_grad and (parameter.dtype == narrow if own is None else own)
         }
-
-    def trained(self) -> Iterator[nn.Parameter]:
-        """The parameters that the optimizer changes: masters where there are some."""
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                yield self.by_name.get(name, parameter)
 
     @torch.no_grad()
     def take_gradients(self, factor: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import Kind
 from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.flight import FlightRecorder
+from parcompiler.runtime.groups import GroupOf, Groups, Patterns, check_kind
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
@@ -91,23 +92,30 @@ class Updates:
         options: Mapping[str, Any],
         *,
         error_if_nonfinite: bool = False,
+        groups: Patterns | GroupOf | None = None,
+        gather: Callable[[str], list[str]] = lambda text: [text],
     ) -> torch.optim.Optimizer:
-        """Make the optimizer; every step clips the gradients to `max_norm` if there is one."""
+        """Make the optimizer; every step clips the gradients to `max_norm` if there is one.
+        `gather` has the texts of all ranks, which agree on `groups`."""
+        check_kind(kind)
         if max_norm is not None:
             max_norm = _checked_norm(max_norm)
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
+        own = Groups(groups, self._trained(), gather)
         if self._parts is not None and not self._parts.suits(kind):
             masters = self.whole_masters()
             self._parts.turn()
             self._share_out()
             for name, master in masters.items():
                 self.fill_master(name, self._parameters[name], functools.partial(_copy, master))
-        nothing = [torch.zeros(())]  # a rank without parameters has an optimizer all the same
-        self._optimizer = kind([*self.masters.trained()] or nothing, **options)
+
+        def make() -> torch.optim.Optimizer:
+            return kind(own.made(self.weights()), **options)
+
+        self._optimizer = make()
         if self.serving is not None:
-            make = functools.partial(kind, [*self.masters.trained()] or nothing, **options)
             self.serving.step_by(make, self._optimizer)
         self._max_norm = max_norm
         self.error_if_nonfinite = error_if_nonfinite
@@ -122,6 +130,24 @@ class Updates:
         scale = 1.0 if self.scale is None else self.scale.value
         self._factor = self._ones() / scale
         return scale
+
+    @torch.no_grad()
+    def swap(self, key: str) -> None:
+        """Exchange the weights and a state that the optimizer has of each. A collective of the data
+        ranks where each has rows of them. Raises InputError where no weight has that state."""
+        states, swapped = self.optimizer.state, False
+        for weight in self.weights().values():
+            if key in states.get(weight, {}):
+                before = weight.detach().clone()
+                weight.copy_(states[weight][key])
+                states[weight][key].copy_(before)
+                swapped = True
+        if not swapped and self.weights():
+            message = f"the optimizer has no state {key!r} of the parameters of this rank"
+            raise InputError(message)
+        self.masters.write()
+        for line in () if self._parts is None else self._parts.gather():
+            self._flight.note(line)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the model to a norm; the norm that they had. A collective."""

@@ -35,6 +35,7 @@ from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, 
 from parcompiler.runtime.failure import Watch, explain, named
 from parcompiler.runtime.files import Fingerprint, fingerprint, request_of, stored
 from parcompiler.runtime.flight import FlightRecorder
+from parcompiler.runtime.groups import GroupOf, Patterns
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
 from parcompiler.runtime.program import RankProgram, of_first
@@ -235,20 +236,53 @@ class Worker:
         *,
         max_norm: float | None = None,
         error_if_nonfinite: bool = False,
+        groups: Patterns | GroupOf | None = None,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        """Build the optimizer over this rank's trainable parameters; `options` are its own.
+        """Build the optimizer over this rank's trainable parameters; `kind` is its class (or a
+        `functools.partial` of it), `options` are its own.
+
+        `groups` gives parameters other options by name: pairs of a pattern and options, as
+        `("*.bias", {"weight_decay": 0.0})`, of which the last that matches decides, or a function
+        of name and parameter that returns options (the parameter has the dimensions of the model's,
+        and on tensor ranks the sizes of a piece). Group 0 has those with no others, and every rank
+        has all groups in one order, for schedulers. Collective then.
 
         With `max_norm` every step clips the gradients of the whole model to that norm first, as
         `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
         is not finite raises LaunchError on every rank, and leaves the parameters as they were; in
         float16 the loss alone, as steps with such gradients are skipped there. In a 16-bit program
         the parameters are masters in float32. Returns the optimizer, for schedulers of its learning
-        rate.
+        rate. Raises InputError for an optimizer that is made already, for other values, and where
+        no parameter matches a pattern.
         """
-        return self._updates.set_optimizer(
-            kind, max_norm, options, error_if_nonfinite=error_if_nonfinite
-        )
+        agreeing = groups is not None and self._failing_together("set_optimizer", InputError)
+        with agreeing or nullcontext():
+            return self._updates.set_optimizer(
+                kind, max_norm, options, error_if_nonfinite=error_if_nonfinite, groups=groups,
+                gather=self._channels.gather_texts,
+            )  # fmt: skip
+
+    @contextmanager
+    def using(self, state: str) -> Iterator[None]:
+        """Within it, the weights are a state that the optimizer has of each, such as their average,
+        and the state has the weights: to evaluate them, and to save them for others. Collective.
+
+        Raises InputError where no parameter of this rank has that state, and for asynchronous
+        updates, which do not stop for it.
+        """
+        self._check_synchronous()
+        if self._updates.serving is not None:
+            message = "a server goes on updating: using() is not for updates='asynchronous'"
+            raise InputError(message)
+        with self._failing_together("using", InputError):
+            self._updates.swap(state)
+        try:
+            yield
+        finally:
+            if not self._closed:
+                with self._failing_together("using"):
+                    self._updates.swap(state)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of the last `step` so that the model's have a norm of `max_norm` at

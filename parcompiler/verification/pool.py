@@ -50,7 +50,7 @@ class Job:
     batches: Sequence[Mapping[str, torch.Tensor]]
     seed: int = 0
     optimizer: str = "SGD"
-    options: Mapping[str, float] = field(default_factory=lambda: {"lr": 0.01})
+    options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.01})
     draws: Mapping[int, Mapping[str, Sequence[int]]] | None = None
     patience: float = PATIENCE
     scale: float | None = None

@@ -161,7 +161,7 @@ class Rank:
         external: list[Any] = [*self.stages.values(), *_tensors(batch)]
         parts = self.interpreter.parts
         rows = () if parts is None else parts.parts.values()
-        trained = self.updates.masters.trained()
+        trained = self.updates.weights().values()
         tracker.track_external(*external, *rows, *trained, self.updates.optimizer)
         for stage in self.stages.values() if kinds else ():
             tracker._track_module_params_and_buffers(stage, install_grad_hooks=True)

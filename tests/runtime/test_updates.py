@@ -1,11 +1,14 @@
 """A worker in 16 bits keeps masters and scales its loss; gradients are clipped as torch does."""
 
 import copy
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import parcompiler as pc
 from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
@@ -178,3 +181,100 @@ def test_inputs_in_float32_are_cast_for_a_16_bit_program_alone(
         assert torch.equal(worker.evaluate(data), worker.evaluate(narrow))
     with single.worker() as worker, pytest.raises(pc.InputError, match=r"must have dtype"):
         worker.evaluate(narrow)
+
+
+def test_groups_of_a_16_bit_program_are_of_masters(half: pc.Program) -> None:
+    with half.worker() as worker:
+        groups = [("*.bias", {"lr": 0.0, "weight_decay": 0.0}), ("head.*", {"lr": 0.5})]
+        optimizer = worker.set_optimizer(torch.optim.AdamW, lr=1e-3, groups=groups)
+        before = worker.gather_state_dict()
+        worker.loss_scale = 2.0**10
+        worker.train_step(batch(MICROBATCHES))
+        after = worker.gather_state_dict()
+    assert before is not None
+    assert after is not None
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.0, 0.5]
+    assert all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
+    moved = {n: float((after[n] - before[n]).abs().max()) for n in before}
+    assert moved["first.bias"] == moved["norm.bias"] == 0.0
+    assert 0 < moved["first.weight"] < 2e-3
+    assert moved["head.weight"] > 0.4  # the last pattern that matches decides, for its bias too
+    assert moved["head.bias"] > 0.4
+
+
+def test_a_function_of_name_and_parameter_makes_groups(half: pc.Program) -> None:
+    def decayed(name: str, parameter: torch.nn.Parameter) -> dict[str, float]:
+        return {"weight_decay": 0.1} if parameter.dim() >= 2 else {}
+
+    with half.worker() as worker:
+        kind = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = worker.set_optimizer(kind, lr=1e-3, groups=decayed)
+    first, second = optimizer.param_groups
+    assert (first["weight_decay"], second["weight_decay"]) == (0.0, 0.1)
+    assert first["betas"] == (0.9, 0.95)
+    assert {p.dim() for p in first["params"]} == {1}
+    assert {p.dim() for p in second["params"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([("*.bais", {})], r"no trained parameter matches '\*\.bais' of the groups"),
+        ([("frozen.*", {"lr": 1.0})], "no trained parameter matches"),
+        (["*.bias"], "a group is a pattern of names and options"),
+        ([("*.bias", {"params": []})], "a group is a pattern of names and options"),
+        (lambda name, parameter: 1, "a function of groups returns options such as"),
+    ],
+)
+def test_groups_of_another_form_are_refused(half: pc.Program, groups: Any, text: str) -> None:
+    with half.worker() as worker:
+        with pytest.raises(pc.InputError, match=text):
+            worker.set_optimizer(torch.optim.SGD, lr=1.0, groups=groups)
+        worker.set_optimizer(torch.optim.SGD, lr=1.0)  # nothing is broken by it
+
+
+def test_an_optimizer_that_is_made_already_is_refused(half: pc.Program) -> None:
+    made: Any = torch.optim.AdamW([torch.zeros(1)], lr=1e-3)
+    with half.worker() as worker:
+        with pytest.raises(pc.InputError, match=r"give the class.*an instance of AdamW"):
+            worker.set_optimizer(made)
+        with pytest.raises(pc.InputError, match="an optimizer's class is needed"):
+            worker.set_optimizer(None)  # type: ignore[arg-type]
+
+
+def test_an_average_of_the_weights_is_a_state_of_the_optimizer(half: pc.Program) -> None:
+    average = get_ema_multi_avg_fn(0.5)
+
+    def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+        for state, weight in zip(states, weights, strict=True):
+            state.setdefault("average", weight.clone())
+        average([state["average"] for state in states], weights, 1)
+
+    with half.worker() as worker:
+        worker.loss_scale = 2.0**10
+        start = worker.gather_state_dict()
+        optimizer = worker.set_optimizer(torch.optim.SGD, lr=0.1)
+        optimizer.register_step_post_hook(follow)
+        wanted, states = None, []
+        for seed in range(3):
+            worker.train_step(batch(MICROBATCHES, seed))
+            state = worker.gather_state_dict()
+            assert state is not None
+            states.append(state["head.weight"])
+            wanted = states[0] if wanted is None else (wanted + states[-1]) / 2
+        with worker.using("average"):
+            averaged = worker.gather_state_dict()
+            own = dict(worker.named_parameters())["head.weight"].detach().clone()
+        again = worker.gather_state_dict()
+        with pytest.raises(pc.InputError, match="no state 'ema'"), worker.using("ema"):
+            pass
+    assert start is not None
+    assert averaged is not None
+    assert again is not None
+    assert wanted is not None
+    assert torch.allclose(averaged["head.weight"], wanted, rtol=1e-6)
+    assert not torch.equal(averaged["head.weight"], states[-1])
+    assert torch.equal(own, averaged["head.weight"].half())
+    assert torch.equal(again["head.weight"], states[-1])

@@ -1,0 +1,125 @@
+"""Parameter groups of an optimizer, by the names of the model's parameters.
+
+    groups=[("*.bias", {"weight_decay": 0.0}), ("head.*", {"lr": 1e-4})]
+
+    group 0   parameters that no pattern matches        the optimizer's own options
+    group 1   biases, but for that of the head          weight_decay 0.0
+    group 2   the head: the last that matches decides   lr 1e-4
+
+Every rank has all groups in one order, empty where it holds none of their parameters: so a
+scheduler of the learning rate counts the same groups everywhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parcompiler.errors import InputError
+
+Patterns = Sequence[tuple[str, Mapping[str, Any]]]
+GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
+
+
+def check_kind(kind: object) -> None:
+    """Raise InputError for what makes no optimizer that a worker can step."""
+    if isinstance(kind, torch.optim.Optimizer):
+        name = type(kind).__name__
+        message = (
+            f"set_optimizer builds the optimizer over this rank's parameters: give the class and "
+            f"its options, as in set_optimizer(torch.optim.{name}, lr=...) (an instance of {name} "
+            "was given)"
+        )
+        raise InputError(message)
+    if not callable(kind):
+        message = f"an optimizer's class is needed, as torch.optim.AdamW ({kind!r} given)"
+        raise InputError(message)
+
+
+class Groups:
+    """Which parameters of this rank are in which group: `options` of each group, and the `number`
+    of the group of each parameter."""
+
+    def __init__(
+        self,
+        wanted: Patterns | GroupOf | None,
+        parameters: Mapping[str, nn.Parameter],
+        gather: Callable[[str], list[str]],
+    ) -> None:
+        """`parameters` are those that are trained, as the model has them or pieces of them.
+        `gather` has the texts of all ranks. Raises InputError for groups of another form, and on
+        every rank where no parameter of the model matches a pattern."""
+        self.options: list[Mapping[str, Any]] = [{}]
+        self.number = dict.fromkeys(parameters, 0)
+        if wanted is None:
+            return
+        if callable(wanted):
+            self._by_function(wanted, parameters, gather)
+        else:
+            self._by_patterns(wanted, gather)
+
+    def made(self, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+        """The groups as an optimizer takes them, of the parameters that it changes, or masters."""
+        groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
+        for name, parameter in trained.items():
+            groups[self.number[name]]["params"].append(parameter)
+        if not any(group["params"] for group in groups):  # torch refuses one of nothing
+            groups[0]["params"] = [torch.zeros(())]
+        return groups
+
+    def _by_patterns(self, patterns: Patterns, gather: Callable[[str], list[str]]) -> None:
+        pairs = [_pair(item) for item in patterns]
+        self.options += [options for _, options in pairs]
+        matched: set[int] = set()
+        for name in self.number:
+            for k, (pattern, _) in enumerate(pairs, start=1):
+                if fnmatch.fnmatchcase(name, pattern):
+                    self.number[name] = k
+                    matched.add(k)
+        matched.update(k for text in gather(json.dumps([*matched])) for k in json.loads(text))
+        unmatched = [pattern for k, (pattern, _) in enumerate(pairs, start=1) if k not in matched]
+        if unmatched:
+            message = (
+                f"no trained parameter matches {', '.join(map(repr, unmatched))} of the groups "
+                "(* stands for any letters): names are those of model.named_parameters()"
+            )
+            raise InputError(message)
+
+    def _by_function(
+        self,
+        function: GroupOf,
+        parameters: Mapping[str, nn.Parameter],
+        gather: Callable[[str], list[str]],
+    ) -> None:
+        chosen = {name: _text(function(name, p), name) for name, p in parameters.items()}
+        known = {"{}": 0}
+        for text in sorted({t for texts in gather(json.dumps([*chosen.values()]))
+                            for t in json.loads(texts)} - {"{}"}):  # fmt: skip
+            known[text] = len(self.options)
+            self.options.append(json.loads(text))
+        self.number = {name: known[text] for name, text in chosen.items()}
+
+
+def _pair(item: object) -> tuple[str, Mapping[str, Any]]:
+    """A pattern and its options. Raises InputError for anything else."""
+    match item:
+        case (str(pattern), Mapping() as options) if "params" not in options:
+            return pattern, options
+    message = f"a group is a pattern of names and options, as ('*.bias', {{'lr': 1e-4}}) ({item!r})"
+    raise InputError(message)
+
+
+def _text(options: object, name: str) -> str:
+    """The options of a parameter as JSON. Raises InputError for what cannot be told others."""
+    try:
+        if isinstance(options, Mapping) and "params" not in options:
+            return json.dumps(dict(options), sort_keys=True)
+    except TypeError:
+        pass
+    message = f"a function of groups returns options such as {{'lr': 1e-4}} ({name}: {options!r})"
+    raise InputError(message)
