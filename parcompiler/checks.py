@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from parcompiler.capture.blocks import cut
+from parcompiler.capture.clean import where
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.cost import OPTIMIZERS
 from parcompiler.data_updates import ALL_REDUCE
@@ -90,6 +91,19 @@ def check_hooks(lowered: Lowered) -> None:
             "updates behind every backward: take a synchronous schedule"
         )
         raise InputError(message)
+
+
+def check_outputs(lowered: Lowered) -> None:
+    """Refuse outputs to keep that no layer makes."""
+    made = {name for stage in lowered.stages for name in stage.keeps}
+    for name, node in lowered.graph.kept.items():
+        if lowered.variables.get(node) not in made:
+            message = (
+                f"the output {name!r} is made by no layer of a stage (a mask, a position, words "
+                f"that all ranks look up; {where(node)}): leave it out of outputs, or take "
+                "vocabulary='whole'"
+            )
+            raise InputError(message)
 
 
 def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:

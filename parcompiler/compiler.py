@@ -23,6 +23,7 @@ from parcompiler.checks import (
     check_hooks,
     check_of_meshes,
     check_options,
+    check_outputs,
     check_plan,
     check_types,
     granularity_of,
@@ -84,6 +85,7 @@ def compile(
     staleness: int | None = None,
     compression_rank: int | None = None,
     exact: bool = False,
+    outputs: Sequence[str] | None = None,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -92,9 +94,11 @@ def compile(
     It is compiled in the mode that its modules are in: one in evaluation mode trains without
     dropout, which a line on stderr says (call `model.train()` first).
     `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
-    `.loss` or `["loss"]`). `microbatches` per step and data rank default to 4 · pipeline, or the
-    plan's; with a `Cluster` they are those of a step on all devices together, shared equally by the
-    data ranks of each mesh, and default to 4 for each device: so all meshes train the same batch.
+    `.loss` or `["loss"]`). `outputs` are names of the outputs that `worker.predict` returns: keys
+    (`logits`) or places in a tuple (`0`). `microbatches` per step and data rank default to
+    4 · pipeline, or the plan's; with a `Cluster` they are those of a step on all devices together,
+    shared equally by the data ranks of each mesh, and default to 4 for each device: so all meshes
+    train the same batch.
     `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
     or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
     that use several (1 stands for their least number, 2). `recompute` says which blocks run again
@@ -157,7 +161,7 @@ def compile(
     check_options(mesh, source, options, plan)
     with ONE_THREAD, _rare_garbage_collection(), Progress(progress) as steps:
         with steps("capture"):
-            captured = _captured(model, inputs, loss, options.narrow)
+            captured = _captured(model, inputs, loss, options.narrow, outputs)
             _warn_of_evaluation_mode(captured)
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
@@ -174,6 +178,7 @@ def compile(
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_hooks(lowered)
+            check_outputs(lowered)
             check_data_updates(lowered)
         with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
@@ -208,13 +213,24 @@ def _captured(
     inputs: Batch | None,
     loss: Callable[[Any], torch.Tensor] | None,
     narrow: torch.dtype | None,
+    outputs: Sequence[str] | None = None,
 ) -> Graph:
     """The graph of a model, captured unless it is there already; `narrow`: in 16 bits."""
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs or ()):
+        message = f"outputs must be a list of names, as ['logits'] ({outputs!r} given)"
+        raise InputError(message)
+    names = tuple(dict.fromkeys(outputs or ()))
     if isinstance(model, Graph | Program):
         if inputs is not None or loss is not None:
             message = f"a {type(model).__name__} is captured already: give neither inputs nor loss"
             raise InputError(message)
         graph = model if isinstance(model, Graph) else model.captured
+        if outputs is not None and names != graph.outputs:
+            message = (
+                f"a {type(model).__name__} keeps the outputs that it was captured with "
+                f"({', '.join(graph.outputs) or 'none'}): compile the model itself"
+            )
+            raise InputError(message)
         if graph.narrow == narrow:
             return graph
         program = None if isinstance(model, Graph) else model
@@ -225,16 +241,16 @@ def _captured(
             )
             raise InputError(message)
         with in_modes(program.model, graph.modes):
-            return _captured(program.model, graph.sample, program.loss, narrow)
+            return _captured(program.model, graph.sample, program.loss, narrow, graph.outputs)
     if not isinstance(model, nn.Module):
         message = f"compile needs a torch.nn.Module ({type(model).__name__} given)"
         raise InputError(message)
     if inputs is None:
         message = "compile needs inputs: one micro-batch, a dict or a tuple"
         raise InputError(message)
-    return (
-        capture(model, inputs, loss) if narrow is None else capture_in(narrow, model, inputs, loss)
-    )
+    if narrow is None:
+        return capture(model, inputs, loss, outputs=names)
+    return capture_in(narrow, model, inputs, loss, names)
 
 
 def _warn_of_evaluation_mode(captured: Graph) -> None:

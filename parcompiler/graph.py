@@ -125,6 +125,8 @@ class VocabularyHead:
 
     loss = scale · cross_entropy(logits(x Wᵀ + bias), targets) for a weight [V, h]. `targets`
     computes the classes [n] from tensors of the batch, `logits` is elementwise (None: nothing).
+    `outputs` that are kept are the product with its bias, or what `logits` makes of it where true,
+    in their dtypes.
     """
 
     node: fx.Node
@@ -138,6 +140,7 @@ class VocabularyHead:
     label_smoothing: float = 0.0
     reduction: str = "mean"
     scale: float = 1.0
+    outputs: Mapping[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,8 @@ class Graph:
     16-bit dtype that a model was captured in whose own parameters are wider. `modes` are those of
     the model's modules, which it computes in whatever becomes of them later. `hooks` are what is
     done to complete gradients, by the name of the parameter. `recapture` captures the model on
-    other inputs; None where the graph comes from no model.
+    other inputs; None where the graph comes from no model. `outputs` are the names of outputs that
+    are kept beside the loss: the graph returns them behind it.
     """
 
     name: str
@@ -220,6 +224,7 @@ class Graph:
     modes: Modes = Modes()
     hooks: Mapping[str, Hook] = field(default_factory=dict)
     recapture: Callable[[Any], Graph] | None = field(default=None, repr=False, compare=False)
+    outputs: tuple[str, ...] = ()
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -252,6 +257,14 @@ class Graph:
                 dtype = item.dtype.to_real()
                 sizes[dtype] = sizes.get(dtype, 0) + item.numel
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def kept(self) -> dict[str, fx.Node]:
+        """The nodes of the outputs that are kept, by name. Those of logits that all ranks of a
+        spread vocabulary compute are what the head's product reads."""
+        output = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
+        nodes: Any = output.args[0]
+        return dict(zip(self.outputs, nodes[1:], strict=True))
 
     def trains(self, blocks: Iterable[Block]) -> bool:
         """Whether something in some blocks depends on a trained parameter and leads to the loss."""

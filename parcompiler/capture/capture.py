@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -53,20 +53,21 @@ def capture(
     loss: Callable[[Any], torch.Tensor] | None = None,
     *,
     in_float32: bool = False,
+    outputs: Sequence[str] = (),
 ) -> Graph:
     """Capture `model` on one micro-batch of one data rank; the model is not modified.
 
     `inputs` is a dict of keyword arguments or a tuple of positional ones; values that are no
     tensors become constants. The graph is a plain value: compile it for as many meshes as needed.
     The parameters of a loss that is a module are trained too, under names that begin with "loss.";
-    `in_float32` casts the loss to that.
+    `in_float32` casts the loss to that. `outputs` are names of outputs to keep beside the loss.
     Raises CaptureError with the module path, the source line and advice; InputError for inputs
     that the model's forward does not take.
     """
     args, kwargs = _on_device_of(model, *arguments(inputs))
     _check_signature(model, args, kwargs)
     _check_rows(inputs)
-    original = WithLoss(model, loss, in_float32=in_float32)
+    original = WithLoss(model, loss, in_float32=in_float32, outputs=outputs)
     hooks = hooks_of(original)
     changed: set[Attribute] = set()
     with ONE_THREAD:
@@ -89,7 +90,7 @@ def capture(
 
     def recapture(other: Batch) -> Graph:
         with in_modes(model, captured.modes):
-            return capture(model, other, loss, in_float32=in_float32)
+            return capture(model, other, loss, in_float32=in_float32, outputs=outputs)
 
     return replace(captured, hooks=hooks, recapture=recapture)
 
@@ -160,7 +161,12 @@ def _export(
             try:
                 with patch:
                     tried = make()
-                    whole = WithLoss(tried.model, tried.loss, in_float32=original.in_float32)
+                    whole = WithLoss(
+                        tried.model,
+                        tried.loss,
+                        in_float32=original.in_float32,
+                        outputs=original.outputs,
+                    )
                     # What torch writes as Python on its way to a graph is compiled when it is
                     # called: hardly any of it is, and that takes a third of the time of an export.
                     with _use_lazy_graph_module(True), suspended() as resumed:

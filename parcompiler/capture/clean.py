@@ -198,8 +198,7 @@ def simplify(graph: Graph) -> Graph:
         _share(graph, nodes)
         drop_no_operations(copied)
         output = next(node for node in reversed(copied.nodes) if node.op == "output")
-        (loss,) = output.all_input_nodes
-        return dataclasses.replace(graph, fx_graph=copied, loss=loss)
+        return dataclasses.replace(graph, fx_graph=copied, loss=output.args[0][0])
 
     return graph.once("simplified", simplified)
 

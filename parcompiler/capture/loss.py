@@ -7,14 +7,15 @@ tensor(2.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from parcompiler.errors import CaptureError
+from parcompiler.capture.inputs import flat
+from parcompiler.errors import CaptureError, InputError
 
 PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's model
 
@@ -22,7 +23,8 @@ PREFIX = "model."  # what `WithLoss` puts in front of every name of the user's m
 class WithLoss(nn.Module):
     """Calls the user's model and returns the scalar that training minimises.
 
-    `around` makes the context that it is called in; `in_float32` casts the loss to that.
+    `around` makes the context that it is called in; `in_float32` casts the loss to that. `outputs`
+    are names of the model's outputs that are returned behind it.
     """
 
     def __init__(
@@ -32,15 +34,17 @@ class WithLoss(nn.Module):
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         in_float32: bool = False,
+        outputs: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
+        self.outputs = tuple(outputs)
         self.loss = loss
         self.around = around
         self.in_float32 = in_float32
 
-    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
-        """The loss of one micro-batch, a scalar."""
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """The loss of one micro-batch, a scalar; with `outputs` a tuple of it and these."""
         with self.around():
             outputs = self.model(*args, **kwargs)
             loss = loss_of(outputs) if self.loss is None else self.loss(outputs)
@@ -49,7 +53,8 @@ class WithLoss(nn.Module):
             message = f"the loss must be a scalar tensor ({shape} returned by the loss callable)"
             raise CaptureError(message)
         loss = loss if loss.dim() == 0 else loss.reshape(())
-        return loss.float() if self.in_float32 else loss
+        loss = loss.float() if self.in_float32 else loss
+        return (loss, *kept(outputs, self.outputs)) if self.outputs else loss
 
     def names(self) -> dict[str, str]:
         """For every name of a parameter or buffer, the first name of the same tensor.
@@ -70,6 +75,24 @@ class WithLoss(nn.Module):
                 raise CaptureError(message)
             names[name] = first.setdefault(id(tensor), name)
         return names
+
+
+def kept(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    """The outputs of these names: keys, or places, as `logits`, `0` or `past.1.0`.
+
+    >>> kept((torch.zeros(()), {"a": torch.ones(1)}), ["1.a"])
+    [tensor([1.])]
+
+    Raises InputError for a name that no tensor among the outputs has.
+    """
+    several = outputs if isinstance(outputs, Mapping | tuple | list) else (outputs,)
+    tensors = {key: leaf for key, leaf in flat(several) if isinstance(leaf, torch.Tensor)}
+    for name in names:
+        if name not in tensors:
+            known = ", ".join(tensors)
+            message = f"the model has no output {name!r} to keep (its outputs: {known})"
+            raise InputError(message)
+    return [tensors[name] for name in names]
 
 
 def loss_of(outputs: object) -> torch.Tensor:

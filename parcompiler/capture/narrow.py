@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,11 @@ NORMS = frozenset(("layer_norm", "group_norm"))
 
 
 def capture_in(
-    dtype: torch.dtype, model: nn.Module, inputs: Batch, loss: Loss | None = None
+    dtype: torch.dtype,
+    model: nn.Module,
+    inputs: Batch,
+    loss: Loss | None = None,
+    outputs: Sequence[str] = (),
 ) -> Graph:
     """`capture` of `model` in 16 bits; the tensors of the graph are the model's own, as they are.
 
@@ -88,14 +92,16 @@ def capture_in(
         raise CaptureError(message)
     twin = _narrowed(original, dtype)
     with mixed(dtype):
-        graph = capture(twin.model, narrow_batch(inputs, dtype), twin.loss, in_float32=True)
+        graph = capture(
+            twin.model, narrow_batch(inputs, dtype), twin.loss, in_float32=True, outputs=outputs
+        )
     named = original.named_parameters(remove_duplicate=False)
     originals = {name.removeprefix(PREFIX): parameter for name, parameter in named}
     tensors = {name: originals.get(name, tensor) for name, tensor in graph.tensors.items()}
 
     def recapture(other: Batch) -> Graph:
         with in_modes(model, graph.modes):
-            return capture_in(dtype, model, other, loss)
+            return capture_in(dtype, model, other, loss, outputs)
 
     return dataclasses.replace(
         graph, tensors=tensors, sample=inputs, narrow=dtype, hooks=hooks, recapture=recapture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from parcompiler.capture.gradients import differentiable
 from parcompiler.capture.inputs import Batch, flat
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.modes import modes_of
-from parcompiler.errors import CaptureError
+from parcompiler.errors import CaptureError, InputError
 from parcompiler.graph import BatchInput, Graph, Parameter, dtype_of, shape_of
 
 
@@ -43,7 +43,7 @@ def read(
             raise CaptureError(message)
         else:
             placeholders.add_parameter(node, spec, spec.target)
-    loss = _loss(graph)
+    loss = _loss(graph, whole.outputs)
     trainable = {item.node for item in placeholders.parameters.values() if item.trainable}
     carrying = differentiable(graph, trainable, loss)
     _check_trained(trainable, carrying, loss)
@@ -58,6 +58,7 @@ def read(
         parameters=tuple(parameters),
         inputs=tuple(placeholders.inputs),
         loss=loss,
+        outputs=whole.outputs,
         tensors=placeholders.tensors | computed(whole.model, unsaved),
         differentiable=carrying,
         sample=sample,
@@ -128,11 +129,16 @@ class _Placeholders:
         )
 
 
-def _loss(graph: fx.Graph) -> fx.Node:
-    """The loss, which becomes all that the graph returns."""
+def _loss(graph: fx.Graph, outputs: Sequence[str]) -> fx.Node:
+    """The loss, which becomes all that the graph returns, with the outputs that are kept."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    loss = output.args[0][0]
-    output.args = ((loss,),)
+    loss, *others = output.args[0]
+    kept = others[: len(outputs)]
+    for name, node in zip(outputs, kept, strict=True):
+        if not isinstance(node, fx.Node) or node.op == "placeholder":
+            message = f"the output {name!r} is not computed by the model (an input, or a constant)"
+            raise InputError(message)
+    output.args = ((loss, *kept),)
     if not isinstance(loss, fx.Node):
         message = "the loss does not depend on the model or its inputs (a constant)"
         raise CaptureError(message)

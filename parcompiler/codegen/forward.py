@@ -32,7 +32,7 @@ class Forward:
         self._loops = loops
         self._paths = paths
         self._variables = variables
-        self._results = [*stage.gives, *([stage.loss] if stage.loss else [])]
+        self._results = [*stage.gives, *([stage.loss] if stage.loss else []), *stage.keeps]
         results = {name for call in stage.calls for name in call.results}
         self._taken = {*taken, *results, *variables.values()}
         self._last = {

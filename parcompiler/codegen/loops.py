@@ -122,4 +122,4 @@ def _is_read_elsewhere(loop: Loop, stage: StageProgram) -> bool:
     inside = {name for part in loop.rounds[:-1] for call in part for name in call.results}
     blocks = {call.block.name for call in loop.calls}
     read = {n for call in stage.calls if call.block.name not in blocks for n in call.arguments}
-    return bool(inside & (read | set(stage.gives)))
+    return bool(inside & (read | {*stage.gives, *stage.keeps}))

@@ -11,6 +11,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 
+import torch
+from torch import fx
+
+from parcompiler.capture.effects import effects_of
 from parcompiler.capture.synchronized import is_synchronized
 from parcompiler.codegen.layout import WIDTH, table, wrap
 from parcompiler.codegen.listing import written
@@ -23,6 +27,7 @@ from parcompiler.pieces import Shard, own_rows
 from parcompiler.report.names import numbers
 from parcompiler.runtime.program import (
     Input,
+    KeptOutput,
     RankProgram,
     Tied,
     Value,
@@ -30,7 +35,7 @@ from parcompiler.runtime.program import (
     digest_of,
     on_rank,
 )
-from parcompiler.spmd.placement import shard_of
+from parcompiler.spmd.placement import R, shard_of
 
 _SCRIPT = '''"""{title}
 
@@ -93,6 +98,7 @@ _TITLES = {
     "shards": "Tensors of which tensor ranks hold pieces: the dimension that is split, its size.",
     "rows": "Tensors that all ranks of a pipeline hold rows of: how many there are on the whole.",
     "aliases": "Further names of tied tensors.",
+    "outputs": "Outputs of the model that predictions return: the values, and where they are made.",
 }
 _TIED_OVER_DATA = (
     "Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
@@ -159,6 +165,38 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         rows=dict(zip(spread.tensors, spread.sizes, strict=True)) if spread is not None else {},
         narrow=graph.narrow,
         unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
+        outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},
+    )
+
+
+def _kept(lowered: Lowered, name: str, node: fx.Node) -> KeptOutput:
+    """An output that is kept: where it is made, and how tensor ranks hold it."""
+    graph, value = lowered.graph, lowered.variables[node]
+    whole: torch.Tensor = node.meta.get("whole", node.meta["val"])
+    (placement,) = node.meta.get("placements", (R,))
+    shard = None
+    if placement.kind == "S":
+        shard = shard_of(placement, whole.shape[placement.dim])
+    effects, pending = effects_of(graph), [node]
+    read: set[fx.Node] = set()
+    while pending:
+        one = pending.pop()
+        if one not in read:
+            read.add(one)
+            pending += effects.dependencies(one)
+    inputs = (n for n in graph.fx_graph.nodes if n in read and n.name in graph.input_nodes)
+    head = None if graph.vocabulary is None else graph.vocabulary.head
+    functions, dtype = ({} if head is None else head.outputs).get(name, (None, whole.dtype))
+    return KeptOutput(
+        value=value,
+        home=next(stage.rank for stage in lowered.stages if value in stage.keeps),
+        shape=tuple(whole.shape),
+        dtype=dtype,
+        inputs=tuple(lowered.variables[n] for n in inputs),
+        dim=None if shard is None else shard.dim,
+        sizes=() if shard is None else shard.sizes,
+        partial=placement.kind == "P",
+        head="" if functions is None else "logits" if functions else "product",
     )
 
 
@@ -194,7 +232,8 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     position, copies = program.coordinate.pipeline, program.grid.copies
     stages = lowered.on_rank(position)
     tables = "\n".join(_tables(lowered, program))
-    names = [name for name in ("Input", "Shard", "Tied", "Value") if f"{name}(" in tables]
+    values = ("Input", "KeptOutput", "Shard", "Tied", "Value")
+    names = [name for name in values if f"{name}(" in tables]
     names += ["RankProgram", "Worker", "run", *["rank_among"] * (copies > 1)]
     names += ["DataUpdates"] * (program.updates != ALL_REDUCE)
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]

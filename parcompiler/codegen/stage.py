@@ -60,6 +60,7 @@ class StageWriter:
         """What comes in and goes out, in words."""
         came = [*self.stage.inputs, *self.stage.receives]
         gone = [*self.stage.gives, *(["the loss"] if self.stage.loss else [])]
+        gone += [f"{name} (kept)" for name in self.stage.keeps]
         return f"{', '.join(came) or 'nothing'} → {', '.join(gone) or 'nothing'}"
 
     def _classes(self) -> Iterator[str]:
@@ -77,7 +78,7 @@ class StageWriter:
         arguments = [*self.stage.inputs, *self.stage.receives]
         further = self._further_tensors()
         tensors = [tensor_line(attribute, item) for attribute, item in further.items()]
-        results = len(self.stage.gives) + bool(self.stage.loss)
+        results = len(self.stage.gives) + bool(self.stage.loss) + len(self.stage.keeps)
         kind = "Tensor" if results == 1 else "tuple[Tensor, ...]"
         parameters = "".join(f", {name}: Tensor" for name in arguments)
         lines = [
@@ -103,7 +104,7 @@ class StageWriter:
 
     def _declarations(self) -> Iterator[str]:
         """The class attributes that the runtime reads."""
-        for name in ("inputs", "receives", "gives"):
+        for name in ("inputs", "receives", "gives", "keeps"):
             value = getattr(self.stage, name)
             if value:
                 yield wrap(f"{name} = {literal(tuple(value))}", 4)

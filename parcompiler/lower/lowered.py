@@ -65,7 +65,8 @@ class StageProgram:
     `inputs` are tensors of the batch, `receives` values of earlier stages, `gives` values that
     later stages need (and the loss, on the stage that has it). `prologue` are the nodes that the
     stage computes for itself instead of receiving them. A stage that is not `trained` has no
-    backward: nothing in it depends on a trained parameter and leads to the loss.
+    backward: nothing in it depends on a trained parameter and leads to the loss. `keeps` are the
+    values that are outputs of the model.
     """
 
     index: int
@@ -78,6 +79,7 @@ class StageProgram:
     loss: str | None
     tensors: tuple[str, ...]
     trained: bool = True
+    keeps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

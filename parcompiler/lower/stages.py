@@ -109,6 +109,11 @@ class Division:
             loss=self.variables[self.graph.loss] if has_loss else None,
             tensors=tuple(self._stage_tensors(j, blocks, read)),
             trained=self.graph.trains(blocks),
+            keeps=tuple(
+                dict.fromkeys(
+                    self.variables[n] for n in self.graph.kept.values() if self.stage_of.get(n) == j
+                )
+            ),
         )
 
     def _call(self, block: Block) -> Call:

@@ -17,7 +17,7 @@ from parcompiler.runtime.axis import piece
 from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import rank_among, rank_device
-from parcompiler.runtime.program import Input, RankProgram, Tied, Value
+from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
 from parcompiler.runtime.samples import Samples
@@ -49,6 +49,7 @@ __all__ = [
     "DataUpdates",
     "Head",
     "Input",
+    "KeptOutput",
     "Layer",
     "Linear",
     "Lookup",

@@ -107,7 +107,7 @@ class Axis:
             part = torch.cat([part, part.new_zeros(shape)], shard.dim)
         part = in_memory(part)
         flat = part.new_empty(self.size * part.numel())
-        dist.all_gather_single(_wire(flat), _wire(part.view(-1)), group=self.group)
+        dist.all_gather_single(wire(flat), wire(part.view(-1)), group=self.group)
         parts = list(flat.view(self.size, *part.shape).unbind())
         if not shard.even(self.size):
             lengths = [shard.length(self.size, rank) for rank in range(self.size)]
@@ -124,7 +124,7 @@ class Axis:
         parts = [shard.take(summand, self.size, rank) for rank in range(self.size)]
         sent = torch.cat([part.reshape(-1) for part in parts])
         part = sent.new_empty(parts[0].numel())
-        dist.reduce_scatter_single(_wire(part), _wire(sent), group=self.group)
+        dist.reduce_scatter_single(wire(part), wire(sent), group=self.group)
         return part.view(parts[0].shape)
 
     def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
@@ -142,9 +142,7 @@ class Axis:
         )
         sent = torch.cat([part.reshape(-1) for part in parts])
         received = sent.new_empty(sum(sizes_received))
-        dist.all_to_all_single(
-            _wire(received), _wire(sent), sizes_received, sizes, group=self.group
-        )
+        dist.all_to_all_single(wire(received), wire(sent), sizes_received, sizes, group=self.group)
         return source.join(
             [
                 part.view(shape)
@@ -159,7 +157,7 @@ class Axis:
 
     def _reduced(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(_wire(result), operation, group=self.group)
+        dist.all_reduce(wire(result), operation, group=self.group)
         return result
 
 
@@ -169,7 +167,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().contiguous()
 
 
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
+def wire(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor in a dtype that backends know."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)

@@ -40,6 +40,64 @@ def microbatches(
     return pieces
 
 
+def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, object], int]:
+    """The tensors of a batch for predictions by key, and how many samples it has: any number.
+
+    What no kept output depends on, such as labels, may be missing. Raises InputError as
+    `microbatches` does, and where inputs have different numbers of samples.
+    """
+    leaves = dict(_leaves(batch))
+    needed = {name for output in program.outputs.values() for name in output.inputs}
+    _check_form(program, batch)
+    specs = [s for n, s in program.inputs.items() if n in needed or s.key in leaves]
+    _check_keys(leaves, {spec.key for spec in specs})
+    counts: dict[str, int] = {}
+    for spec in (spec for spec in specs if spec.shape):
+        tensor, rows = leaves[spec.key], spec.shape[0] // program.samples
+        length = tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.ndim else 0
+        whole = isinstance(tensor, torch.Tensor) and tensor.shape[1:] == spec.shape[1:]
+        if not (length and whole) or length % rows:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            message = (
+                f"batch[{spec.key!r}] must have rows of shape {spec.shape[1:]}, {rows} for each "
+                f"sample ({shape} given)"
+            )
+            raise InputError(message)
+        counts[spec.key] = length // rows
+    if len({*counts.values()}) > 1:
+        listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())
+        message = f"the inputs of a batch must have the same number of samples ({listed})"
+        raise InputError(message)
+    return leaves, next(iter(counts.values()), program.samples)
+
+
+def padded(
+    program: RankProgram, leaves: Mapping[str, object], count: int
+) -> list[dict[str, torch.Tensor]]:
+    """`count` micro-batches of the tensors that `samples_of_batch` returns: repeats of the last
+    sample behind all others, and zeros for what is missing."""
+    batch: dict[str, torch.Tensor] = {}
+    for name, spec in program.inputs.items():
+        tensor, rows = leaves.get(spec.key), spec.shape[0] if spec.shape else 0
+        if not isinstance(tensor, torch.Tensor):
+            batch[name] = torch.zeros((rows * count, *spec.shape[1:]), dtype=spec.dtype)
+        elif spec.shape:
+            each = rows // program.samples
+            sample = torch.arange(count * program.samples).clamp(max=len(tensor) // each - 1)
+            place = (sample[:, None] * each + torch.arange(each)).flatten()
+            batch[name] = tensor[place.to(tensor.device)]
+        else:
+            batch[name] = tensor
+    pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    for name, spec in program.inputs.items():
+        _check_tensor(spec, batch[name], program, count)
+        tensor = batch[name].to(spec.dtype)
+        for i, piece in enumerate(pieces):
+            rows = spec.shape[0] if spec.shape else 0
+            piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
+    return pieces
+
+
 def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
     """How many micro-batches a batch has, by the first of its tensors that tells; else as many as
     a step has."""

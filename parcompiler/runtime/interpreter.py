@@ -138,10 +138,11 @@ class Interpreter:
         training: bool,
         record: list[InstructionTime] | None = None,
         scale: float = 1.0,
+        kept: dict[str, dict[int, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
         """Execute a list; returns the mean loss of the step. Gradients are those of the mean loss
-        times `scale`."""
-        state = StepState(microbatches, training, scale=scale)
+        times `scale`. `kept` gets the outputs of the model, by value and micro-batch."""
+        state = StepState(microbatches, training, scale=scale, kept=kept)
         self.channels.tag = TRAINING if training else EVALUATION
         self._reduction.begin(self.channels)
         if self._passes is not None:
@@ -197,7 +198,10 @@ class Interpreter:
                 outputs = stage(**arguments)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         results = dict(zip(stage.gives, outputs, strict=False))
-        loss = outputs[-1] if stage.loss else None
+        loss = outputs[len(stage.gives)] if stage.loss else None
+        if state.kept is not None:
+            for name, tensor in zip(stage.keeps, outputs[-len(stage.keeps) :], strict=False):
+                state.kept.setdefault(name, {})[i] = tensor
         if loss is not None:
             state.losses[i] = loss.detach()
         if backward_follows:

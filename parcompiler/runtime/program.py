@@ -42,6 +42,27 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptOutput:
+    """An output of the model that predictions return: what the stages at pipeline coordinate `home`
+    call `value`, of so many elements in a micro-batch.
+
+    Tensor ranks have pieces along `dim` of lengths that `sizes` divide, or summands of it where
+    `partial`. `head` says what the head's rows of all ranks make of it: "" (nothing), "product", or
+    "logits" behind that. It depends on `inputs` of the batch.
+    """
+
+    value: str
+    home: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inputs: tuple[str, ...] = ()
+    dim: int | None = None
+    sizes: tuple[int, ...] = ()
+    partial: bool = False
+    head: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tied:
     """A tensor that several ranks hold, by its name in the model; their gradients are summed."""
 
@@ -62,7 +83,7 @@ class RankProgram:
     tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
     every rank of a pipeline holds rows, with the number of rows on the whole. `narrow` is the
     16-bit dtype of parameters that have masters in float32. `unsaved` are the tensors that the
-    model's state dict has not.
+    model's state dict has not. `outputs` are those that predictions return.
     """
 
     rank: int
@@ -91,6 +112,7 @@ class RankProgram:
     rows: Mapping[str, int] = field(default_factory=dict)
     narrow: torch.dtype | None = None
     unsaved: tuple[str, ...] = ()
+    outputs: Mapping[str, KeptOutput] = field(default_factory=dict)
 
     @cached_property
     def grid(self) -> Grid:

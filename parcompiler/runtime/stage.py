@@ -22,7 +22,8 @@ class Stage(nn.Module):
     """The base of emitted stages.
 
     `inputs` are tensors of the batch and `receives` values of earlier stages: the arguments of
-    forward. `gives` are its results, in order; the loss comes behind them where `loss` is true.
+    forward. `gives` are its results, in order; the loss comes behind them where `loss` is true, and
+    then those that it `keeps`: outputs of the model.
     `random` says that some operator draws random numbers.
     `scopes` maps the path of each block in this module to its path in the user's model.
     """
@@ -30,6 +31,7 @@ class Stage(nn.Module):
     inputs: ClassVar[tuple[str, ...]] = ()
     receives: ClassVar[tuple[str, ...]] = ()
     gives: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[tuple[str, ...]] = ()
     loss: ClassVar[bool] = False
     random: ClassVar[bool] = False
     names: ClassVar[Mapping[str, str]] = {}

@@ -48,6 +48,7 @@ class StepState:
     used: Counter[Key] = field(default_factory=Counter)  # by stages of this rank
     sent: Counter[Key] = field(default_factory=Counter)  # to other ranks
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, dict[int, torch.Tensor]] | None = None  # outputs of the model, where wanted
     mean: torch.Tensor | None = None
     scale: float = 1.0  # of the loss in the backward
 

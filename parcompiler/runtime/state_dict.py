@@ -208,6 +208,14 @@ class RankTensors:
                 self._channels.send_now(padded, 0)
         return whole if rank == 0 else None
 
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send tensors by name to rank 0."""
+        _send(tensors, self._channels)
+
+    def receive(self, source: int) -> dict[str, torch.Tensor]:
+        """The tensors that rank `source` sends, on rank 0."""
+        return _receive(source, self._channels)
+
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of this rank, whole on the first rank of each tensor-parallel group that
         others read from."""

@@ -8,13 +8,14 @@ for batch in batches:
 
 from __future__ import annotations
 
+import json
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from parcompiler.runtime.agreement import (
     digest_of_batch,
 )
 from parcompiler.runtime.asynchronous import Serving
-from parcompiler.runtime.batch import microbatches
+from parcompiler.runtime.batch import microbatches, padded, samples_of_batch
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
 from parcompiler.runtime.failure import Watch, explain, named
@@ -38,6 +39,7 @@ from parcompiler.runtime.flight import FlightRecorder
 from parcompiler.runtime.groups import GroupOf, Patterns
 from parcompiler.runtime.interpreter import Around, InstructionTime, Interpreter
 from parcompiler.runtime.joining import host, meet, rank_device, start
+from parcompiler.runtime.predicting import Predictions
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.stage import Stage, Unfilled
@@ -50,6 +52,8 @@ TIMEOUT = timedelta(minutes=10)
 LONGEST = 10**8  # s that a timeout may have
 BACKSTOP = timedelta(seconds=5)  # from a timeout to that of the process groups
 CLOSED = "worker.close() was called"
+Metrics = Callable[[dict[str, torch.Tensor], Any], Mapping[str, float]]
+Kept = dict[str, dict[int, torch.Tensor]]  # outputs by value and micro-batch
 CHECK_BATCHES = 100  # steps from one comparison of the ranks' batches to the next
 
 
@@ -148,6 +152,7 @@ class Worker:
             self._tensors = RankTensors(
                 program, self._interpreter.tensors, self._updates, self._channels
             )
+            self._predictions = Predictions(program, self._channels, self.vocabulary)
             layout = RankLayout(program)
             state = RankState(program, self._interpreter, self._updates, layout, self._calls)
             if folder is not None:
@@ -204,8 +209,20 @@ class Worker:
         self._check_synchronous()
         self._apply()
 
-    def evaluate(self, batch: object) -> torch.Tensor:
+    @overload
+    def evaluate(self, batch: object) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(self, batch: object, metrics: Metrics) -> dict[str, float]: ...
+
+    def evaluate(
+        self, batch: object, metrics: Metrics | None = None
+    ) -> torch.Tensor | dict[str, float]:
         """The mean loss of one batch in evaluation mode (no dropout), without gradients.
+
+        `metrics` makes further numbers by name of the outputs that the model was compiled to keep
+        and the batch, on the first rank of each data coordinate; then a dictionary is returned on
+        every rank, of the loss and the means of these over data coordinates.
 
         Neither parameters nor buffers change, and later steps draw the same random numbers. The
         batch may have fewer micro-batches than a step, on all ranks as many: the loss is the mean
@@ -216,6 +233,104 @@ class Worker:
         model that branches on `self.training` was followed once, when the model was captured.
         """
         self._settle()
+        if metrics is None:
+            with self._evaluating():
+                return self._run(batch, training=False)
+        kept: Kept = {}
+        with self._evaluating():
+            loss = self._run(batch, training=False, kept=kept)
+        count = samples_of_batch(self.program, batch)[1]
+        with self._failing_together("evaluate"):
+            outputs = self._predictions.gather(kept, count // self.program.samples)
+            numbers = {}
+            if self._channels.is_first:
+                made = metrics(self._predictions.joined([outputs], count), batch)
+                numbers = {str(name): float(value) for name, value in made.items()}
+            texts = self._channels.gather_texts(json.dumps(numbers))
+        found = [numbers for text in texts if (numbers := json.loads(text))]
+        means = {n: sum(each[n] for each in found) / len(found) for n in (found or [{}])[0]}
+        return {"loss": loss.item(), **means}
+
+    def predict(self, batch: object) -> dict[str, torch.Tensor] | None:
+        """On rank 0 the outputs that the model was compiled to keep, by name on the CPU, in
+        evaluation mode; None elsewhere. Collective.
+
+        A batch has any number of samples, on each data coordinate as many as it likes; its ranks
+        are given the same. Inputs that no output depends on, such as labels, may be left out.
+        Outputs have a row for each of its samples, those of one data coordinate behind the other;
+        one without rows for each (a scalar) has one entry for each micro-batch. Raises InputError
+        on every rank, and goes on, where a batch has another form, or nothing is kept.
+        """
+        self._check_open()
+        if not self.program.outputs:
+            message = (
+                "no outputs are kept: name them when compiling, as pc.compile(outputs=['logits'])"
+            )
+            raise InputError(message)
+        self._settle()
+        leaves, counts = self._counted(batch)
+        most = -(-max(counts) // self.program.samples)
+        parts = []
+        with self._evaluating(), self._failing_together("predict"), self._in_groups():
+            batches = padded(self.program, leaves, most)
+            batches = [{n: t.to(self.device) for n, t in each.items()} for each in batches]
+            for start in range(0, most, self.program.microbatches):
+                some = batches[start : start + self.program.microbatches]
+                kept: Kept = {}
+                lines = of_first(self.program.evaluation, len(some))
+                self._interpreter.run(lines, some, training=False, kept=kept)
+                parts.append(self._predictions.gather(kept, len(some)))
+            return self._predicted(parts, counts)
+
+    def _counted(self, batch: object) -> tuple[dict[str, object], list[int]]:
+        """The tensors of a batch for predictions, and the samples of all data coordinates. Raises
+        InputError on all ranks where one refuses its batch, or ranks of one have others."""
+        program = self.program
+        leaves: dict[str, object] = {}
+        refusal, count, digest = "", 0, 0
+        try:
+            leaves, count = samples_of_batch(program, batch)
+            self._predictions.check(count)
+            self._interpreter.check(padded(program, leaves, -(-count // program.samples)))
+            tensors = {k: t for k, t in leaves.items() if isinstance(t, torch.Tensor)}
+            digest = digest_of_batch([tensors])
+        except InputError as error:
+            refusal = str(error)
+        with self._failing_together("predict"):
+            texts = self._channels.gather_texts(json.dumps([count, digest, refusal]))
+        said = [json.loads(text) for text in texts]
+        for rank, (_, _, text) in enumerate(said):
+            if text:
+                raise InputError(text if rank == program.rank else f"rank {rank}: {text}")
+        firsts = [program.grid.rank(0, d, 0) for d in range(program.data)]
+        for rank, (_, other, _) in enumerate(said):
+            first = firsts[program.grid.coordinate(rank).data]
+            if other != said[first][1]:
+                message = (
+                    f"ranks {first} and {rank} were given different batches: give all ranks of a "
+                    "data coordinate the same"
+                )
+                raise InputError(message)
+        return leaves, [said[rank][0] for rank in firsts]
+
+    def _predicted(
+        self, parts: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int]
+    ) -> dict[str, torch.Tensor] | None:
+        """The outputs of all data coordinates on rank 0."""
+        program = self.program
+        firsts = [program.grid.rank(0, d, 0) for d in range(program.data)]
+        if program.rank not in firsts:
+            return None
+        own = self._predictions.joined(parts, counts[self.data_rank])
+        if program.rank:
+            self._tensors.send(own)
+            return None
+        others = [self._tensors.receive(rank) for rank in firsts[1:]]
+        return {name: torch.cat([t, *(other[name] for other in others)]) for name, t in own.items()}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within it, modules are in evaluation mode; their buffers stay as they are."""
         modules: list[nn.Module] = [*self.stages.values()]
         modules += [] if self.vocabulary is None else [self.vocabulary]
         modes = {module: module.training for module in modules}
@@ -223,7 +338,7 @@ class Worker:
         for module in modes:
             module.eval()
         try:
-            return self._run(batch, training=False)
+            yield
         finally:
             for module, mode in modes.items():
                 module.train(mode)
@@ -589,8 +704,8 @@ class Worker:
         if self._updates.serving is not None:
             self._updates.serving.record = array("h")
 
-    def _run(self, batch: object, *, training: bool) -> torch.Tensor:
-        """Check the batch and execute a list; any failure stops every rank."""
+    def _run(self, batch: object, *, training: bool, kept: Kept | None = None) -> torch.Tensor:
+        """Check the batch and execute a list; any failure stops every rank. `kept` gets outputs."""
         program = self.program
         batches = self._agreed(batch, training)
         if training:
@@ -602,7 +717,7 @@ class Worker:
         with self._failing_together(), self._in_groups():
             scale = self._updates.begin() if training else 1.0
             loss = self._interpreter.run(
-                lines, batches, training=training, record=self._records, scale=scale
+                lines, batches, training=training, record=self._records, scale=scale, kept=kept
             )
         self._calls[training] += 1
         return loss

@@ -99,7 +99,8 @@ class _Sharding:
                 self._node(node)
         whole = self.whole.loss
         loss = self._converted(whole, I, whole, carries=whole.name in self.whole.differentiable)
-        self.local.output((loss,))
+        kept = [self.nodes[node] for node in self.whole.kept.values()]
+        self.local.output((loss, *kept))
         return dataclasses.replace(
             self.whole,
             fx_graph=self.local,

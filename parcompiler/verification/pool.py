@@ -43,7 +43,8 @@ class Job:
     `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
     the numbers of its random operators' draws; None leaves the RNG alone. `patience` is its limit
     in seconds. `scale` is that of the loss, for a float16 program, `max_norm` what gradients
-    are clipped to.
+    are clipped to. `predict` is a batch whose outputs are predicted before the first step; data
+    ranks share its rows, as many as there are.
     """
 
     program: str
@@ -55,6 +56,7 @@ class Job:
     patience: float = PATIENCE
     scale: float | None = None
     max_norm: float | None = None
+    predict: Mapping[str, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Outcome:
     compression_error: float | None = None
     norms: torch.Tensor | None = None
     arrivals: torch.Tensor | None = None
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def loss(self) -> torch.Tensor:
@@ -97,6 +100,9 @@ class Pool:
                 save_file(batch, Path(folder) / f"batch_{number}.safetensors", metadata)
             fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
             fields["batches"] = [f"{folder}/batch_{k}.safetensors" for k in range(len(job.batches))]
+            if job.predict is not None:
+                fields["predict"] = f"{folder}/predict.safetensors"
+                save_file(storable(job.predict)[0], fields["predict"])
             fields |= {"options": dict(job.options), "store": f"{folder}/store", "out": folder}
             messages = [{**fields, "rank": rank, "size": size} for rank in range(size)]
             self.ask(messages, job.patience)
@@ -104,10 +110,18 @@ class Pool:
                 dict(read(Path(folder) / f"{name}.safetensors"))
                 for name in ("losses", "gradients", "state")
             )
+            predicted = Path(folder) / "outputs.safetensors"
+            outputs = dict(read(predicted)) if predicted.exists() else {}
             scale, norms = float(numbers["scale"]), numbers["norms"]
             arrivals = numbers.get("arrivals")
             return Outcome(
-                numbers["losses"], gradients, state, scale, norms=norms, arrivals=arrivals
+                numbers["losses"],
+                gradients,
+                state,
+                scale,
+                norms=norms,
+                arrivals=arrivals,
+                outputs=outputs,
             )
 
     def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:

@@ -60,6 +60,8 @@ def _run(job: dict[str, Any]) -> None:
         worker.set_optimizer(kind, max_norm=job["max_norm"], **options)
         if job["scale"] is not None:
             worker.loss_scale = job["scale"]
+        asked = job["predict"]
+        outputs = None if asked is None else worker.predict(_share(worker, asked))
         first, *others = (_batch(worker, path) for path in job["batches"])
         loss, gradients = _first_step(worker, first)
         losses, norms = [loss], [worker.gradient_norm]
@@ -78,6 +80,8 @@ def _run(job: dict[str, Any]) -> None:
             if worker.arrivals is not None:
                 numbers["arrivals"] = worker.arrivals
             written = {"losses": numbers, "gradients": gradients or {}, "state": state}
+            if outputs is not None:
+                written["outputs"] = outputs
             for name, tensors in written.items():
                 copies, metadata = storable(tensors)
                 save_file(copies, Path(job["out"]) / f"{name}.safetensors", metadata)
@@ -102,6 +106,16 @@ def _seeded_draws(job: dict[str, Any], worker: Worker) -> Any:
         return SeededDraws(job["seed"], worker.program.microbatch(i), job["draws"][str(stage)])
 
     return around
+
+
+def _share(worker: Worker, path: str) -> object:
+    """The rows of a batch that this rank's data coordinate predicts."""
+    batch = dict(read(Path(path)))
+    rows = {spec.key for spec in worker.program.inputs.values() if spec.shape}
+    return worker.program.in_form({
+        key: tensor.tensor_split(worker.data_ranks)[worker.data_rank] if key in rows else tensor
+        for key, tensor in batch.items()
+    })  # fmt: skip
 
 
 def _batch(worker: Worker, path: str) -> object:

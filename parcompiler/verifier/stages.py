@@ -34,6 +34,7 @@ FREE = "the prologue needs no gradient and no chance"
 GIVEN = "what one stage gives another receives"
 TYPED = "both ends agree on a value"
 LOSS = "one stage has the loss"
+KEPT = "one stage keeps each output"
 TWICE = "what is recomputed updates nothing"
 
 
@@ -48,6 +49,7 @@ def faults(wiring: Wiring) -> Iterator[Fault]:
         yield from _StageRules(wiring, j, stage).faults()
     yield from _values(wiring)
     yield from _loss(wiring)
+    yield from _kept(wiring)
 
 
 def _placement(wiring: Wiring) -> Iterator[Fault]:
@@ -79,7 +81,7 @@ def needed(wiring: Wiring) -> set[fx.Node]:
     """The operators that must run: what the loss depends on, and every update of a buffer."""
     writers = wiring.effects.writers.items()
     updates = [node for root, nodes in writers if root.op == "placeholder" for node in nodes]
-    pending = [wiring.graph.loss, *updates]
+    pending = [wiring.graph.loss, *wiring.graph.kept.values(), *updates]
     nodes: set[fx.Node] = set()
     while pending:
         node = pending.pop()
@@ -350,3 +352,18 @@ def _loss(wiring: Wiring) -> Iterator[Fault]:
             yield Fault(LOSS, f"stage {j} calls {name} the loss, the graph {wanted}")
         elif name not in results:
             yield Fault(LOSS, f"stage {j} has it, but none of its blocks makes {name}")
+
+
+def _kept(wiring: Wiring) -> Iterator[Fault]:
+    """One stage, which makes it, keeps each output that predictions return."""
+    wanted = {wiring.lowered.variables.get(node) for node in wiring.graph.kept.values()}
+    for j, stage in enumerate(wiring.stages):
+        results = {result for call in stage.calls for result in call.results}
+        for name in {*stage.keeps} - (wanted & results):
+            yield Fault(KEPT, f"stage {j} keeps {name}, which is no output that it makes")
+    for label, node in wiring.graph.kept.items():
+        kept = wiring.lowered.variables.get(node)
+        having = [j for j, stage in enumerate(wiring.stages) if kept in stage.keeps]
+        if len(having) != 1:
+            stages = _stages(having) if having else "no stage"
+            yield Fault(KEPT, f"the output {label!r} ({kept}) is on {stages}")

@@ -226,7 +226,10 @@ def _einsum(graph: Graph, node: fx.Node) -> TableProduct | None:
 
 @dataclass
 class Chain:
-    """The way from the product to the loss: `dim` is where the classes are now."""
+    """The way from the product to the loss: `dim` is where the classes are now.
+
+    `kept` are the nodes on it that are outputs: products, or what all functions make of them.
+    """
 
     product: TableProduct
     dim: int
@@ -234,6 +237,7 @@ class Chain:
     functions: list[fx.Node] = field(default_factory=list)
     bias: fx.Node | None = None
     normalized: bool = False
+    kept: dict[fx.Node, bool] = field(default_factory=dict)
 
 
 def match_chain(graph: Graph, criterion: Criterion) -> Chain:
@@ -245,7 +249,7 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
         operands = node.all_input_nodes
         if node.op != "call_function" or not (product or operands):
             keep_whole("its logits are no product with a parameter")
-        if len(node.users) != 1:
+        if sum(user.op != "output" for user in node.users) != 1:
             keep_whole("a loss that needs whole logits (they are read twice)")
         if node.meta.get("contexts"):
             keep_whole("its logits are computed under autocast or no_grad")
@@ -261,11 +265,28 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
         _add(graph, chain, item)
     while chain.functions and _widens(chain.functions[-1]):
         chain.functions.pop()  # the softmax of logits is in float32 anyway
+    _note_kept(chain, between[::-1])
     if criterion.normalized and not chain.normalized:
         keep_whole("an nll that reads no log-softmax")
     if chain.dim != min(1, len(shape_of(criterion.logits)) - 1):
         keep_whole("the classes of the loss are not its rows")
     return chain
+
+
+def _note_kept(chain: Chain, behind: list[fx.Node]) -> None:
+    """Note which nodes are outputs that are kept: the product, or a function `behind` it."""
+    product, moved = chain.product, {row.node for row in chain.rows}
+    for k, node in enumerate([product.node, *behind]):
+        if not any(user.op == "output" for user in node.users):
+            continue
+        before, after = {product.node, *behind[:k]}, {*behind[k:]}
+        done = [function for function in chain.functions if function in before]
+        added = chain.bias not in (None, product.bias)
+        whole = product.dim == len(shape_of(product.node)) - 1 and not moved & before
+        ready = not added or any(chain.bias in item.all_input_nodes for item in before)
+        if not (whole and ready) or (done and {*chain.functions} & after):
+            keep_whole("an output that is kept of its logits is neither its product nor their end")
+        chain.kept[node] = bool(done)
 
 
 def _widens(node: fx.Node) -> bool:

@@ -135,6 +135,10 @@ class _Spreading:
     def _head(self, item: HeadMatch) -> VocabularyHead:
         """One node for all from the product to the loss, and the rows of its input before it."""
         old = self.nodes[self.whole.loss]
+        kept = {name: node for name, node in self.whole.kept.items() if node in item.chain.kept}
+        output = next(node for node in reversed(self.made.nodes) if node.op == "output")
+        for node in kept.values():  # each rank multiplies its rows when a prediction is asked for
+            output.replace_input_with(self.nodes[node], self.nodes[item.chain.product.x])
         targets = extract(self.whole.fx_graph, item.criterion.targets, self.effects)
         with self.made.inserting_before(old):
             x = self._rows(item.chain)
@@ -156,6 +160,7 @@ class _Spreading:
             label_smoothing=item.criterion.label_smoothing,
             reduction=item.criterion.reduction,
             scale=item.criterion.scale,
+            outputs={n: (item.chain.kept[node], dtype_of(node)) for n, node in kept.items()},
         )
 
     def _rows(self, chain: Chain) -> fx.Node:
