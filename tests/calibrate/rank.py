@@ -1,11 +1,9 @@
 """Calibrates as one rank of several; rank 0 prints how many messages it measured anew."""
 
-import sys
-
 from parcompiler.calibrate import calibrate, exchange
 
 
-def main() -> None:
+def main(path: str) -> None:
     counted = 0
     timed = exchange._seconds
 
@@ -15,10 +13,6 @@ def main() -> None:
         return timed(*arguments)  # type: ignore[arg-type]
 
     exchange._seconds = counting  # type: ignore[assignment]  # it only counts
-    device = calibrate(sys.argv[1], sizes=2, seconds=1e-4, dtypes=["float32"])
+    device = calibrate(path, sizes=2, seconds=1e-4, dtypes=["float32"])
     if device is not None:
         print(f"exchanges: {counted}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from parcompiler.calibrate.journal import Journal
 from parcompiler.calibrate.machine import find_machine
 from tests.calibrate import rank
 from tests.calibrate.machines import CORE
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked
 
 
 def test_ranks_of_a_node_measure_their_link_and_the_first_of_the_next_node_the_network() -> None:
@@ -34,7 +34,7 @@ def test_two_ranks_measure_what_a_run_before_them_did_not(tmp_path: Path) -> Non
     machine = dataclasses.replace(find_machine(), threads=1, ranks=2, ranks_per_node=2)
     before = Journal(tmp_path / "two.json.measurements.jsonl", machine.fabric)
     before.add(next(exchanges(machine)).key, 0.25)
-    assert "exchanges: 9" in torchrun(2, Path(rank.__file__), str(path))
+    assert "exchanges: 9" in forked.run(2, rank.main, str(path))
     device = pc.Device.load(path)
     assert (device.devices_per_node, device.link.latency) == (2, 0.25)
     sources = dict(device.sources)

@@ -1,70 +1,23 @@
-"""Ranks that are started by hand: no agent ends those that are left when one dies.
-
-They are forked from a process that has imported torch: a start takes a second, not five.
-"""
+"""Ranks that are started by hand: no agent ends those that are left when one dies."""
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
 import parcompiler as pc
 from parcompiler.runtime.script import random_batch
+from tests.distributed.forked import start
 
 PATIENCE = 120.0  # s for anything
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch._dynamo", "parcompiler.runtime"])
-
-
-def start(size: int, folder: Path, main: Callable[..., None], *arguments: str) -> list[BaseProcess]:
-    """Processes that are ranks and call `main`; `log_N` in the folder is what rank N prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL",
-    }  # fmt: skip
-    ranks: list[BaseProcess] = []
-    for rank in range(size):
-        environment = {**given, "RANK": str(rank)}
-        what = (folder / f"log_{rank}", environment, main, arguments)
-        process = _FORKS.Process(target=_become, args=what, daemon=True)
-        process.start()
-        ranks.append(process)
-    return ranks
-
-
-def _become(
-    log: Path, environment: dict[str, str], main: Callable[..., None], arguments: tuple[str, ...]
-) -> None:
-    """Become a rank."""
-    for name in [name for name in os.environ if "TORCHELASTIC" in name]:
-        del os.environ[name]
-    os.environ |= environment
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    torch.set_num_threads(1)
-    try:
-        main(*arguments)
-    except Exception as error:
-        sys.last_value = error  # as where an interpreter ends
-        raise
-    finally:
-        atexit._run_exitfuncs()
 
 
 class Ranks:

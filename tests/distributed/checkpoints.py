@@ -1,7 +1,7 @@
 """Plays jobs, each on the first of its ranks: trains, saves, loads, and writes down what it saw.
 
-torchrun --nproc-per-node 4 checkpoints.py FOLDER, which has `jobs.json` and the programs; every job
-gets `NAME.json` and the checkpoints that it saves.
+The folder has `jobs.json` and the programs; every job gets `NAME.json` and the checkpoints that it
+saves.
 """
 
 import io
@@ -204,12 +204,7 @@ def script(folder: Path, job: dict[str, Any], rank: int) -> int:
     return 0
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(folder: str) -> None:
     rank = int(os.environ["RANK"])
-    for job in json.loads((folder / "jobs.json").read_text()):
-        play(folder, job, rank)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for job in json.loads(Path(folder, "jobs.json").read_text()):
+        play(Path(folder), job, rank)

@@ -1,8 +1,7 @@
-"""Runs one way to fail per name on the command line and prints what each rank raised, as JSON."""
+"""Runs one way to fail per name and prints what each rank raised, as JSON."""
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 
@@ -48,10 +47,8 @@ def explode(*_: object) -> None:
     raise ValueError(message)
 
 
-def main(fail: Callable[[str, pc.Worker], None] = fail) -> None:
-    folder, *ways = sys.argv[1:]
+def main(folder: str, *ways: str, fail: Callable[[str, pc.Worker], None] = fail) -> None:
     rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
     for way in ways:
         start = time.perf_counter()
         raised = ""
@@ -65,7 +62,3 @@ def main(fail: Callable[[str, pc.Worker], None] = fail) -> None:
         seconds = time.perf_counter() - start
         answer = {"rank": rank, "way": way, "raised": raised, "s": seconds}
         os.write(1, f"{json.dumps(answer)}\n".encode())  # at once: two ranks share the output
-
-
-if __name__ == "__main__":
-    main()

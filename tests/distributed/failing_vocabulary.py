@@ -1,5 +1,7 @@
 """As failing.py, with the vocabulary on all ranks: words that there are not, and failures."""
 
+from functools import partial
+
 import torch
 
 import parcompiler as pc
@@ -43,5 +45,4 @@ def closing(worker: pc.Worker) -> None:
     worker._channels.gathered = close  # type: ignore[method-assign,assignment]
 
 
-if __name__ == "__main__":
-    failing.main(fail)
+main = partial(failing.main, fail=fail)

@@ -1,10 +1,9 @@
 """Counts the bytes of parameters and of gradients that are in memory during a training step.
 
-Run under torchrun by test_zero.py on exported programs; rank 0 prints a line of JSON for each.
+Rank 0 prints a line of JSON for each.
 """
 
 import json
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -44,17 +43,11 @@ def measured(folder: str, batch: dict[str, torch.Tensor]) -> dict[str, int]:
         return most
 
 
-def main() -> None:
-    """Measure each folder."""
-    torch.set_num_threads(1)
+def main(data: str, *folders: str) -> None:
+    """Measure the exported program in each folder."""
     dist.init_process_group("gloo")
-    *folders, data = sys.argv[1:]
     batch = torch.load(data, weights_only=True)
     lines = [json.dumps(measured(folder, batch)) for folder in folders]
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

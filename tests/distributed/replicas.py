@@ -1,12 +1,11 @@
 """Trains on two pipeline coordinates of two data ranks, or fails, and says what each rank saw.
 
-torchrun --nproc-per-node 4 replicas.py FOLDER          trains the programs there: rank_N.pt
-torchrun --nproc-per-node 4 replicas.py PROGRAM WAY ... prints what each way to fail raises
+main(FOLDER)            trains the programs there: rank_N.pt
+main(PROGRAM, WAY, ...) prints what each way to fail raises
 """
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -95,16 +94,10 @@ def failing(folder: str, way: str) -> None:
     os.write(1, f"{json.dumps(answer)}\n".encode())  # at once: the ranks share the output
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, *ways = sys.argv[1:]
+def main(folder: str, *ways: str) -> None:
     for way in ways:
         failing(folder, way)
     if not ways:
         rank = int(os.environ["RANK"])
         found = {name: train(Path(folder), name, rank) for name in NAMES}
         torch.save(found, Path(folder) / f"rank_{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

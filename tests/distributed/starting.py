@@ -1,13 +1,11 @@
 """Ranks that are not given the same: prints what each way does on each rank, as JSON.
 
-torchrun --nproc-per-node 4 starting.py FOLDER, which has `out`, `other` with other weights,
-`tied` and `tensor`.
+The folder has `out`, `other` with other weights, `tied` and `tensor`.
 """
 
 import json
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -160,15 +158,10 @@ class Case:
 WAYS = [name for name in vars(Case) if name.startswith(("a_", "an_", "another_", "evaluations_"))]
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(folder: str) -> None:
     warnings.simplefilter("ignore")
     for way in WAYS:
-        case = Case(folder)
+        case = Case(Path(folder))
         getattr(case, way)()
         answer = {"rank": case.rank, "way": way, "said": case.said}
         os.write(1, f"{json.dumps(answer)}\n".encode())  # at once: ranks share the output
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

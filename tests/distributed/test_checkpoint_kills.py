@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import runpy
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parcompiler.runtime.checkpoint import folder as folders
-from tests.distributed.by_hand import start
+from tests.distributed.forked import script, start
 from tests.distributed.test_checkpoints import RESUMED, Case, assert_equal
 
 KILLS = int(os.environ.get("KILLS", "200"))
@@ -48,12 +46,6 @@ CASES |= {
     for vocabulary in ("whole", "vocab-2")
 }
 CASES["pipedream"] = Case(4, options={"schedule": "pipedream"}, dropout=0.1, tied=False)
-
-
-def script(path: str, *arguments: str) -> None:
-    """Run an emitted script."""
-    sys.argv, sys.path[0] = [path, *arguments], str(Path(path).parent)
-    runpy.run_path(path, run_name="__main__")
 
 
 def undisturbed(case: Case, folder: Path, save: str, *arguments: str) -> list[str]:

@@ -18,8 +18,7 @@ import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.runtime.checkpoint import folder as folders
 from tests.cli import models
-from tests.distributed import checkpoints
-from tests.distributed.torchrun import torchrun
+from tests.distributed import checkpoints, forked
 
 VOCABULARY, LENGTH, ROWS = 29, 6, 16  # rows of a step: of all micro-batches and data ranks
 STEPS = 2  # before and behind an interruption
@@ -137,7 +136,7 @@ class Played:
         for name, case in cases.items():
             case.export(folder / name)
         (folder / "jobs.json").write_text(json.dumps([*jobs]))
-        torchrun(4, Path(checkpoints.__file__), str(folder))
+        forked.run(4, checkpoints.main, str(folder))
 
     def seen(self, job: str, rank: int = 0) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / f"{job}.{rank}.json").read_text())

@@ -14,7 +14,7 @@ from torch import nn
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import replicas
+from tests.distributed import forked, replicas
 from tests.distributed.replicas import MICROBATCHES, STEPS, batch
 from tests.distributed.test_tensor import CHEAP
 from tests.distributed.torchrun import torchrun
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Ranks:
     """What the four ranks saw."""
-    torchrun(4, Path(replicas.__file__), str(folder))
+    forked.run(4, replicas.main, str(folder))
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -188,7 +188,9 @@ def test_an_export_trains_under_torchrun_and_data_ranks_take_batches_in_turn(fol
     scripts = sorted(path.name for path in out.glob("*_*.py"))
     assert scripts == [*(f"rank_{r}.py" for r in range(4)), "stage_0.py", "stage_1.py"]
     save_file({key: t[: rows - 1] for key, t in data.items()}, out / "short.safetensors")
-    text = torchrun(4, out / "main.py", "--data", str(out / "short.safetensors"), ok=False)
+    text = forked.run(
+        4, forked.script, str(out / "main.py"), "--data", str(out / "short.safetensors"), ok=False
+    )
     short = f"({rows - 1} of {rows}: {rows // 2} for each data rank)"
     assert f"the data has fewer samples than a step takes {short}" in text
 
@@ -207,7 +209,7 @@ def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     mesh = pc.Mesh(pipeline=2, data=2)
     program = pc.compile(captured("gpt"), mesh, microbatches=2, schedule="1f1b")
     made = program.export(tmp_path_factory.mktemp("failing") / "out")
-    text = torchrun(4, Path(replicas.__file__), str(made), *WAYS)
+    text = forked.run(4, replicas.main, str(made), *WAYS)
     found: dict[str, list[dict[str, str]]] = {way: [] for way in WAYS}
     for line in text.splitlines():
         if line.startswith("{"):

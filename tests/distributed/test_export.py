@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import own_worker
+from tests.distributed import forked, own_worker
 from tests.distributed.torchrun import torchrun
 
 BLOCKED = """
@@ -61,7 +61,7 @@ def test_a_standalone_folder_needs_torch_alone(folder: Path) -> None:
 
 
 def test_a_wrong_number_of_processes_is_refused(folder: Path) -> None:
-    text = torchrun(1, folder / "main.py", ok=False)
+    text = forked.run(1, forked.script, str(folder / "main.py"), ok=False)
     assert "the plan needs 2 processes (1 started)" in text
 
 

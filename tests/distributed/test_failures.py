@@ -1,14 +1,12 @@
 """One rank fails: all ranks stop within seconds and say which one, where and why."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import failing
-from tests.distributed.torchrun import torchrun
+from tests.distributed import failing, forked
 
 # For each way to fail, what the rank that failed says and what the other one says.
 WAYS = {
@@ -64,7 +62,7 @@ def raised(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
     model, inputs = zoo.build("gpt")
     program = pc.compile(model, pc.Mesh(pipeline=ranks), inputs, microbatches=2)
     folder = program.export(tmp_path_factory.mktemp("failing") / "out")
-    text = torchrun(ranks, Path(failing.__file__), str(folder), *WAYS)
+    text = forked.run(ranks, failing.main, str(folder), *WAYS)
     found: dict[str, list[dict[str, str]]] = {way: [] for way in WAYS}
     for line in text.splitlines():
         if line.startswith("{"):

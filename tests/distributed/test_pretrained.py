@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import checkpoints
-from tests.distributed.torchrun import torchrun
+from tests.distributed import checkpoints, forked
 
 MICROBATCHES = 2
 Case = tuple[str, pc.Mesh, dict[str, Any]]
@@ -72,7 +71,7 @@ def trained(folder: Folder, cases: dict[str, Case]) -> Folder:
         job |= {"high": zoo.VOCABULARY, "length": zoo.LENGTH, "rows": rows(mesh)}
         jobs.append(job | {"itemsize": kind.itemsize})
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun(4, Path(checkpoints.__file__), str(folder))
+    forked.run(4, checkpoints.main, str(folder))
     return folder
 
 

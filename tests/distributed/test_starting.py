@@ -1,15 +1,13 @@
 """Ranks that would train something else than the others are told so, before anything is sent."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import starting
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked, starting
 
 RANKS = 4
 Said = dict[str, list[list[str]]]
@@ -35,7 +33,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
         program(other=name == "other").export(folder / name)
     program("gpt-tied").export(folder / "tied")
     program(mesh=pc.Mesh(tensor=2, data=2)).export(folder / "tensor")
-    text = torchrun(RANKS, Path(starting.__file__), str(folder))
+    text = forked.run(RANKS, starting.main, str(folder))
     found: Said = {way: [[]] * RANKS for way in starting.WAYS}
     for line in text.splitlines():
         if line.startswith("{"):

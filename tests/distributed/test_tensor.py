@@ -22,7 +22,7 @@ from parcompiler.models import gpt
 from parcompiler.spmd.placement import S
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import Strategy
-from tests.distributed import failing, totals
+from tests.distributed import failing, forked, totals
 from tests.distributed.sharding import captured, sharded
 from tests.distributed.torchrun import torchrun
 from tests.spmd import choosing
@@ -198,7 +198,7 @@ def test_the_gradient_of_a_whole_parameter_is_added_up_once_a_step(tmp_path: Pat
     assert len(shapes) > 4
     check(program)
     program.export(tmp_path / "out")
-    text = torchrun(2, Path(totals.__file__), str(tmp_path / "out"))
+    text = forked.run(2, totals.main, str(tmp_path / "out"))
     found = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
     assert {shape: found[shape] for shape in shapes} == shapes
 
@@ -215,7 +215,7 @@ def raised(folder: Path) -> str:
     """What ranks print that fail in some ways."""
     program = sharded("gpt", MEGATRON, pc.Mesh(tensor=2))
     program.export(folder)
-    return torchrun(2, Path(failing.__file__), str(folder), *WAYS)
+    return forked.run(2, failing.main, str(folder), *WAYS)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from torch import nn
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import training
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked, training
 from tests.distributed.training import MICROBATCHES, STEPS, batch
 
 NAMES = ("gpt-tied", "resnet")
@@ -29,7 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             model, pc.Mesh(pipeline=2), inputs, microbatches=MICROBATCHES, schedule="1f1b"
         )
         program.export(folder / name)
-    torchrun(2, Path(training.__file__), str(folder))
+    forked.run(2, training.main, str(folder))
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -7,10 +7,8 @@ import pytest
 
 import parcompiler as pc
 from tests import zoo
-from tests.distributed import failing_vocabulary
-from tests.distributed.torchrun import torchrun
+from tests.distributed import failing_vocabulary, forked
 
-SCRIPT = Path(failing_vocabulary.__file__)
 LAST = zoo.VOCABULARY - 1
 RANGE = f"must be from 0 to {LAST}"
 LABEL = f"InputError: the labels of 'head.weight' {RANGE} or -100, which is ignored"
@@ -60,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def raised(folder: Path) -> Raised:
     """What each rank raised, for each way to fail."""
-    text = torchrun(2, SCRIPT, str(folder), *WAYS)
+    text = forked.run(2, failing_vocabulary.main, str(folder), *WAYS)
     found: Raised = {way: [] for way in WAYS}
     for line in text.splitlines():
         if line.startswith("{"):

@@ -10,8 +10,8 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler import pieces
+from tests.distributed import forked
 from tests.distributed import vocabulary_use as use
-from tests.distributed.torchrun import torchrun
 
 METHODS = ("naive", "vocab-1", "vocab-2", "interlaced")
 BOUND = 1e-12  # float64
@@ -40,7 +40,7 @@ def ranks(number: int, methods: tuple[str, ...], folder: Path) -> list[dict[str,
             )  # fmt: skip
             program.export(folder / f"{name} {method}")
             source, inputs = program, None
-    torchrun(number, Path(use.__file__), str(folder))
+    forked.run(number, use.main, str(folder))
     return [torch.load(folder / f"rank_{r}.pt", weights_only=False) for r in range(number)]
 
 

@@ -15,7 +15,7 @@ import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.verification.pool import Job, Outcome, pool
 from tests import zoo
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked, live_bytes
 
 STEPS = 3
 LEVELS = (1, 2, 3)
@@ -128,7 +128,7 @@ def test_bytes_in_memory_are_those_of_the_level(
         program = pc.compile(captured, pc.Mesh(data=2), microbatches=2, zero=zero)
         folders.append(str(program.export(tmp_path / f"zero-{zero}")))
     torch.save({key: torch.cat([rows, rows]) for key, rows in batch.items()}, tmp_path / "batch")
-    text = torchrun(2, Path(__file__).with_name("live_bytes.py"), *folders, str(tmp_path / "batch"))
+    text = forked.run(2, live_bytes.main, str(tmp_path / "batch"), *folders)
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     for zero, most in enumerate(found):
         parts = whole // 2 + 2**10  # rows of odd numbers

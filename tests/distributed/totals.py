@@ -1,7 +1,6 @@
 """Runs a step of an exported program and prints how often each shape was added up over ranks."""
 
 import json
-import sys
 from collections import Counter
 from typing import Any
 
@@ -12,8 +11,7 @@ from parcompiler.runtime.axis import Axis
 from tests import zoo
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(folder: str) -> None:
     ids = torch.randint(0, zoo.VOCABULARY, (6, zoo.LENGTH), generator=torch.Generator())
     counts = Counter[str]()
     total: Any = Axis.all_reduce
@@ -23,12 +21,8 @@ def main() -> None:
         found: torch.Tensor = total(axis, summand)
         return found
 
-    with pc.load(sys.argv[1]).worker() as worker:
+    with pc.load(folder).worker() as worker:
         Axis.all_reduce = counted  # type: ignore[method-assign,assignment]
         worker.step({"tokens": ids, "labels": ids})
         if worker.rank == 0:
             print(json.dumps(counts), flush=True)
-
-
-if __name__ == "__main__":
-    main()

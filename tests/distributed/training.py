@@ -1,10 +1,9 @@
 """Trains exported programs on two ranks, one after another, and saves what each rank saw.
 
-torchrun --nproc-per-node 2 training.py FOLDER, which has the programs and gets `rank_N.pt`.
+The folder has the programs and gets `rank_N.pt`.
 """
 
 import os
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -122,14 +121,9 @@ def lame(folder: Path, rank: int) -> str:
     return ""
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+def main(path: str) -> None:
+    folder, rank = Path(path), int(os.environ["RANK"])
     found: dict[str, Any] = {name: train(folder, name) for name in ("gpt-tied", "resnet")}
     found["refused"] = refused(folder, rank)
     found["lame"] = lame(folder, rank)
     torch.save(found, folder / f"rank_{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

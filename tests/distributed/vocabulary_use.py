@@ -1,12 +1,11 @@
 """Uses programs with the vocabulary on all ranks as a user would, and saves what each rank saw.
 
-torchrun --nproc-per-node N vocabulary_use.py FOLDER, which has the programs and gets `rank_N.pt`.
+The folder has the programs and gets `rank_N.pt`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,10 @@ def draw(worker: pc.Worker, *, evaluating: bool) -> dict[str, Any]:
     return {"losses": losses, "evaluation": evaluation, "same": same}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(folder: str) -> None:
     found: dict[str, Any] = {}
     weights = MODELS["plain"]().double().state_dict()
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for path in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
         kind = path.name.split()[0]
         if kind == "plain":
             with pc.load(path).worker() as worker:
@@ -114,8 +112,4 @@ def main(folder: Path) -> None:
             torch.manual_seed(5)
             with pc.load(path).worker() as worker:
                 found[f"{path.name} {evaluating}"] = draw(worker, evaluating=evaluating)
-    torch.save(found, folder / f"rank_{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.save(found, Path(folder, f"rank_{os.environ['RANK']}.pt"))

@@ -1,4 +1,4 @@
-"""Run by torchrun on four ranks: what the functions of the runtime do there, against the whole.
+"""What the functions of the runtime do on four ranks, against the whole.
 
 Every rank draws the same random values, takes what the types say that it holds, and calls what the
 sharded graph would call. Rank 0 puts values and gradients together and prints, for each case, what
@@ -258,7 +258,3 @@ def training(axis: Axis) -> str:
     parts = everywhere(axis, own)
     differ = all(not torch.equal(parts[0], other) for other in parts[1:])
     return "" if differ else "the same draws"
-
-
-if __name__ == "__main__":
-    main()

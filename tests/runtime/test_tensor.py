@@ -2,13 +2,12 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from parcompiler import runtime
 from parcompiler.errors import LaunchError
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked
 from tests.runtime import along_axis
 
 NAMES = [f"{name} n={n}" for name, _ in along_axis.cases() for n in (2, 4)]
@@ -17,7 +16,7 @@ NAMES = [f"{name} n={n}" for name, _ in along_axis.cases() for n in (2, 4)]
 @cache
 def faults() -> dict[str, str]:
     """What is wrong, by case: one start of four processes for all of them."""
-    text = torchrun(4, Path(along_axis.__file__))
+    text = forked.run(4, along_axis.main)
     found: dict[str, str] = json.loads(next(line for line in text.splitlines() if line[:1] == "{"))
     return found
 

@@ -2,18 +2,17 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked
 from tests.runtime import vocabulary_ranks
 
 
 @cache
 def faults(ranks: int) -> dict[str, list[list[str]]]:
     """What is wrong on each rank, by case: one start of the processes for all of them."""
-    text = torchrun(ranks, Path(vocabulary_ranks.__file__))
+    text = forked.run(ranks, vocabulary_ranks.main)
     found: dict[str, list[list[str]]] = json.loads(
         next(line for line in text.splitlines() if line[:1] == "{")
     )

@@ -1,4 +1,4 @@
-"""Run by torchrun: a small language model whose vocabulary is spread, against one process.
+"""A small language model whose vocabulary is spread, against one process.
 
 The programs are written by hand: every stage is one layer, all micro-batches go forward before one
 comes back, and the collectives of the vocabulary stand between. Rank 0 prints what is wrong.
@@ -344,7 +344,3 @@ def main() -> None:
 def threads() -> list[str]:
     """The names of this process's threads, where the system tells them."""
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
-
-
-if __name__ == "__main__":
-    main()
