@@ -39,18 +39,19 @@ MODEL is one of
 )  # fmt: skip
 @click.option(
     "--forms", is_flag=True,
-    help="Add FLOPs and bytes as formulas in sizes and degrees to the report.",
+    help="Add FLOPs and bytes as formulas in sizes and degrees to all tables of the report.",
 )  # fmt: skip
 @options.common
 @click.pass_obj
 def plan_command(
     settings: Settings, /, html: Path | None, trace: Path | None, file: Path | None, forms: bool,
-    form: str, **request: Any,
+    details: bool, form: str, **request: Any,
 ) -> int:  # fmt: skip
     """Decide how a model is divided, and predict what its training takes.
 
-    Prints the report: time of a step, memory, what every rank holds and sends. No devices are
-    needed, and no process is started.
+    Prints what a step takes, what bounds it, what to try next and what every rank holds;
+    with --details also alternatives, placements and messages. No devices are needed, and no
+    process is started.
 
     \b
     parcompiler plan hf:config.json --mesh pipeline=4,tensor=2,data=2 --device h100
@@ -72,7 +73,7 @@ def plan_command(
         with output.writing(file):
             file.write_text(written(program.plan, report), encoding="utf-8", newline="\n")
         output.note(f"plan: {file}", settings.quiet)
-    output.result(form, lambda: str(report), lambda: _document(program, report))
+    output.result(form, lambda: _text(report, details or forms), lambda: _document(program, report))
     return DONE
 
 
@@ -209,7 +210,13 @@ def diff_command(before: Path, after: Path, form: str) -> int:
 @options.common
 @click.pass_obj
 def report_command(
-    settings: Settings, /, folder: Path, html: Path | None, trace: Path | None, form: str
+    settings: Settings,
+    /,
+    folder: Path,
+    html: Path | None,
+    trace: Path | None,
+    details: bool,
+    form: str,
 ) -> int:
     """Show the report of an exported FOLDER again; the model is not needed.
 
@@ -222,7 +229,7 @@ def report_command(
     output.check_files(html, trace)
     report = load(folder).report()
     _draw(report, html, trace, settings)
-    output.result(form, lambda: str(report), lambda: json.loads(report.to_json()))
+    output.result(form, lambda: _text(report, details), lambda: json.loads(report.to_json()))
     return DONE
 
 
@@ -301,6 +308,13 @@ def _draw(report: Report, html: Path | None, trace: Path | None, settings: Setti
             with output.writing(path):
                 draw(path)
             output.note(f"{'report' if path is html else 'trace'}: {path}", settings.quiet)
+
+
+def _text(report: Report, details: bool) -> str:
+    """One screen for standard output, or all tables."""
+    from parcompiler.report import render
+
+    return render.for_stdout(report, details=details)
 
 
 def _document(program: Program, report: Report) -> dict[str, Any]:

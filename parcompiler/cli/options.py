@@ -58,6 +58,7 @@ common = _together(
 
 # Files that show a report.
 pictures = _together(
+    click.option("--details", is_flag=True, help="Print all tables of the report."),
     click.option("--html", type=PATH, help="Write the report as a page: one file."),
     click.option(
         "--trace", type=PATH, help="Write the simulated step as a trace for ui.perfetto.dev."

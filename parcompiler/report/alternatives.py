@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 
 from parcompiler.passes.zero import DataShare
 from parcompiler.plan import STAYS, MeshChoice
 from parcompiler.report.data import ReportData
-from parcompiler.report.table import Column, Table, number, scaled, table, words
+from parcompiler.report.table import Cell, Column, Table, number, scaled, table, words
 from parcompiler.report.units import BYTES, NOTHING, SECONDS, percent, quantity, ratio
 
 SHOWN = 10  # meshes; the last row counts the others
@@ -16,11 +17,13 @@ SHOWN = 10  # meshes; the last row counts the others
 
 def schedules(report: ReportData) -> Table:
     """The schedules that were considered, and why the others lost."""
-    weighed = report.weighed
-    seconds = [item.seconds for item in weighed]
+    weighed, choices = report.weighed, report.choices
+    plan = choices.schedule, choices.virtual_stages
+    chosen = [(item.schedule, item.virtual_stages) == plan for item in weighed]
+    seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
     return table(
         "Schedules considered",
-        words("schedule", (item.schedule for item in weighed)),
+        words("schedule", _marked((item.schedule for item in weighed), chosen)),
         number("stages\non a rank", (item.virtual_stages for item in weighed)),
         scaled("step", seconds, SECONDS),
         _over(seconds, min(filter(None, seconds), default=None)),
@@ -31,10 +34,11 @@ def schedules(report: ReportData) -> Table:
 def methods(report: ReportData) -> Table:
     """The methods of the vocabulary that were considered, and why the others lost."""
     weighed = report.vocabulary.weighed if report.vocabulary else ()
-    seconds = [item.seconds for item in weighed]
+    chosen = [report.vocabulary and item.method == report.vocabulary.method for item in weighed]
+    seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
     return table(
         "Vocabulary methods considered",
-        words("vocabulary", (item.method for item in weighed)),
+        words("vocabulary", _marked((item.method for item in weighed), chosen)),
         words("schedule", (item.schedule or NOTHING for item in weighed)),
         scaled("step", seconds, SECONDS),
         _over(seconds, min(filter(None, seconds), default=None)),
@@ -46,19 +50,36 @@ def methods(report: ReportData) -> Table:
 def levels(report: ReportData) -> Table:
     """What data ranks would hold and exchange with the stages of the plan at each level of ZeRO."""
     shares = report.levels
-    chosen = report.choices.zero
+    chosen, steps = report.choices.zero, [share.step for share in shares]
+    here = [share.level == chosen for share in shares]
     return table(
         f"Levels of ZeRO with these stages, on {report.mesh.data} data ranks",
-        number("zero", (share.level for share in shares)),
+        number("zero", _marked((share.level for share in shares), here)),
         scaled("para-\nmeters", (share.parameters for share in shares), BYTES),
         scaled("gra-\ndients", (share.gradients for share in shares), BYTES),
         scaled("states,\nmasters", (share.states for share in shares), BYTES),
         scaled("fullest\nrank", (share.memory for share in shares), BYTES),
         scaled("exchanged\nin", (share.exchange for share in shares), SECONDS),
         scaled("of that\nexposed", (share.exposed for share in shares), SECONDS),
-        scaled("step,\nestimated", (share.step for share in shares), SECONDS),
+        scaled("step,\nestimated", _as_predicted(steps, here, report), SECONDS),
         words("", (_place(share, chosen) for share in shares)),
     )
+
+
+def _as_predicted(
+    seconds: Sequence[float | None], chosen: Sequence[object], report: ReportData
+) -> list[float | None]:
+    """Estimated steps, moved so that the plan's is the predicted one, which counts a little more
+    (sums over data ranks, updates)."""
+    known = (s for s, is_chosen in zip(seconds, chosen, strict=True) if s and is_chosen)
+    more = report.step.seconds - next(known, report.step.seconds)
+    return [s + more if s else s for s in seconds]
+
+
+def _marked(names: Iterable[object], chosen: Iterable[object]) -> Iterator[Cell]:
+    """The first cells of rows: strong in that of the plan."""
+    for name, is_chosen in zip(names, chain(chosen, repeat(False)), strict=False):
+        yield Cell(str(name), "strong" if is_chosen else "")
 
 
 def _place(share: DataShare, chosen: int | None) -> str:
@@ -78,10 +99,13 @@ def meshes(report: ReportData) -> Table:
         "Meshes considered",
         number(
             "pipeline ×\ntensor × data",
-            [
-                *(f"{item.pipeline} × {item.tensor} × {item.data}" for item in best),
-                *(f"{count} more" for count in others.values()),
-            ],
+            _marked(
+                [
+                    *(f"{item.pipeline} × {item.tensor} × {item.data}" for item in best),
+                    *(f"{count} more" for count in others.values()),
+                ],
+                [True],
+            ),
         ),
         number(
             "micro-\nbatches\n× rows",

@@ -195,7 +195,8 @@ class PredictedStep:
     `ideal` is the time of even stages that are never idle and messages that are free, `idle` the
     mean over ranks, `imbalance` the largest time of a rank over the mean, `mfu` the model's FLOPs
     over what all ranks could do in that time. `rows` and `tokens` of a step are None where the
-    inputs do not tell.
+    inputs do not tell. `parts` are where the seconds of the busiest rank go, `changes` the options
+    that would shorten it most.
     """
 
     seconds: float
@@ -206,6 +207,27 @@ class PredictedStep:
     mfu: float
     rows: int | None
     tokens: int | None
+    parts: tuple[StepShare, ...] = ()
+    changes: tuple[OptionGain, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """Seconds of a step of the busiest rank that go where `name` says."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptionGain:
+    """An option and its `value` with which a step would take `seconds`: `gain` is the fraction of
+    samples a second that it adds."""
+
+    option: str
+    value: str
+    gain: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

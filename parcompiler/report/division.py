@@ -20,6 +20,7 @@ from parcompiler.report.units import (
 )
 
 FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
+SHOWN = 8  # ranks in a summary
 
 
 def stages(report: ReportData) -> Table:
@@ -34,6 +35,23 @@ def stages(report: ReportData) -> Table:
         words("blocks", (ranges(stage.blocks) for stage in stages)),
         scaled("parameters", (stage.parameters for stage in stages), COUNT),
         scaled("size", (stage.parameter_bytes for stage in stages), BYTES),
+    )
+
+
+def summary(report: ReportData) -> Table:
+    """What each rank of the pipeline has, and how full and idle it is; of many the first."""
+    ranks = [*enumerate(report.ranks)][: SHOWN if len(report.ranks) > SHOWN + 1 else None]
+    more = len(report.ranks) - len(ranks)
+    blocks = [[b for s in report.stages if s.rank == r for b in s.blocks] for r, _ in ranks]
+    shares = [rank.peak_memory / report.mesh.limit(r) for r, rank in ranks]
+    return table(
+        "Ranks of the pipeline",
+        number("rank", [*(r for r, _ in ranks), *([f"{more} more"] if more else [])]),
+        number("blocks", map(len, blocks)),
+        words("of them", map(ranges, blocks)),
+        number("idle", (percent(rank.idle) for _, rank in ranks)),
+        scaled("peak", (rank.peak_memory for _, rank in ranks), BYTES),
+        number("of its\nmemory", (Cell(percent(share), alarm(share)) for share in shares)),
     )
 
 

@@ -9,11 +9,12 @@ from itertools import zip_longest
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
 from parcompiler.report.names import clean, ranges
-from parcompiler.report.table import Cell, Table, facts, number, table, words
+from parcompiler.report.table import Cell, Table, facts, number, scaled, table, words
 from parcompiler.report.units import (
     BYTES,
     COUNT,
     FLOPS,
+    NOTHING,
     SECONDS,
     column,
     percent,
@@ -105,14 +106,12 @@ def _oldest(report: ReportData) -> str:
 
 
 def _proof(solver: Solver) -> Iterator[str]:
-    """The status of a solution, its seconds, and how far it is proved."""
+    """The status of a solution, and how far it is proved."""
     yield solver.status
-    if solver.objective is not None:
-        yield f"objective {quantity(solver.objective, SECONDS)}"
-    if solver.bound is not None:
-        yield f"bound {quantity(solver.bound, SECONDS)}"
     if solver.gap is not None:
         yield f"gap {percent(solver.gap)}"
+    if solver.objective is not None:
+        yield f"by its own estimate of {quantity(solver.objective, SECONDS)}"
 
 
 def step(report: ReportData) -> Table:
@@ -138,6 +137,48 @@ def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
             yield f"{name} a second", *(rate(count / seconds) for seconds in times if seconds)
     used = (predicted.mfu * times[0] / seconds for seconds in times if seconds)
     yield "FLOPs used (MFU)", *map(percent, used)
+
+
+def bounded(report: ReportData) -> str:
+    """What takes most of the step of the busiest rank, in a sentence."""
+    if not report.step.parts or not report.step.seconds:
+        return ""
+    first, seconds = report.step.parts[0], report.step.seconds
+    share = percent(first.seconds / seconds)
+    return f"{share} of the busiest rank's {quantity(seconds, SECONDS)} goes into {first.name}."
+
+
+def following(report: ReportData) -> str:
+    """What would train more samples a second, in a sentence."""
+    mesh = report.mesh
+    given = not report.meshes and mesh.pipeline * mesh.data * mesh.tensor > 1
+    others = "; --mesh auto weighs other meshes" if given else ""
+    if not report.step.changes:
+        return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
+    options = (f"--{c.option} {c.value} (+{percent(c.gain)})" for c in report.step.changes)
+    return f"Try next: {', '.join(options)} more samples a second{others}."
+
+
+def bounds(report: ReportData) -> Table:
+    """Where the step of the busiest rank goes, longest first."""
+    parts, step = report.step.parts, report.step.seconds
+    return table(
+        "What bounds the step",
+        words("of the busiest rank", (part.name for part in parts)),
+        scaled("seconds", (part.seconds for part in parts), SECONDS),
+        number("of the step", (percent(p.seconds / step) if step else NOTHING for p in parts)),
+    )
+
+
+def changes(report: ReportData) -> Table:
+    """What would train more samples a second, with the option to type."""
+    changes = report.step.changes
+    return table(
+        "What to try next, with these stages",
+        words("option", (f"--{change.option} {change.value}" for change in changes)),
+        number("samples\na second", (f"+{percent(change.gain)}" for change in changes)),
+        scaled("step", (change.seconds for change in changes), SECONDS),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ INDENT = 2
 GAP = 2  # between columns
 WORD = 8  # of a name that is wrapped, so much must fit into a line
 NARROWEST = 40
+MORE = "All tables: --details, or report.to_text()"
 
 STYLES = Theme(
     {
@@ -43,22 +44,23 @@ _LINE = "    \n    \n {0} \n    \n    \n    \n    \n    \n"
 HEAD = {False: box.Box(_LINE.format("──")), True: box.Box(_LINE.format("--"), ascii=True)}
 
 
-def plain(report: ReportData, width: int) -> str:
+def plain(report: ReportData, width: int, *, details: bool = True) -> str:
     """ASCII text without colours and without spaces at the ends of lines."""
     console = _console(max(width, NARROWEST))
-    drawn = _drawn(console, report, ascii_only=True)
+    drawn = _drawn(console, report, details=details, ascii_only=True)
     return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
 
 
-def for_stdout(report: ReportData) -> str:
+def for_stdout(report: ReportData, *, details: bool) -> str:
     """Coloured text as wide as the terminal; plain text when standard output is no terminal."""
     if not sys.stdout.isatty():
-        return plain(report, 100).removesuffix("\n")
+        return plain(report, 100, details=details).removesuffix("\n")
     terminal = Console()
     ascii_only = not terminal.encoding.startswith("utf")
     system = terminal.color_system if not terminal.no_color else None
     console = _console(max(terminal.width, NARROWEST), color_system=system, force_terminal=True)
-    return _drawn(console, report, ascii_only=ascii_only).removesuffix("\n")
+    drawn = _drawn(console, report, details=details, ascii_only=ascii_only)
+    return drawn.removesuffix("\n")
 
 
 def _console(width: int, **options: Any) -> Console:
@@ -77,9 +79,9 @@ def _console(width: int, **options: Any) -> Console:
     )
 
 
-def _drawn(console: Console, report: ReportData, *, ascii_only: bool) -> str:
+def _drawn(console: Console, report: ReportData, *, details: bool, ascii_only: bool) -> str:
     """The report as the console writes it."""
-    for number, section in enumerate(sections(report, console.width - INDENT)):
+    for number, section in enumerate(sections(report, console.width - INDENT, details=details)):
         if number:
             console.print()
         console.print(_text(Cell(section.title, "strong"), ascii_only))
@@ -90,6 +92,9 @@ def _drawn(console: Console, report: ReportData, *, ascii_only: bool) -> str:
             parts = [_grid(part, ascii_only) for part in _parts(section, console.width - INDENT)]
         for part in parts:
             console.print(Padding(part, (0, 0, 0, INDENT), expand=False))
+    if not details:
+        console.print()
+        console.print(_text(Cell(MORE, "dim"), ascii_only))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

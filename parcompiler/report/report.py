@@ -23,7 +23,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import events, gather, render, serial, web
+from parcompiler.report import bound, events, gather, render, serial, web
 from parcompiler.report.data import VERSION, Form, ReportData, Symbol
 from parcompiler.report.trace import trace_text
 from parcompiler.timeline import Timeline
@@ -33,8 +33,8 @@ from parcompiler.timeline import Timeline
 class Report(ReportData):
     """What was decided and what it will cost; see `data` for the parts.
 
-    `str(report)` is for the terminal that it is printed on: coloured tables of its width. In a
-    pipe it is `to_text()`.
+    `str(report)` is one screen for the terminal that it is printed on, plain in a pipe; `to_text`
+    has all tables.
     """
 
     @classmethod
@@ -59,6 +59,10 @@ class Report(ReportData):
         vocabulary = vocabulary_cost(rank_problem, plan)
         shared = vocabulary.compute if vocabulary else 0.0
         under = rank_problem.under(plan)
+        step = gather.step(problem, whole, lowered, costs, timeline, shared, under)
+        device = problem.devices[bound.busiest(timeline)]
+        parts = bound.parts(lowered, priced, timeline, device)
+        changes = bound.changes(rank_problem, plan, parts, device)
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
@@ -66,7 +70,7 @@ class Report(ReportData):
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=plan.weighed or (),
-            step=gather.step(problem, whole, lowered, costs, timeline, shared, under),
+            step=dataclasses.replace(step, parts=parts, changes=changes),
             stages=gather.stages(lowered, priced, costs),
             ranks=gather.ranks(rank_problem, plan, timeline),
             values=gather.values(lowered, plan),
@@ -88,11 +92,11 @@ class Report(ReportData):
         return serial.rounded(report)
 
     def __str__(self) -> str:
-        """Text for standard output: coloured on a terminal, plain ASCII in a pipe."""
-        return render.for_stdout(self)
+        """One screen for standard output: coloured on a terminal, plain ASCII in a pipe."""
+        return render.for_stdout(self, details=False)
 
     def to_text(self, width: int = 100) -> str:
-        """Plain ASCII text of at most `width` columns, the same wherever it is made."""
+        """All tables: plain ASCII text of at most `width` columns, the same wherever it is made."""
         return render.plain(self, width)
 
     def to_json(self) -> str:

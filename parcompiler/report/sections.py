@@ -13,7 +13,7 @@ ALTERNATIVES = "Alternatives"
 
 # Tables by the heading over them on a page.
 TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
-    "Plan": (overview.overview, overview.step),
+    "Plan": (overview.overview, overview.step, overview.bounds, overview.changes),
     ALTERNATIVES: (
         alternatives.meshes,
         alternatives.levels,
@@ -45,6 +45,12 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
 }
 
 
+# One screen: the rest is in all tables.
+SUMMARY = (
+    overview.overview, overview.step, overview.bounds, overview.changes, division.summary,
+)  # fmt: skip
+
+
 def tables(report: ReportData) -> Iterator[tuple[str, list[Table]]]:
     """The tables that say something, under their headings."""
     for heading, makes in TABLES.items():
@@ -53,10 +59,13 @@ def tables(report: ReportData) -> Iterator[tuple[str, list[Table]]]:
             yield heading, made
 
 
-def sections(report: ReportData, width: int) -> Iterator[Table | Drawing]:
-    """The sections for a page of `width` columns."""
-    for _, made in tables(report):
-        yield from made
+def sections(report: ReportData, width: int, *, details: bool) -> Iterator[Table | Drawing]:
+    """The sections for a page of `width` columns; without `details` those of one screen."""
+    if details:
+        for _, made in tables(report):
+            yield from made
+    else:
+        yield from (table for make in SUMMARY if (table := make(report)).rows)
     drawing = gantt(report, width)
-    if drawing.lines:
+    if drawing.lines and (details or len(report.ranks) <= division.SHOWN):
         yield drawing

@@ -113,4 +113,4 @@ def test_the_report_says_which_modules_are_in_evaluation_mode(tmp_path: Path) ->
     folder = program.export(tmp_path / "out")
     assert whole in (folder / "README.md").read_text(encoding="utf-8")
     assert whole in str(pc.load(folder).report())
-    assert "mode" not in str(pc.compile(Model(), pc.Mesh(), inputs()).report()).split()
+    assert "mode" not in pc.compile(Model(), pc.Mesh(), inputs()).report().to_text().split()

@@ -39,7 +39,7 @@ def compiled(memory: int | None = None, **options: object) -> pc.Program:
 def test_states_stay_whole_where_there_is_room() -> None:
     program = compiled()
     assert program.plan.zero == 0
-    report = str(program.report())
+    report = program.report().to_text()
     assert "Levels of ZeRO with these stages, on 4 data ranks" in report
     assert "zero              0: every data rank holds everything" in report
     text = "\n".join(map(str, program.lowered.instructions[0]))

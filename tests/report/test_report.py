@@ -191,8 +191,14 @@ def test_a_pipe_gets_plain_text_of_100_columns(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("FORCE_COLOR", "1")
     report = small_gpt().report
-    assert f"{report}\n" == report.to_text(100)
-    assert "\x1b" not in str(report)
+    text = str(report)
+    assert "\x1b" not in text
+    assert max(map(cell_len, text.splitlines())) <= 100
+    *screen, more = text.split("\n\n")
+    assert "report.to_text()" in more
+    every = report.to_text(100).rstrip().split("\n\n")
+    assert [part for part in screen if part not in every] == [screen[-2]], "the ranks in short"
+    assert len(text.splitlines()) < 60
 
 
 class Terminal(io.StringIO):

@@ -127,7 +127,7 @@ def test_a_constant_is_never_sent_and_costs_memory_and_no_time() -> None:
     priced = program.problem.under(program.plan)
     operators = {operation.name for cost in priced.costs for operation in cost.forward}
     assert not any("tanh" in name or "cos" in name for name in operators)
-    assert "once" in str(program.report())
+    assert "once" in program.report().to_text()
     found = program.verify()
     assert max(found.loss_error, found.gradient_error) <= 1e-9, found.worst
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_on_all_ranks_stays_whole_and_plan_and_report_say_why(nam
     assert choice is not None
     assert choice.head is None
     assert any(line.startswith(reason) for line in choice.kept), choice.kept
-    text = " ".join(str(program.report()).split())
+    text = " ".join(program.report().to_text().split())
     assert reason.partition(": ")[2] in text
     again = pc.compile(
         program, pc.Mesh(pipeline=program.plan.mesh.pipeline), vocabulary="vocab-2",

@@ -21,9 +21,9 @@ from markupsafe import Markup
 from parcompiler.report import sections
 from parcompiler.report.data import ReportData
 from parcompiler.report.names import clean, ranges
-from parcompiler.report.overview import subtitle, tiles, title
+from parcompiler.report.overview import bounded, following, subtitle, tiles, title
 from parcompiler.report.table import Table
-from parcompiler.report.units import BYTES, COUNT, SECONDS, percent, quantity, ratio
+from parcompiler.report.units import BYTES, COUNT, SECONDS, percent, quantity
 from parcompiler.report.web import charts, colors, timeline
 
 HALF = 84  # letters in half the width of the page; a table that needs more has all of it
@@ -42,8 +42,6 @@ def page(report: ReportData) -> str:
         is_picture=timeline.is_picture(report),
         memory_said=charts.fullest(report),
         groups=[*sections.tables(report)],
-        alternatives=sections.ALTERNATIVES,
-        best=ratio(1.0),
     )  # fmt: skip
 
 
@@ -72,6 +70,8 @@ def _said(report: ReportData) -> dict[str, Any]:
         "title": title(report),
         "subtitle": subtitle(report),
         "tiles": [*tiles(report)],
+        "bounded": bounded(report),
+        "next": following(report),
     }
 
 

@@ -1,0 +1,194 @@
+"""What bounds a step: where the seconds of its busiest rank go, and what would shorten it most.
+
+    |  arithmetic  |  memory traffic  |  tensor ranks  |  messages  |  waiting  |   = one step
+
+Seconds of compute instructions are divided as the roofline divides the operators of their blocks;
+those between them, by what the rank waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from parcompiler.cost import BlockCost, Operation
+from parcompiler.cost.operation import EXCHANGE
+from parcompiler.cost.roofline import operation_seconds
+from parcompiler.device import Device
+from parcompiler.errors import ParcompilerError
+from parcompiler.instruction import BUCKETED, COMPUTE, MESSAGES, SHARDING, TRANSFERS, Kind
+from parcompiler.lower import Lowered
+from parcompiler.passes.zero import share_of
+from parcompiler.plan import Plan
+from parcompiler.problem import Priced, Problem
+from parcompiler.report.data import OptionGain, StepShare
+from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
+from parcompiler.timeline import Timeline
+from parcompiler.timeline.timeline import WORK
+
+VOCABULARY, DATA, MESSAGE = "vocabulary", "data ranks", "messages between stages"
+WAITING = "waiting for other stages"
+PARTS = (
+    "arithmetic", "memory traffic", "kernel launches", "tensor ranks", VOCABULARY, DATA, MESSAGE,
+    WAITING,
+)  # fmt: skip
+WORTH = 0.01  # of the step: smaller changes are below what the model can tell
+SHOWN = 3
+
+# What a gap in the compute of a rank is: the first of these that goes on in it.
+WAITS = {
+    DATA: BUCKETED | SHARDING,
+    VOCABULARY: TRANSFERS | {Kind.EXCHANGE},
+    MESSAGE: MESSAGES,
+}
+
+
+def busiest(timeline: Timeline) -> int:
+    """The rank that computes most of the step, by its pipeline coordinate."""
+    return min(range(len(timeline.bubble)), key=timeline.bubble.__getitem__)
+
+
+def parts(
+    lowered: Lowered, priced: Priced, timeline: Timeline, device: Device
+) -> tuple[StepShare, ...]:
+    """Where the seconds of the busiest rank go, which add up to the step; longest first.
+
+    `priced` are the blocks of one tensor rank, `device` is that of the rank.
+    """
+    rank = busiest(timeline)
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    names = [block.name for block in priced.cut.blocks]
+    traced = dict(zip(names, priced.costs, strict=True))
+    spent: dict[int, float] = defaultdict(float)
+    spans = []
+    for event in timeline.events:
+        line = event.instruction
+        if event.rank != rank or line.kind not in WORK:
+            continue
+        spans.append((event.begin, event.end))
+        if line.kind in COMPUTE:
+            assert line.stage is not None
+            spent[line.stage] += event.end - event.begin
+        else:
+            seconds[VOCABULARY] += event.end - event.begin
+    for stage, time in spent.items():
+        calls = lowered.stages[stage].calls
+        shares = Counter[str]()
+        for call in calls:
+            shares.update(_shares(traced[call.block.name], device, again=call.recompute))
+        for name, share in shares.items():
+            seconds[name] += time * share / shares.total()
+    for name, time in _waits(timeline, rank, spans):
+        seconds[name] += time
+    longest = sorted(seconds.items(), key=lambda part: -part[1])
+    return tuple(StepShare(name, time) for name, time in longest if time > 0)
+
+
+def _shares(cost: BlockCost, device: Device, *, again: bool) -> Counter[str]:
+    """Seconds of a block's operators by what bounds them; the forward runs `again` in a backward
+    that recomputes."""
+    shares = Counter[str]()
+    for operation in (*cost.forward, *cost.backward, *(cost.forward if again else ())):
+        shares.update(_split(operation, device))
+    return shares
+
+
+def _split(operation: Operation, device: Device) -> dict[str, float]:
+    """An operator's seconds: its arithmetic or its traffic, whichever is longer, and its launch."""
+    seconds = operation_seconds(operation, device)
+    if operation.kind == EXCHANGE:
+        return {"tensor ranks": seconds}
+    traffic = operation_seconds(replace(operation, nbytes=0.0), device) < seconds
+    launch = min(device.launch_overhead, seconds)
+    name = "memory traffic" if traffic else "arithmetic"
+    return {name: seconds - launch, "kernel launches": launch}
+
+
+def _waits(
+    timeline: Timeline, rank: int, spans: Iterable[tuple[float, float]]
+) -> Iterator[tuple[str, float]]:
+    """The seconds between compute instructions by what goes on for the rank in them."""
+    going = {
+        name: [(e.begin, e.end) for e in timeline.events
+               if e.instruction.kind in kinds and rank in (e.rank, e.instruction.peer)]
+        for name, kinds in WAITS.items()
+    }  # fmt: skip
+    end = 0.0
+    gaps = []
+    for begin, until in (*sorted(spans), (timeline.step_time, timeline.step_time)):
+        if begin > end:
+            gaps.append((end, begin))
+        end = max(end, until)
+    for name, busy in going.items():
+        left = []
+        for gap in gaps:
+            for begin, until in sorted(busy):
+                low, high = max(gap[0], begin), min(gap[1], until)
+                if high > low:
+                    yield name, high - low
+                    left.append((gap[0], low))
+                    gap = high, gap[1]
+            left.append(gap)
+        gaps = [gap for gap in left if gap[1] > gap[0]]
+    yield WAITING, sum(until - begin for begin, until in gaps)
+
+
+def changes(
+    problem: Problem, plan: Plan, found: Iterable[StepShare], device: Device
+) -> tuple[OptionGain, ...]:
+    """The changes of one option that would train most samples a second, at most three.
+
+    Each is predicted with the stages of the plan, so that one planned for it may be faster still;
+    `problem` is that of one tensor rank.
+    """
+    weighed = [*_narrowed(problem, plan, found, device), *_reordered(problem, plan)]
+    worthy = (change for change in weighed if change.gain > WORTH)
+    return tuple(sorted(worthy, key=lambda change: -change.gain)[:SHOWN])
+
+
+def _narrowed(
+    problem: Problem, plan: Plan, found: Iterable[StepShare], device: Device
+) -> Iterator[OptionGain]:
+    """16 bits for a model in 32, where the device computes faster in them: half of all traffic."""
+    wide, narrow = torch.float32, torch.bfloat16
+    slower = device.peak(wide) / device.peak(narrow)
+    if problem.graph.dtype != wide or plan.precision not in (None, "fp32") or slower >= 1:
+        return
+    halved = {"memory traffic", "tensor ranks", VOCABULARY, MESSAGE}
+    scales: dict[str, float] = {
+        "arithmetic": slower,
+        WAITING: max(slower, 0.5),
+        **dict.fromkeys(halved, 0.5),
+    }
+    before = sum(part.seconds for part in found)
+    seconds = sum(part.seconds * scales.get(part.name, 1.0) for part in found)
+    yield OptionGain("precision", "bf16", before / seconds - 1, seconds)
+
+
+def _reordered(problem: Problem, plan: Plan) -> Iterator[OptionGain]:
+    """More micro-batches, another schedule, no recomputation, another level of ZeRO."""
+    level = plan.zero or 0
+    if plan.orders is not None or problem.options.asynchronous or plan.updates is not None:
+        return
+    before = share_of(problem, plan, level).step
+    stages = plan.virtual_stages
+    names = [name for name in SCHEDULES if name != plan.schedule and name != ASYNCHRONOUS
+             and stages_per_rank(name, stages) == stages]  # fmt: skip
+    twice = 2 * plan.microbatches
+    trials = [("microbatches", str(twice), replace(plan, microbatches=twice))]
+    trials += [("schedule", name, replace(plan, schedule=name)) for name in names]
+    trials += [("recompute", "none", replace(plan, recompute=()))] if plan.recompute else []
+    if plan.zero is not None:
+        others = range(min(problem.most_zero, 2) + 1)
+        trials += [("zero", str(k), replace(plan, zero=k)) for k in others if k != level]
+    for option, value, trial in trials:
+        try:
+            share = share_of(problem, trial, trial.zero or 0)
+        except ParcompilerError:
+            continue  # an order that these stages or micro-batches cannot have
+        if share.fits:
+            gain = trial.microbatches * before / (plan.microbatches * share.step) - 1
+            yield OptionGain(option, value, gain, share.step)

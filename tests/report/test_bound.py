@@ -1,0 +1,116 @@
+"""What bounds a step, and what to try next: sums, known cases, and that advice holds."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler.report import Report
+from parcompiler.report.overview import bounded, following
+from tests.report.programs import DEVICE, Made, small_gpt, small_t5
+
+
+def parts(report: Report) -> dict[str, float]:
+    return {part.name: part.seconds / report.step.seconds for part in report.step.parts}
+
+
+@pytest.mark.parametrize("make", [small_gpt, small_t5])
+def test_parts_add_up_to_the_step(make: Callable[[], Made]) -> None:
+    made = make()
+    assert math.isclose(sum(parts(made.report).values()), 1, rel_tol=1e-6)  # figures are rounded
+    waiting = {"waiting for other stages", "messages between stages"}
+    idle = sum(share for name, share in parts(made.report).items() if name in waiting)
+    assert idle == pytest.approx(min(made.timeline.bubble), abs=1e-6)
+
+
+class Layers(nn.Module):
+    """Matrix products of `width`, all alike."""
+
+    def __init__(self, width: int, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def report(rows: int, mesh: pc.Mesh, **options: Any) -> pc.Report:
+    with torch.device("meta"):
+        model, x = Layers(256), torch.empty(rows, 256)
+    return pc.compile(model, mesh, (x,), vocabulary="whole", **options).report()
+
+
+# A device on which one thing alone is slow.
+FAST = dataclasses.replace(DEVICE, flops=(("float32", 1e15),), launch_overhead=0.0)
+CASES = {
+    "arithmetic": dataclasses.replace(DEVICE, memory_bandwidth=1e14, launch_overhead=0.0),
+    "memory traffic": FAST,
+    "kernel launches": dataclasses.replace(FAST, memory_bandwidth=1e14, launch_overhead=1e-3),
+}
+
+
+@pytest.mark.parametrize("slow", CASES)
+def test_what_alone_is_slow_bounds_the_step(slow: str) -> None:
+    made = report(64, pc.Mesh(device=CASES[slow]), microbatches=1)
+    assert parts(made)[slow] > 0.9
+    assert f" goes into {slow}. " in page_text(made)
+    assert next(iter(parts(made))) == slow
+
+
+def page_text(made: pc.Report) -> str:
+    return f"{bounded(made)} {following(made)}"
+
+
+def test_ranks_and_stages_that_wait_are_named() -> None:
+    link = pc.Device.from_json(DEVICE.to_json()).link
+    slow = dataclasses.replace(FAST, memory_bandwidth=1e14,
+                               link=dataclasses.replace(link, bandwidth=1e7))  # fmt: skip
+    options: dict[str, Any] = {"microbatches": 1, "schedule": "naive", "recompute": "none"}
+    assert next(iter(parts(report(64, pc.Mesh(data=2, device=slow), zero=0)))) == "data ranks"
+    pair = pc.Mesh(pipeline=2, device=slow)
+    assert next(iter(parts(report(64, pair, **options)))) == "messages between stages"
+    quick = dataclasses.replace(slow, link=dataclasses.replace(link, bandwidth=1e15, latency=0.0),
+                                flops=(("float32", 1e9),))  # fmt: skip
+    shares = parts(report(64, pc.Mesh(pipeline=2, device=quick), **options))
+    assert shares["waiting for other stages"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_to_try_next_is_as_fast_as_it_says() -> None:
+    forced: dict[str, Any] = {
+        "schedule": "gpipe",
+        "recompute": "full",
+        "microbatches": 4,
+        "stages": "even",
+    }
+    mesh = pc.Mesh(pipeline=4, device=dataclasses.replace(DEVICE, memory=2**30))
+    made = report(64, mesh, **forced)
+    changes = {change.option: change for change in made.step.changes}
+    assert {"recompute", "microbatches"} <= changes.keys()
+    rate = forced["microbatches"] / made.step.seconds
+    for option, change in changes.items():
+        value: Any = int(change.value) if change.value.isdigit() else change.value
+        tried = forced | {option: value}
+        per_second = tried["microbatches"] / report(64, mesh, **tried).step.seconds
+        assert per_second == pytest.approx(rate * (1 + change.gain), rel=0.01)
+    assert "--recompute none (+" in page_text(made)
+    assert "--mesh auto weighs other meshes" in page_text(made)
+
+
+def test_a_plan_that_nothing_improves_says_so() -> None:
+    made = report(64, pc.Mesh(device=CASES["arithmetic"]), microbatches=4)
+    assert made.step.changes == ()
+    assert "No other number of micro-batches" in page_text(made)
+
+
+def test_16_bits_are_proposed_where_the_device_is_faster_in_them() -> None:
+    device = dataclasses.replace(DEVICE, flops=(("float32", 1e12), ("bfloat16", 4e12)))
+    (change,) = report(64, pc.Mesh(device=device), microbatches=4).step.changes
+    assert (change.option, change.value) == ("precision", "bf16")
+    assert change.gain > 0.5
