@@ -44,6 +44,15 @@ Found = TypeVar("Found")
 
 SPARE = 50  # so small a part of the memory stays free where parameters are gathered
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
+SMALL_BUCKET = 2**20  # as its first one
+PARTS = 8  # of the gradients of a rank, one of which is a bucket at most
+
+
+def bucket_size(graph: Graph, pipeline: int) -> int:
+    """Bytes of the gradients that data ranks sum together, of a model on so many ranks of the
+    pipeline: of a small one a part, so that they take little memory besides."""
+    trained = sum(item.nbytes for item in graph.parameters if item.trainable)
+    return min(BUCKET, max(SMALL_BUCKET, trained // pipeline // PARTS))
 
 
 def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype | None) -> Graph:
@@ -345,7 +354,7 @@ class Problem:
         def joined(action: str, nbytes: int) -> float:
             ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
             rows = (self.mesh.grid.replicas([rank]) for rank in ranks)
-            count = math.ceil(nbytes / BUCKET) if action == "reduce-scatter" else 1
+            count = math.ceil(nbytes / self.bucket) if action == "reduce-scatter" else 1
             each = nbytes / max(1, count)
             return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
 
@@ -433,6 +442,11 @@ class Problem:
         return item.numel * more
 
     @cached_property
+    def bucket(self) -> int:
+        """Bytes of the gradients that data ranks sum together."""
+        return bucket_size(self.graph, self.mesh.pipeline)
+
+    @cached_property
     def bucket_bytes(self) -> int:
         """Bytes that a rank may need at most to bring the gradients of buckets together."""
         ranks = self.mesh.data
@@ -440,7 +454,7 @@ class Problem:
             return 0
         trained = sum(item.nbytes for item in self.graph.parameters if item.trainable)
         packed = self.options.compression is not None  # it is sent, and others' are received
-        size = min(BUCKET, trained) * (1 + packed)
+        size = min(self.bucket, trained) * (1 + packed)
         if self.scatters:  # and what comes of it
             size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)

@@ -15,7 +15,7 @@ from parcompiler.instruction import HEAD
 from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, in_flight
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import BUCKET, Priced, Problem
+from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -205,7 +205,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     parts = [priced.cut.blocks[b] for b in blocks]
     level = problem.options.zero if isinstance(problem.options.zero, int) else 0
     trained = _last_uses(problem, parts)
-    buckets = [*_buckets(trained, apart=level == 3)]
+    buckets = [*_buckets(trained, problem.bucket, apart=level == 3)]
     sent_and_received = 1 + (problem.options.compression is not None)
     return Exchanged(
         level=level,
@@ -213,7 +213,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
         made=tuple(sum(item.nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)),
         buckets=tuple(buckets),
-        copied=min(BUCKET, max((size for size, _ in buckets), default=0)) * sent_and_received,
+        copied=min(problem.bucket, max([0, *(size for size, _ in buckets)])) * sent_and_received,
     )
 
 
@@ -228,13 +228,15 @@ def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter
     return found
 
 
-def _buckets(trained: Sequence[Sequence[Parameter]], *, apart: bool) -> Iterator[tuple[int, int]]:
+def _buckets(
+    trained: Sequence[Sequence[Parameter]], most: int, *, apart: bool
+) -> Iterator[tuple[int, int]]:
     """Bytes of each bucket of gradients, as `lower.buckets` fills them, and the block that
     completes it; `apart`: no bucket has gradients of several blocks."""
     size, at = 0, 0
     for k in reversed(range(len(trained))):
         for item in reversed(trained[k]):
-            if size and (size + item.nbytes > BUCKET or (apart and at != k)):
+            if size and (size + item.nbytes > most or (apart and at != k)):
                 yield size, at
                 size = 0
             size, at = size + item.nbytes, k

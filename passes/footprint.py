@@ -92,16 +92,14 @@ IN_FLIGHT = 1  # buckets
 
 def in_flight(stages: Sequence[Exchanged], done: Sequence[int] = ()) -> int:
     """Bytes on a rank with some stages from the first backward on: a bucket on its way to
-    parts, and what comes of them; and what a rank sends of parameters that are gathered next.
-    Buckets of so many bytes are `done` in this backward."""
+    parts, and what comes of them. Buckets of so many bytes are `done` in this backward."""
     one = stages[0]
     if one.level < 2:
         return 0
-    gathered = max((size for stage in stages for size in stage.gathered), default=0)
     if one.level == 2:
         return max(stage.latest() for stage in stages)
     buckets = [bucket for stage in reversed(stages) for bucket in stage.buckets]
-    return one._replace(buckets=buckets).latest(done) + gathered // one.ranks
+    return one._replace(buckets=buckets).latest(done)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from parcompiler.passes.estimate import costs, estimate, held
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
-from parcompiler.problem import BUCKET, Problem
+from parcompiler.problem import Problem
 from parcompiler.schedules.planned import outline
 
 GAIN = 0.01  # of a step: what a higher level, or another plan, must save
@@ -172,7 +172,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
         sizes = [item.nbytes for item in bucketed if item.trainable]
-        count = max(1, min(len(sizes), math.ceil(sum(sizes) / BUCKET)))
+        count = max(1, min(len(sizes), math.ceil(sum(sizes) / problem.bucket)))
         each = functools.partial(
             collective.joined, problem.mesh, nbytes=sum(sizes) / count,
             ranks=problem.mesh.grid.replicas([rank]),

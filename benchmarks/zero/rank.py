@@ -64,6 +64,7 @@ def theirs(
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).mean()
 
+    step.module = module  # type: ignore[attr-defined]
     return step
 
 
@@ -118,12 +119,14 @@ def status(field: str) -> int:
 
 
 def held(step: Step, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes between steps: parameters, of which those of FSDP2 and of level 3 are rows, and states.
-    Of a level above 0 the optimizer has rows alone, and the parameters are beside."""
-    worker = getattr(step, "__self__", None)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Bytes between steps: parameters, of which those of FSDP2 and of level 3 are rows, and states;
+    DistributedDataParallel keeps its buckets, as large as the parameters."""
+    worker, module = getattr(step, "__self__", None), getattr(step, "module", None)
     if isinstance(worker, pc.Worker):
         parameters = [parameter for _, parameter in worker.named_parameters()]
+    else:
+        assert isinstance(module, torch.nn.Module)
+        parameters = [*module.parameters()] * (1 + isinstance(module, DistributedDataParallel))
     found = (getattr(p, "_local_tensor", p) for p in parameters)
     return sum(p.numel() * p.element_size() for p in found) + states(optimizer)
 

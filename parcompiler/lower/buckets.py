@@ -32,7 +32,7 @@ from dataclasses import replace
 from parcompiler.graph import Graph, Parameter
 from parcompiler.instruction import MESSAGES, Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
-from parcompiler.problem import BUCKET
+from parcompiler.problem import bucket_size
 from parcompiler.schedules.action import NOWHERE
 
 Lines = tuple[Instruction, ...]
@@ -49,7 +49,7 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """The buckets of every rank, in the order in which they become final there; what is `tied` is
     in none."""
-    apart = {item.name for item in tied}
+    apart, most = {item.name for item in tied}, bucket_size(graph, len(lists))
     found: list[Bucket] = []
     for rank, lines in enumerate(lists):
         final = _final(graph, stages, rank, lines)
@@ -58,7 +58,7 @@ def buckets(
         for stage, names in final.items():
             items = [graph.by_name[name] for name in names if name not in apart]
             items = [item for item in items if item.trainable]
-            for part in _filled(items):
+            for part in _filled(items, most):
                 own = tuple(item.name for item in part)
                 found.append(Bucket(f"bucket_{len(found)}", own, (rank,), stage))
     return tuple(found)
@@ -159,7 +159,7 @@ def _read(graph: Graph, stage: StageProgram) -> list[str]:
     return list(dict.fromkeys(item.name for item in operands if item and item.trainable))
 
 
-def _filled(items: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+def _filled(items: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
     """The parameters in buckets of one dtype; what is larger than a bucket is alone in one."""
     by_dtype: dict[object, list[Parameter]] = defaultdict(list)
     for item in items:
@@ -167,7 +167,7 @@ def _filled(items: Iterable[Parameter]) -> Iterator[list[Parameter]]:
     for same in by_dtype.values():
         part: list[Parameter] = []
         for item in same:
-            if part and sum(p.nbytes for p in part) + item.nbytes > BUCKET:
+            if part and sum(p.nbytes for p in part) + item.nbytes > most:
                 yield part
                 part = []
             part.append(item)

@@ -29,7 +29,7 @@ from parcompiler.runtime.collective_queue import (
     Started,
     queue_on,
 )
-from parcompiler.runtime.compression import DTYPES, CastSums, sum_in_order
+from parcompiler.runtime.compression import DTYPES, Addends, CastSums, sum_in_order
 from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.program import RankProgram, Value
 
@@ -87,6 +87,7 @@ class Channels:
         self.tag = TRAINING  # of the messages of instructions
         self._program = program
         self._rank = program.rank
+        self._by_gloo = backend_of(device) == "gloo"
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._to: dict[int, Direction] = {}
@@ -142,7 +143,7 @@ class Channels:
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the direction from one rank to another if this rank is at an end of it."""
-        if backend_of(self.device) != "gloo":
+        if not self._by_gloo:
             group = self._group((source, target))
         else:
             group = self._all if self._rank in (source, target) else None
@@ -248,12 +249,17 @@ class Channels:
         group = self._shared[ranks]
         if self._cast is not None:
             return self._cast.scatter(segments, own, group)
+        if self._by_gloo:  # whose reduce-scatter is an all-reduce of a copy: twice the bytes
+            return Addends(_real(segments), _real(own), group)
         return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
 
-    def gather(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
-        """Start filling segments [ranks, n] with the `own` [n] of each of `ranks`."""
-        group = self._shared[ranks]
-        return dist.all_gather_single(_flat(segments), _flat(own), group=group, async_op=True)
+    def gather(self, segments: torch.Tensor, ranks: tuple[int, ...]) -> list[Any]:
+        """Start filling segments [ranks, n], in place, of which each of `ranks` has its own."""
+        group, rows = self._shared[ranks], dict(zip(ranks, _real(segments), strict=True))
+        if self._by_gloo:  # whose all-gather copies all that it gets
+            return [dist.broadcast(row, rank, group, async_op=True) for rank, row in rows.items()]
+        own = rows[self._rank].reshape(-1)
+        return [dist.all_gather_single(_flat(segments), own, group=group, async_op=True)]
 
     def reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up a tensor over `ranks`, in place for the first of them; others' have no
@@ -337,7 +343,7 @@ class Channels:
         """Let everything that waits for messages of these groups fail at once, from any thread, and
         close their connections, so that ranks that wait for this one are told."""
         for group in tuple(self._groups):
-            if backend_of(self.device) == "gloo" or group is self._beside:
+            if self._by_gloo or group is self._beside:
                 _abort(group)
             else:
                 group.abort()
@@ -346,7 +352,7 @@ class Channels:
         """The ranks that have closed their connections to this one, as far as that shows: NCCL does
         not tell. Only for a rank that fails: receives are left behind."""
         group = self._all
-        if group is None or backend_of(self.device) != "gloo":
+        if group is None or not self._by_gloo:
             return set()
         closed = set()
         for peer in range(self._program.size):

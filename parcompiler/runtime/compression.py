@@ -63,6 +63,30 @@ class CastSums:
         return self._queue.put(start)
 
 
+class Addends:
+    """Segments [ranks, n] of the ranks of a group on their way, each to its rank, which adds them
+    up into its `own`, in the order of the ranks, when it waits."""
+
+    def __init__(
+        self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        self._own, self._received = own.view(-1), torch.empty_like(segments)
+        self._work = dist.all_to_all_single(self._received, segments, group=group, async_op=True)
+        assert self._work is not None
+
+    def is_completed(self) -> bool:
+        """Whether all have come."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for them, and add them up."""
+        self._work.wait()
+        first, second, *others = (row.view(-1) for row in self._received)
+        torch.add(first, second, out=self._own)
+        for row in others:
+            self._own.add_(row)
+
+
 def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
     """Add up a tensor over a group, in place and in the order of its ranks. A collective."""
     flat, size = _real(tensor), dist.get_world_size(group)

@@ -32,7 +32,7 @@ from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.vocabulary import VocabularyRows
-from parcompiler.runtime.zero import DataParts
+from parcompiler.runtime.zero import ELEMENTWISE, DataParts, is_elementwise
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -92,19 +92,24 @@ class Updates:
         options: Mapping[str, Any],
         *,
         error_if_nonfinite: bool = False,
+        elementwise: bool | None = None,
         groups: Patterns | GroupOf | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
     ) -> torch.optim.Optimizer:
         """Make the optimizer; every step clips the gradients to `max_norm` if there is one.
-        `gather` has the texts of all ranks, which agree on `groups`."""
+        `elementwise` is whether it works element by element (None: as is known of it); `gather` has
+        the texts of all ranks, which agree on `groups`."""
         check_kind(kind)
+        elementwise = is_elementwise(kind) if elementwise is None else elementwise
+        if not elementwise:
+            self._check_whole(kind)
         if max_norm is not None:
             max_norm = _checked_norm(max_norm)
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
         own = Groups(groups, self._trained(), gather)
-        if self._parts is not None and not self._parts.suits(kind):
+        if self._parts is not None and not self._parts.suits(elementwise=elementwise):
             masters = self.whole_masters()
             self._parts.turn()
             self._share_out()
@@ -266,6 +271,20 @@ class Updates:
         whole = torch.zeros_like(parameter, dtype=master.dtype)
         write(whole)
         master.copy_(whole if self._parts is None else self._parts.rows(name, whole))
+
+    def _check_whole(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        """Raise InputError where an optimizer would take a piece of a parameter for the whole."""
+        program, trained = self._program, self._trained()
+        pieces = sorted(name for name in trained if name in program.shards or name in program.rows)
+        if pieces:
+            message = (
+                f"{getattr(kind, '__name__', kind)!s} is not known to work element by element, and "
+                f"this rank has pieces of {len(pieces)} parameters ({pieces[0]!r}), so that it "
+                "would not train as one process does: take one of torch.optim that does "
+                f"({', '.join(sorted(ELEMENTWISE))}), say elementwise=True if yours does, or "
+                "compile with tensor=1 and vocabulary='whole'"
+            )
+            raise InputError(message)
 
     def _is_good(self) -> bool:
         """Whether the step is to be made, which is the same on all ranks; the scale takes note."""

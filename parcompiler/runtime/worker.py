@@ -351,6 +351,7 @@ class Worker:
         *,
         max_norm: float | None = None,
         error_if_nonfinite: bool = False,
+        elementwise: bool | None = None,
         groups: Patterns | GroupOf | None = None,
         **options: Any,
     ) -> torch.optim.Optimizer:
@@ -370,12 +371,16 @@ class Worker:
         the parameters are masters in float32. Returns the optimizer, for schedulers of its learning
         rate. Raises InputError for an optimizer that is made already, for other values, and where
         no parameter matches a pattern.
+
+        An optimizer that is not known to work element by element (Adafactor, Muon, a class of your
+        own) gets whole parameters from `zero`; where tensor ranks, or rows of the vocabulary, are
+        pieces of some, InputError is raised. `elementwise=True` says that it does all the same.
         """
         agreeing = groups is not None and self._failing_together("set_optimizer", InputError)
         with agreeing or nullcontext():
             return self._updates.set_optimizer(
-                kind, max_norm, options, error_if_nonfinite=error_if_nonfinite, groups=groups,
-                gather=self._channels.gather_texts,
+                kind, max_norm, options, error_if_nonfinite=error_if_nonfinite,
+                elementwise=elementwise, groups=groups, gather=self._channels.gather_texts,
             )  # fmt: skip
 
     @contextmanager

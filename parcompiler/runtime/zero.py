@@ -48,6 +48,20 @@ ELEMENTWISE = frozenset(
 Tensors = Mapping[str, torch.Tensor]
 
 
+def is_elementwise(kind: Callable[..., torch.optim.Optimizer]) -> bool:
+    """Whether an optimizer is known to work element by element.
+
+    >>> is_elementwise(functools.partial(torch.optim.AdamW, lr=1.0))
+    True
+    >>> is_elementwise(torch.optim.Adafactor)
+    False
+    """
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    name = getattr(kind, "__name__", "")
+    return name in ELEMENTWISE and getattr(torch.optim, name) is kind
+
+
 class _Place(NamedTuple):
     """Where the rows that a data rank updates of a parameter stand in its segment of a bucket."""
 
@@ -134,14 +148,10 @@ class DataParts:
         for name in self.in_pieces:
             self._free(name)
 
-    def suits(self, kind: Callable[..., torch.optim.Optimizer]) -> bool:
-        """Whether an optimizer can take the parameters as they are shared out."""
-        if self._served:
-            return True
-        while isinstance(kind, functools.partial):
-            kind = kind.func
-        name = getattr(kind, "__name__", "")
-        return self.whole != (name in ELEMENTWISE and getattr(torch.optim, name) is kind)
+    def suits(self, *, elementwise: bool) -> bool:
+        """Whether an optimizer that works element by element, or does not, can take the parameters
+        as they are shared out."""
+        return self._served or self.whole != elementwise
 
     def turn(self) -> None:
         """Share the parameters out whole, or in rows again.
@@ -315,13 +325,12 @@ class DataParts:
             return Arrival(works, lambda: self._copy_wholes(buffers, into))
         memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
         segments, places = self._bucket(names, into[names[0]], memory)
-        own = segments.new_empty(1, segments.shape[1])
         mine = [place for place in places if place.data == self._index]
-        views = [_view(own, place._replace(data=0), rows[place.name]) for place in mine]
-        if views:
+        views = [_view(segments, place, rows[place.name]) for place in mine]
+        if views and views[0].data_ptr() != rows[mine[0].name].data_ptr():
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
-        work = self._channels.gather(segments, own, self._ranks)
-        return Arrival([work], lambda: self._copy_rows(segments, places, into))
+        works = self._channels.gather(segments, self._ranks)
+        return Arrival(works, lambda: self._copy_rows(segments, places, into))
 
     def _serve(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
         """Start giving all data ranks what the first of them has."""

@@ -62,7 +62,7 @@ def test_what_several_ranks_hold_is_in_no_bucket() -> None:
 
 
 def test_a_bucket_is_full_at_its_size_and_has_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET", 100)  # a weight is 64 bytes, a bias 16
+    monkeypatch.setattr("parcompiler.problem.BUCKET", 100)  # a weight is 64 bytes, a bias 16
     lowered = program("chain", 1, "1f1b", 1, data=2)
     assert [item.names for item in lowered.buckets] == [
         ("layers.3.bias", "layers.3.weight", "layers.2.bias"),

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.lower import buckets
-from parcompiler.passes import estimate
+from parcompiler import problem
 from tests.memory.cases import MODELS, compiled
 from tests.memory.tracked import Held, Rank
 
@@ -87,8 +86,7 @@ def test_what_data_ranks_hold_at_each_level_is_predicted(
     name: str, pipeline: int, data: int, precision: str | None, zero: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in (buckets, estimate):  # several of a stage, as of large models
-        monkeypatch.setattr(module, "BUCKET", 400_000)
+    monkeypatch.setattr(problem, "BUCKET", 400_000)  # several of a stage, as of large models
     options: Any = {"schedule": "1f1b", "microbatches": 6, "precision": precision}
     program = compiled(name, torch.float32, pipeline=pipeline, data=data, zero=zero, **options)
     assert program.lowered.zero == zero

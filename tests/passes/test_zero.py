@@ -8,9 +8,8 @@ import torch
 import parcompiler as pc
 from parcompiler import problem
 from parcompiler.device import device
-from parcompiler.lower import buckets
 from parcompiler.models import gpt
-from parcompiler.passes import estimate, zero
+from parcompiler.passes import estimate
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
 
@@ -18,8 +17,7 @@ CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """As small beside the model as those of a large one."""
-    for module in (buckets, estimate, problem, zero):
-        monkeypatch.setattr(module, "BUCKET", 2**19)
+    monkeypatch.setattr(problem, "BUCKET", 2**19)
 
 
 def compiled(memory: int | None = None, **options: object) -> pc.Program:

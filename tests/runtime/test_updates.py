@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import parcompiler as pc
+from parcompiler.runtime.updates import Updates
+from tests import zoo
 from tests.runtime.workers import Mixed, batch, compiled, mixed, one_process
 
 MICROBATCHES = 3
@@ -278,3 +280,25 @@ def test_an_average_of_the_weights_is_a_state_of_the_optimizer(half: pc.Program)
     assert not torch.equal(averaged["head.weight"], states[-1])
     assert torch.equal(own, averaged["head.weight"].half())
     assert torch.equal(again["head.weight"], states[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": pc.Mesh(tensor=2), "sharding": {"head.weight": "S(0)"}},
+        {"mesh": pc.Mesh(pipeline=2), "vocabulary": "vocab-2"},
+    ],
+)
+def test_an_optimizer_of_whole_matrices_gets_no_pieces(options: dict[str, Any]) -> None:
+    model, inputs = zoo.build("llama")
+    program = pc.compile(model, inputs=inputs, microbatches=2, **options)
+    rank = program.rank_program(0)
+    pieces = [*rank.shards, *rank.rows]
+    assert pieces
+    parameters = {name: torch.nn.Parameter(torch.zeros(2, 2)) for name in pieces}
+    updates = Updates(rank, parameters, torch.device("cpu"), lambda _: None)
+    named = f"Adafactor is not known to work .* pieces of {len(pieces)} parameters"
+    with pytest.raises(pc.InputError, match=named):
+        updates.set_optimizer(torch.optim.Adafactor, None, {})
+    updates.set_optimizer(torch.optim.Adafactor, None, {}, elementwise=True)
+    updates.set_optimizer(torch.optim.Adam, None, {})
