@@ -18,7 +18,12 @@ class PlanError(ParcompilerError):
 
 
 class InfeasibleError(PlanError):
-    """No plan satisfies the constraints. Says the least that would have to change."""
+    """No plan satisfies the constraints. Says the least that would have to change.
+
+    `needed` are the bytes of a rank that would do, where memory is short.
+    """
+
+    needed: int | None = None
 
 
 class LaunchError(ParcompilerError):

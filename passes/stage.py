@@ -36,6 +36,8 @@ from parcompiler.schedules.planned import held, outline
 from parcompiler.solver import UndecidedError, relative_gap
 
 EFFORT = 100_000  # of improving a division: stages times micro-batches and blocks, for each step
+MAYBE = '. stages="auto" may find one that fits'
+FAR = 0.1  # of the memory that would do: what a programme may count too much when it refuses
 STEP = 0.005  # of the memory that is kept free at least, when there is too little
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
@@ -127,6 +129,10 @@ class StagePass(Pass):
             shortest.consider(*alternative)
         if shortest.plan is None:
             assert refusal is not None
+            needed, lean = getattr(refusal, "needed", None) or 0, shortest.leanest
+            if lean is not None and (lean.needed or needed) < (1 - FAR) * needed:
+                lean.add_note("of the divisions that were tried, that needs least")
+                raise lean from refusal  # the programme counts more than the timeline
             raise refusal
         shortest.improve()
         return shortest.plan
@@ -200,6 +206,7 @@ class _Shortest:
     stage_of: tuple[int, ...] = ()
     bounds: dict[int, float] = field(default_factory=dict)  # of the formula, by granularity
     considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+    leanest: InfeasibleError | None = None  # of those that do not fit
 
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
         """Take a plan that fits if its step is shorter."""
@@ -220,13 +227,18 @@ class _Shortest:
             bare = placed(self.problem, bare, level, stage_of)
             if alone(self.problem, bare) >= (1 - TINY) * self.seconds:
                 return False
-        with suppress(InfeasibleError, UndecidedError):
+        try:
             division, trial = _given(self.problem, self.start, level, stage_of, self.wanted)
-            if level not in self.bounds:
-                self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
-            division = _behind(division, self.bounds[level])
-            return self.take(_decided(self.problem, trial, level, division), level, stage_of)
-        return False
+        except UndecidedError:
+            return False
+        except InfeasibleError as error:
+            if error.needed and (not self.leanest or error.needed < (self.leanest.needed or 0)):
+                self.leanest = error
+            return False
+        if level not in self.bounds:
+            self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
+        division = _behind(division, self.bounds[level])
+        return self.take(_decided(self.problem, trial, level, division), level, stage_of)
 
     def improve(self) -> None:
         """Move one block, or two, to the stages beside theirs as long as that shortens the step: a
@@ -410,13 +422,15 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
         placement = outline(plan).placement
         parts = memory_parts(loads, flows, stage_of, placement, held(plan), worst, names)
         largest = max(parts, key=lambda part: part.size)
-        message = (
+        error = InfeasibleError(
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
             f"{devices[worst].name} has {devices[worst].memory:,}, "
             f"{memory[worst] - devices[worst].memory:,} less; the largest part is "
-            f'{largest.what} ({largest.size:,} bytes). stages="auto" may find one that fits'
+            f"{largest.what} ({largest.size:,} bytes)"
+            f"{'' if problem.options.stages == 'auto' else MAYBE}"
         )
-        raise InfeasibleError(message)
+        error.needed = memory[worst]
+        raise error
     return division
 
 

@@ -71,12 +71,13 @@ class Addends:
         self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
     ) -> None:
         self._own, self._received = own.view(-1), torch.empty_like(segments)
-        self._work = dist.all_to_all_single(self._received, segments, group=group, async_op=True)
-        assert self._work is not None
+        work = dist.all_to_all_single(self._received, segments, group=group, async_op=True)
+        assert work is not None
+        self._work: dist.Work = work
 
     def is_completed(self) -> bool:
         """Whether all have come."""
-        return self._work.is_completed()
+        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Wait for them, and add them up."""

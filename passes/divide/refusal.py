@@ -51,6 +51,7 @@ def too_little_memory(
         f"bytes. Raise the limit, {more}, or recompute activations. The largest part there is "
         f"{largest.what} ({largest.size:,} bytes)"
     )
+    error.needed = needed
     sizes = [size + more for size, more in zip(memory, besides, strict=True)]
     for rank in sorted(sorted(range(task.ranks), key=sizes.__getitem__)[-SHOWN:]):
         here = [n for n, j in zip(names, stage_of, strict=True) if task.placement[j] == rank]
