@@ -98,12 +98,17 @@ class VocabularyChoice:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTime:
-    """Seconds of a template for one micro-batch; `weight` is what can wait of `backward`."""
+    """Seconds of a template for one micro-batch; `weight` is what can wait of `backward`.
+
+    `hidden` are those of collectives that a whole backward has beside products for weights, which
+    come on top of `backward` where its two parts run apart.
+    """
 
     template: str
     forward: float
     backward: float
     weight: float
+    hidden: float = 0.0
 
 
 VOCABULARY_PASSES = ("s", "normalize", "t", "embed", "embed_backward")

@@ -67,7 +67,8 @@ def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype |
 class Priced:
     """The blocks of one granularity with what each costs for one micro-batch on the device.
 
-    `forward` and `backward` are seconds, `weight` those of `backward` that can be left for later.
+    `forward` and `backward` are seconds, `weight` those of `backward` that can be left for later;
+    `hidden` come on top of it where its two parts run apart (see `TemplateTime`).
     The blocks in `recomputed` keep no activations but what they read: their backward begins with
     their forward. Where ranks have different devices, `ranks` are the same blocks on each of them,
     and the seconds here the least of theirs.
@@ -78,6 +79,7 @@ class Priced:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
+    hidden: tuple[float, ...]
     sent: tuple[fx.Node, ...]
     recomputed: frozenset[str] = frozenset()
     ranks: tuple[Priced, ...] = ()
@@ -96,7 +98,8 @@ class Priced:
             backward = tuple(took[name].backward for name in names)
             weight = map(min, (took[name].weight for name in names), backward)
             forward = tuple(took[name].forward for name in names)
-            return Priced(parts, given, forward, backward, tuple(weight), sent)
+            hidden = tuple(took[name].hidden for name in names)
+            return Priced(parts, given, forward, backward, tuple(weight), hidden, sent)
 
         if len(times) == 1:
             return made(times[0])
@@ -198,8 +201,8 @@ def _least(times: Sequence[Mapping[str, TemplateTime]]) -> dict[str, TemplateTim
     found = {}
     for name in times[0]:
         own = [took[name] for took in times]
-        forward, backward = min(one.forward for one in own), min(one.backward for one in own)
-        found[name] = TemplateTime(name, forward, backward, min(one.weight for one in own))
+        fields = ("forward", "backward", "weight", "hidden")
+        found[name] = TemplateTime(name, *(min(getattr(t, x) for t in own) for x in fields))
     return found
 
 

@@ -183,6 +183,7 @@ def _cost(
         forward=sum(priced.forward[b] for b in blocks),
         backward=sum(priced.backward[b] for b in blocks),
         weight=sum(priced.weight[b] for b in blocks),
+        hidden=sum(priced.hidden[b] for b in blocks),
         resident=sum(map(problem.state_bytes, tensors))
         + sum(problem.constant_bytes(priced.cut, blocks).values())
         + stashed * sum(item.nbytes for item in tensors if item.trainable),

@@ -123,6 +123,7 @@ def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
         forward=sum(priced.forward) / parts,
         backward=sum(priced.backward) / parts,
         weight=sum(priced.weight) / parts,
+        hidden=sum(priced.hidden) / parts,
         resident=0,
         saved=0,
     )

@@ -1,4 +1,7 @@
-"""Which products can leave the gradient of their weight for later, in a backward of two parts.
+"""Which products can leave the gradient of their weight for later.
+
+In a backward of two parts all of them do; in a whole one those that a collective of the tensor
+ranks follows, which then runs beside them.
 
 >>> graph = fx.Graph()
 >>> x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -11,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -44,3 +47,18 @@ def _argument(node: fx.Node, place: int) -> fx.Node | None:
     """The node that an argument is, if it is one."""
     argument = node.args[place] if place < len(node.args) else None
     return argument if isinstance(argument, fx.Node) else None
+
+
+def overlapping(nodes: Sequence[fx.Node], trainable: Collection[str]) -> dict[fx.Node, fx.Node]:
+    """The products, with their weights, whose gradients of weights are computed beside the next
+    collective of a block's backward; those of weights that nothing else reads."""
+    exchanges = (
+        place
+        for place, node in enumerate(nodes)
+        if "exchange" in node.meta
+        and node.meta["exchange"].backward
+        and all(operand.name not in trainable for operand in node.all_input_nodes)
+    )
+    first = next(exchanges, len(nodes))
+    weights = {node: deferrable_weight(node, trainable) for node in nodes[first:]}
+    return {node: w for node, w in weights.items() if w is not None and len(w.users) == 1}

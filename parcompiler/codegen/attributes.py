@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from parcompiler.capture.blocks import steps
-from parcompiler.capture.deferrable import deferrable_weight
 from parcompiler.capture.templates import ATTRIBUTES, identifier, relative_name
 from parcompiler.codegen.calls import BoundCall, bind
 from parcompiler.codegen.layout import remarked, table, wrap
@@ -34,14 +33,13 @@ class BlockAttributes:
     `counted` are the counters of batches that such a module keeps besides.
     `names` gives for paths that are not those of the model what the model has there, from the
     layer on where it starts with a dot. `deferring` are the nodes that leave the gradients of
-    their weights to BACKWARD_WEIGHT, in a `split` backward.
+    their weights for later.
     """
 
-    def __init__(self, graph: Graph, block: Block, *, split: bool = False) -> None:
+    def __init__(self, graph: Graph, block: Block, deferring: Collection[fx.Node] = ()) -> None:
         self._block = block
         self._tensors = [graph.by_name[binding.name] for binding in block.tensors]
-        trained = {item.node for item in self._tensors if split and item.trainable}
-        self.deferring = {x for x in block.nodes if deferrable_weight(x, trained) is not None}
+        self.deferring = deferring
         self._paths: dict[str, str] = {}
         self._taken: dict[str, set[str]] = {}
         self.names: dict[str, str] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from torch import fx
 
 from parcompiler.capture.blocks import steps
+from parcompiler.capture.deferrable import deferrable_weight, overlapping
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.prologue import constants
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
@@ -29,6 +30,8 @@ from parcompiler.lower.lowered import Lowered, StageProgram
 from parcompiler.naming.source import Frame, frames
 from parcompiler.naming.variables import argument_names
 from parcompiler.report.names import ranges
+
+BESIDE = "are computed beside the next collective"  # of a whole backward
 
 
 class StageWriter:
@@ -68,10 +71,29 @@ class StageWriter:
         by_template: dict[str, list[Block]] = {}
         for call in self.stage.calls:
             by_template.setdefault(call.block.template, []).append(call.block)
-        split = self.stage.index in self.lowered.split
+        when = "wait for BACKWARD_WEIGHT" if self.stage.index in self.lowered.split else BESIDE
         for blocks in by_template.values():
             variables = self.lowered.variables
-            yield block_class(self.graph, self.effects, blocks, variables, split=split)
+            deferring = self._deferring(blocks)
+            yield block_class(self.graph, self.effects, blocks, variables, deferring, when)
+
+    def _deferring(self, instances: Sequence[Block]) -> set[fx.Node]:
+        """The nodes of the first of some equal blocks that leave gradients of weights for later;
+        not beside a collective where any of the blocks shares the weight."""
+        block, graph = instances[0], self.graph
+        tensors = [[graph.by_name[binding.name] for binding in x.tensors] for x in instances]
+        trained = {item.node for item in tensors[0] if item.trainable}
+        if self.stage.index in self.lowered.split:
+            return {node for node in block.nodes if deferrable_weight(node, trained) is not None}
+        beside = {} if self.lowered.asynchronous else overlapping(block.nodes, trained)
+        readers = {node.name: len(node.users) for node in graph.fx_graph.nodes if beside}
+        shared = {
+            first.node
+            for same in tensors
+            for first, item in zip(tensors[0], same, strict=True)
+            if beside and readers[item.node] > 1
+        }
+        return {node for node, weight in beside.items() if weight.name not in shared}
 
     def _stage_class(self) -> str:
         """The class that calls the layers."""
@@ -211,27 +233,27 @@ def block_class(
     effects: Effects,
     instances: Sequence[Block],
     variables: Mapping[fx.Node, str],
-    *,
-    split: bool = False,
+    deferring: Collection[fx.Node],
+    when: str,
 ) -> str:
     """The class of a template, from the blocks that are instances of it.
 
-    The weight gradients of its linear layers can be left for later where the backward is `split`.
+    The gradients of weights of its linear layers that are `deferring` come later: `when`.
     """
     block = instances[0]
     arguments = argument_names(graph, [item.inputs for item in instances], variables)
     tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
     nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
     operands = {nodes[name]: text for name, text in tensors.items()} | arguments
-    attributes = BlockAttributes(graph, block, split=split)
+    attributes = BlockAttributes(graph, block, deferring)
     body = Body(graph, effects, operands, scope=block.scope, attributes=attributes)
     lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
     title, made = _title(instances), attributes.constructor()
     text = "\n".join([*made, *lines])
-    deferring = [kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text]
     if deferring:
-        kinds = ", ".join(f"`runtime.{kind}`" for kind in deferring)
-        title += f" The gradients of weights of {kinds} wait for BACKWARD_WEIGHT."
+        listed = (kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text)
+        kinds = ", ".join(f"`runtime.{kind}`" for kind in listed)
+        title += f" The gradients of weights of {kinds} {when}."
     results = ", ".join(body.name(node) for node in block.outputs)
     kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
     parameters = "".join(f", {name}: Tensor" for name in arguments.values())

@@ -8,19 +8,21 @@ A backward may run in two parts (zero-bubble schedules, Qi et al. 2023, arXiv 24
 
     first     gradients of inputs; each linear layer defers its input x and dY, as the runtime does
     second    dYᵀ x for one weight after the other, added to the gradient that is there
+
+In a whole backward, dYᵀ x waits for the next collective of the tensor ranks and runs beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from parcompiler.capture.deferrable import PLACES, deferrable_weight
+from parcompiler.capture.deferrable import PLACES, deferrable_weight, overlapping
 from parcompiler.cost.execution import (
     Boundary,
     Recorder,
@@ -139,7 +141,13 @@ def trace_block(
         variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
         values = outside.values
         with saved, recorder:
-            estimated = execute(nodes, values, recorder, variables)
+            products = overlapping(nodes, parameters)
+            leaving = _leaving(
+                {node: _product(node, weight) for node, weight in products.items()},
+                values,
+                recorder.left.append,
+            )
+            estimated = execute(nodes, values, recorder, variables, leaving)
         # Only outputs survive, so that what just led to dropped values is not saved; and no
         # gradient comes to those that carry none.
         results = {
@@ -148,14 +156,16 @@ def trace_block(
             else map_aggregate(values[node], lambda v: v.detach() if isinstance(v, Tensor) else v)
             for node in outputs
         }
-        del values
+        del values, leaving
         forward, forward_peak, kept = recorder.take(), memory.peak, saved.storages()
         sizes = _sizes(inputs, outputs, outside, results, kept)
         roots = _roots(results, differentiable)
         gradient_bytes = sum(root.numel() * root.itemsize for root in roots)
         seed = backward_seed(roots, memory)
         del results, kept, roots  # the backward frees what it has used
-        if not _backward(seed, outside, recorder):
+        backward = _backward(seed, outside, recorder)
+        recorder.left.clear()
+        if not backward:
             estimated.append("backward")
             _guess_backward(nodes, forward, recorder)
         peaks: dict[str, Any] = {
@@ -256,21 +266,21 @@ def _products(
 ) -> Iterator[Operation]:
     """The products dYᵀ x that linear layers can defer."""
     for node, weight in _linear(nodes, parameters, differentiable).items():
-        y, gradient = stand_in(node.meta["val"]), stand_in(weight.meta["val"])
-        rows, columns = y.shape[:-1].numel(), y.shape[-1]
-        inputs = gradient.numel() // max(1, columns)
-        operands = y.new_empty(columns, rows), y.new_empty(rows, inputs)
-        product = describe(torch.ops.aten.mm.default, operands, {}, gradient)
-        assert product is not None, "a product costs something"
-        yield product
+        yield _product(node, weight)
 
 
-class _Deferred(NamedTuple):
-    """What a layer keeps for the second part: its weight's name, its input, and dY."""
+def _product(node: fx.Node, weight: fx.Node) -> Operation:
+    """The product dYᵀ x of one linear layer."""
+    y, gradient = stand_in(node.meta["val"]), stand_in(weight.meta["val"])
+    rows, columns = y.shape[:-1].numel(), y.shape[-1]
+    inputs = gradient.numel() // max(1, columns)
+    operands = y.new_empty(columns, rows), y.new_empty(rows, inputs)
+    product = describe(torch.ops.aten.mm.default, operands, {}, gradient)
+    assert product is not None, "a product costs something"
+    return product
 
-    weight: str
-    x: torch.UntypedStorage
-    gradient: torch.UntypedStorage
+
+Left = tuple[Any, tuple[torch.UntypedStorage, torch.UntypedStorage]]  # with a layer's x and dY
 
 
 def _first_part(
@@ -292,22 +302,18 @@ def _first_part(
     outside = boundary(nodes, inputs, parameters, buffers, differentiable)
     memory = LiveMemory(_storages(outside.values))
     recorder = Recorder(memory, accelerator=accelerator)
-    deferred: list[_Deferred] = []
+    deferred: list[Left] = []
     values: dict[fx.Node, Any] = outside.values
+    names = {node: weight.name for node, weight in linear.items()}
     with recorder:
-        execute(nodes, values, recorder)
-    for node, weight in linear.items():
-        x = node.args[_INPUT[node.target]]
-        assert isinstance(x, fx.Node), "the input of a layer is a value"
-        if values[node].requires_grad:
-            values[node].register_hook(_deferring(weight.name, storage_of(values[x]), deferred))
+        execute(nodes, values, recorder, made=_leaving(names, values, deferred.append))
     seed = backward_seed(_roots({node: values[node] for node in outputs}, differentiable), memory)
     del values
     sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
     if seed is None or not _backward(seed, outside, recorder, sizes):
         return {}
     del seed
-    kept = {id(item.x) for item in deferred}  # not the storages, which must end below
+    kept = {id(x) for _, (x, _) in deferred}  # not the storages, which must end below
     received = [_storages({node: outside.received.get(node)}) for node in inputs]
     places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
     return {
@@ -321,20 +327,28 @@ def _first_part(
     }
 
 
-def _deferring(weight: str, x: torch.UntypedStorage, deferred: list[_Deferred]) -> Any:
-    """A hook that keeps the input of a layer and the gradient of its result."""
+def _leaving(
+    layers: Mapping[fx.Node, Any], values: Mapping[fx.Node, Any], leave: Callable[[Left], None]
+) -> Callable[[fx.Node], None]:
+    """Lets linear `layers`, once they are made, leave their input and the gradient of their result
+    in the backward."""
 
-    def keep(gradient: Tensor) -> None:
-        deferred.append(_Deferred(weight, x, storage_of(gradient)))
+    def made(node: fx.Node) -> None:
+        if node not in layers or not values[node].requires_grad:
+            return
+        x = node.args[_INPUT[node.target]]
+        assert isinstance(x, fx.Node), "the input of a layer is a value"
+        what, memory = layers[node], storage_of(values[x])
+        values[node].register_hook(lambda dy: leave((what, (memory, storage_of(dy)))))
 
-    return keep
+    return made
 
 
-def _second_peak(deferred: list[_Deferred], memory: LiveMemory, sizes: Mapping[str, int]) -> int:
+def _second_peak(deferred: list[Left], memory: LiveMemory, sizes: Mapping[str, int]) -> int:
     """The peak of the second part if the gradients that it makes stay; frees what was deferred."""
     peak, made = 0, set[str]()
     while deferred:
-        made.add(deferred[0].weight)
+        made.add(deferred[0][0])
         peak = max(peak, memory.now + sum(sizes[name] for name in made))
         del deferred[0]
     return peak

@@ -36,6 +36,7 @@ class Recorder(TorchDispatchMode):
         self.accelerator = accelerator
         self.operations: list[Operation] = []
         self.memory = memory or LiveMemory()
+        self.left: list[tuple[Operation, object]] = []  # products, with the tensors they hold
 
     def __torch_dispatch__(
         self,
@@ -58,10 +59,13 @@ class Recorder(TorchDispatchMode):
     def add_exchange(
         self, exchange: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
     ) -> None:
-        """Record the collectives of a conversion, of its forward or its backward."""
+        """Record the collectives of a conversion, of its forward or its backward; beside the first
+        run the products that were left."""
         for action, nbytes in exchange.backward if backward else exchange.forward:
             sent = exchange.sent_by(action, nbytes)
-            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, exchange.n))
+            beside = tuple(product for product, _ in self.left)
+            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, exchange.n, beside))
+            self.left.clear()
 
     def take(self) -> tuple[Operation, ...]:
         """The operations since the last call."""
@@ -130,8 +134,10 @@ def execute(
     values: dict[fx.Node, Any],
     recorder: Recorder,
     variables: ForwardVariables | None = None,
+    made: Callable[[fx.Node], object] = lambda _: None,
 ) -> list[str]:
     """Run `nodes` in order; their results are added to `values`, and `variables` removes some.
+    `made` is called with each node when its result is there.
 
     Returns the operators that could not run without data: their cost is estimated from the shapes
     that were recorded.
@@ -152,6 +158,7 @@ def execute(
                 torch.set_grad_enabled(grad_mode)
                 values[node] = _estimate(node, args, kwargs, recorder)
                 estimated.append(label(node.target))
+            made(node)
             if variables is not None:
                 variables.after(node, values)
     return estimated

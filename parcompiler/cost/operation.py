@@ -20,7 +20,8 @@ class Operation:
 
     `kind` is "matmul", "attention", "convolution" or "other"; an operator without a formula counts
     one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
-    `nbytes` are what each of its `ranks` sends; without their number it is a message.
+    `nbytes` are what each of its `ranks` sends; without their number it is a message. `beside` are
+    operations, which also stand by themselves, that run while it does.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Operation:
     nbytes: float
     dtype: torch.dtype
     ranks: int = 0
+    beside: tuple[Operation, ...] = ()
 
 
 # These allocate or rename memory, or ask a question: they move nothing.

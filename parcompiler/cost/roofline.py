@@ -27,11 +27,12 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 def operation_seconds(operation: Operation, device: Device) -> float:
     """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
 
-    What ranks exchange takes the time of the links between them (see `collective`).
+    What ranks exchange takes the time of the links between them (see `collective`), less that of
+    what runs beside it.
     """
     reached = device.efficiency
     if operation.kind == EXCHANGE:
-        return _exchange_seconds(operation, device)
+        return max(0.0, exchange_seconds(operation, device) - seconds(operation.beside, device))
     if reached.curves:
         dtype = device.named(operation.dtype)
         fraction = reached.arithmetic(operation.name, operation.kind, dtype, operation.flops)
@@ -42,8 +43,17 @@ def operation_seconds(operation: Operation, device: Device) -> float:
     return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead
 
 
-def _exchange_seconds(operation: Operation, device: Device) -> float:
-    """The time in s of a collective of the tensor axis, or of a message."""
+def hidden_seconds(operations: Iterable[Operation], device: Device) -> float:
+    """The time in s of the collectives among `operations` that what runs beside them hides."""
+    return sum(
+        min(exchange_seconds(one, device), seconds(one.beside, device))
+        for one in operations
+        if one.beside
+    )
+
+
+def exchange_seconds(operation: Operation, device: Device) -> float:
+    """The time in s of a collective of the tensor axis by itself, or of a message."""
     action, nbytes, n = operation.name, operation.nbytes, operation.ranks
     if n < 2:
         return device.link.seconds(nbytes / device.efficiency.exchange(action, nbytes))

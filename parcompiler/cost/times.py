@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from parcompiler.cost.block import BlockCost
 from parcompiler.cost.execution import calls, outside
 from parcompiler.cost.operation import EXCHANGE, Operation
-from parcompiler.cost.roofline import seconds
+from parcompiler.cost.roofline import hidden_seconds, seconds
 from parcompiler.cost.stand_in import is_differentiable, tensors
 from parcompiler.device import Device
 from parcompiler.errors import InputError
@@ -65,6 +65,7 @@ def modelled(name: str, cost: BlockCost, device: Device) -> TemplateTime:
         forward=seconds(cost.forward, device),
         backward=seconds(cost.backward, device),
         weight=seconds(cost.weight, device),
+        hidden=hidden_seconds(cost.backward, device),
     )
 
 
@@ -115,6 +116,7 @@ def measured(
         forward=forward + exchanges[0],
         backward=backward + exchanges[1],
         weight=backward * model.weight / model.backward if model.backward else 0.0,
+        hidden=model.hidden,
     )
 
 
@@ -144,8 +146,11 @@ def _exchange_seconds(
     exchanges = [operation for operation in operations if operation.kind == EXCHANGE]
     if not exchanges:
         return 0.0
+    exposed = seconds(exchanges, device)
     taken = bench.exchanged(exchanges, computed / len(exchanges))
-    return seconds(exchanges, device) if taken is None else taken
+    if taken is None:
+        return exposed
+    return taken * exposed / (exposed + hidden_seconds(exchanges, device))
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,9 @@ class Sharded:
 class TensorCollective:
     """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch or `once`.
 
-    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. Gradients of
-    parameters that they use in pieces are exchanged once a step.
+    `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. It takes
+    `seconds`, of which `exposed` are beside no compute. Gradients of parameters that they use in
+    pieces are exchanged once a step.
     """
 
     template: str
@@ -186,6 +187,8 @@ class TensorCollective:
     sent: int
     backward: bool
     once: bool = False
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

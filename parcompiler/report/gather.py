@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -13,7 +14,9 @@ from torch import fx
 
 from parcompiler import pieces, prices
 from parcompiler.capture.prologue import constants
-from parcompiler.cost import Operation
+from parcompiler.cost import BlockCost, Operation, hidden_seconds, seconds
+from parcompiler.cost.operation import EXCHANGE
+from parcompiler.device import Device
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
@@ -325,17 +328,39 @@ def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
     )
 
 
-def exchanged(priced: Priced, lowered: Lowered) -> tuple[data.TensorCollective, ...]:
+def exchanged(
+    priced: Priced, lowered: Lowered, device: Device
+) -> tuple[data.TensorCollective, ...]:
     """The collectives of each template, in order; `priced` are the blocks of one tensor rank."""
     trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
     counts = Counter(block.template for block in priced.cut.blocks)
-    first = {block.template: block for block in reversed(priced.cut.blocks)}
+    first = {
+        block.template: (block, cost)
+        for block, cost in zip(priced.cut.blocks[::-1], priced.costs[::-1], strict=True)
+    }
     return tuple(
-        collective
+        _timed(collective, first[template][1], device)
         for template, count in counts.items()
-        for node in first[template].nodes
+        for node in first[template][0].nodes
         for collective in _collectives(node, trained, template, count)
     )
+
+
+def _timed(
+    collective: data.TensorCollective, cost: BlockCost, device: Device
+) -> data.TensorCollective:
+    """The collective with its seconds: the mean of those alike, which its block has."""
+    alike = [
+        item
+        for item in (cost.backward if collective.backward else cost.forward)
+        if (item.kind, item.name) == (EXCHANGE, collective.action)
+        and round(item.nbytes) == collective.sent
+    ]
+    if not alike:
+        return collective
+    exposed = seconds(alike, device) / len(alike)
+    hidden = hidden_seconds(alike, device) / len(alike)
+    return dataclasses.replace(collective, seconds=exposed + hidden, exposed=exposed)
 
 
 def _collectives(
@@ -368,13 +393,13 @@ def vocabulary(
     choice = plan.vocabulary
     if choice is None:
         return None
-    seconds = {name: getattr(cost, field) for field, name in PASSES.items()} if cost else {}
+    took = {name: getattr(cost, field) for field, name in PASSES.items()} if cost else {}
     return data.VocabularySplit(
         method=choice.method,
         tables=tuple(_tables(lowered)),
         kept=choice.kept,
         weighed=choice.weighed or (),
-        passes=tuple(data.PassTime(name, time) for name, time in seconds.items() if time),
+        passes=tuple(data.PassTime(name, time) for name, time in took.items() if time),
         state=cost.resident if cost else 0,
     )
 

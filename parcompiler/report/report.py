@@ -82,7 +82,7 @@ class Report(ReportData):
             staleness=gather.staleness(lowered),
             averaged=gather.averaged(lowered, timeline),
             sharded=gather.sharded(plan),
-            exchanged=gather.exchanged(priced, lowered),
+            exchanged=gather.exchanged(priced, lowered, problem.slowest_device),
             vocabulary=gather.vocabulary(plan, lowered, vocabulary),
             symbols=symbols,
             forms=forms,

@@ -118,7 +118,7 @@ def placements(report: ReportData) -> Table:
 
 
 def collectives(report: ReportData) -> Table:
-    """Collectives of the tensor ranks: bytes of each, and in a step."""
+    """Collectives of the tensor ranks: bytes and seconds of each, and bytes in a step."""
     items, steps = report.exchanged, report.choices.microbatches
     total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
     return table(
@@ -130,6 +130,8 @@ def collectives(report: ReportData) -> Table:
         words("of", (item.value for item in items)),
         number("sent", column([item.sent for item in items], BYTES)),
         number("in a\nstep", (quantity(nbytes, BYTES) for nbytes in total)),
+        scaled("time", (item.seconds for item in items), SECONDS),
+        scaled("of that\nexposed", (item.exposed for item in items), SECONDS),
     )
 
 

@@ -4,13 +4,14 @@
     pipeline 1   rank 2 ═══ rank 3     tensors and run the same text
 
 Emitted layers reach their group by `current()`; the worker makes it current while it builds and
-runs them. Operands are left as they are, and results are new tensors.
+runs them. Operands are left as they are, and results are new tensors. While a collective of a
+backward runs, so do the products that linear layers have left (see `deferred`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Axis:
     """A group of `size` ranks, of which this is number `rank` and computes on `device`.
 
     While `more` backwards of the step follow, gradients of parameters are summed up on the rank
-    alone: in `summands`, by the id of the parameter.
+    alone: in `summands`, by the id of the parameter. `beside` is called while a collective runs.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Axis:
     group: dist.ProcessGroup | None
     device: torch.device
     more: bool = False
+    beside: Callable[[], object] | None = None
     summands: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
@@ -74,13 +76,14 @@ class Axis:
             _active.reset(token)
 
     @contextmanager
-    def expecting(self, more: bool) -> Iterator[None]:
-        """Around a backward, after which `more` of the step follow or not."""
-        self.more = more
+    def expecting(self, more: bool, beside: Callable[[], object] | None = None) -> Iterator[None]:
+        """Around a backward, after which `more` of the step follow or not; `beside` is what runs
+        while its collectives do."""
+        self.more, self.beside = more, beside
         try:
             yield
         finally:
-            self.more = False
+            self.more, self.beside = False, None
 
     def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
@@ -107,7 +110,8 @@ class Axis:
             part = torch.cat([part, part.new_zeros(shape)], shard.dim)
         part = in_memory(part)
         flat = part.new_empty(self.size * part.numel())
-        dist.all_gather_single(wire(flat), wire(part.view(-1)), group=self.group)
+        sent = wire(part.view(-1))
+        self._finish(dist.all_gather_single(wire(flat), sent, self.group, async_op=True))
         parts = list(flat.view(self.size, *part.shape).unbind())
         if not shard.even(self.size):
             lengths = [shard.length(self.size, rank) for rank in range(self.size)]
@@ -124,7 +128,8 @@ class Axis:
         parts = [shard.take(summand, self.size, rank) for rank in range(self.size)]
         sent = torch.cat([part.reshape(-1) for part in parts])
         part = sent.new_empty(parts[0].numel())
-        dist.reduce_scatter_single(wire(part), wire(sent), group=self.group)
+        work = dist.reduce_scatter_single(wire(part), wire(sent), group=self.group, async_op=True)
+        self._finish(work)
         return part.view(parts[0].shape)
 
     def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
@@ -142,7 +147,10 @@ class Axis:
         )
         sent = torch.cat([part.reshape(-1) for part in parts])
         received = sent.new_empty(sum(sizes_received))
-        dist.all_to_all_single(wire(received), wire(sent), sizes_received, sizes, group=self.group)
+        work = dist.all_to_all_single(
+            wire(received), wire(sent), sizes_received, sizes, self.group, async_op=True
+        )
+        self._finish(work)
         return source.join(
             [
                 part.view(shape)
@@ -157,8 +165,15 @@ class Axis:
 
     def _reduced(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(wire(result), operation, group=self.group)
+        self._finish(dist.all_reduce(wire(result), operation, self.group, async_op=True))
         return result
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Do what is to be done beside a collective, and wait for it."""
+        assert work is not None
+        if self.beside is not None:
+            self.beside()
+        work.wait()
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,17 @@
-"""Linear layers whose weight gradients can be left for later: the split backward of zero bubble.
+"""Linear layers whose weight gradients can be left for later.
+
+They wait for an instruction of their own, in the split backward of zero bubble:
 
     FORWARD           within `Deferral`: linear layers remember it
     BACKWARD_INPUT    `collect`: gradients of inputs, and of biases, which cost little; each linear
                       leaves the product for its weight
     BACKWARD_WEIGHT   `finish`: the products that were left, in the order they were met
+
+or, in a whole backward, for the next collective of the tensor ranks, and are computed beside it
+(the asynchronous all-reduce of Megatron-LM's column-parallel layers, 2205.05198):
+
+    BACKWARD          dY2 W2 │ gelu' │ dY1 W1 │ dY2ᵀ x2, dY1ᵀ x1 │ norm' │ ..     `beside`
+    tensor ranks                              │ all-reduce of dx │
 
 Only products are left for later, so both halves together cost what one backward costs (the split
 of 2401.10241). A product holds the input and the gradient of its layer and nothing else, so that
@@ -30,6 +38,8 @@ class DeferredProduct(NamedTuple):
     compute: Callable[[], torch.Tensor]
 
 
+Final = Callable[[torch.Tensor], object]  # is told of each parameter whose gradient is there
+
 _active: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
 
 
@@ -47,6 +57,10 @@ class Deferral:
 
     def __init__(self) -> None:
         self.products: list[DeferredProduct] | None = None
+
+    def awaits(self, parameter: torch.Tensor) -> bool:
+        """Whether a product for a parameter has been left."""
+        return any(product.parameter is parameter for product in self.products or ())
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -66,9 +80,24 @@ class Deferral:
         finally:
             self.products = None
 
+    @contextmanager
+    def beside(self, final: Final) -> Iterator[Callable[[], None]]:
+        """Within it, a backward leaves its products until the function is called, or to the end.
 
-def finish(products: list[DeferredProduct]) -> None:
-    """Compute products that were left, and add them to the gradients of their weights.
+        No weight may have two of them, or another gradient.
+        """
+        with self.collect() as products:
+
+            def compute() -> None:
+                finish(products, final)
+
+            yield compute
+            compute()
+
+
+def finish(products: list[DeferredProduct], final: Final = lambda _: None) -> None:
+    """Compute products that were left, and add them to the gradients of their weights, which are
+    `final` then.
 
     The products of one weight are added up first, in the order in which they were left: so does
     autograd, and the bits are the same. The tensors of a product are free once it is computed.
@@ -84,10 +113,12 @@ def finish(products: list[DeferredProduct]) -> None:
             remaining[key] -= 1
             if remaining[key]:
                 sums[key] = gradient
-            elif parameter.grad is None:
+                continue
+            if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
+            final(parameter)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -79,12 +79,13 @@ class Interpreter:
         self.draws: Around | None = None
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
-        self._deferral = Deferral()
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
         self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
         factored = program.updates.compression == "powersgd"
         self.powersgd = PowerSGD(program.updates.rank, channels) if factored else None
-        self._reduction = Reduction(program, self.tensors, self.parts, self.powersgd)
+        self._deferral = Deferral()
+        awaits = self._deferral.awaits
+        self._reduction = Reduction(program, self.tensors, self.parts, self.powersgd, awaits)
         lines = program.instructions
         backwards = {line.stage: line for line in lines if line.kind in BACKWARDS}
         self._trained = {j for j in backwards if j is not None}  # the stages with a backward
@@ -190,8 +191,8 @@ class Interpreter:
         arguments = {name: state.microbatches[i][name] for name in stage.inputs}
         arguments |= {name: self._take(state, (name, i)) for name in stage.receives}
         backward_follows = state.training and j in self._trained
-        split = state.training and j in self._split
-        with self._drawing(stage, j, i), self._deferral.forward() if split else nullcontext():
+        deferring = backward_follows and (j in self._split or self._overlaps(j))
+        with self._drawing(stage, j, i), self._deferral.forward() if deferring else nullcontext():
             if backward_follows and self._versions is not None:  # updates come before it
                 outputs = self._versions.forward(stage, j, i, arguments)
             else:
@@ -274,13 +275,25 @@ class Interpreter:
         if self._passes is not None:
             self._passes.take(key, tensor)
 
+    def _overlaps(self, j: int) -> bool:
+        """Whether collectives of a stage's backward run beside the products for its weights."""
+        return active() is not None and j not in self._split and self._versions is None
+
     def _backward(self, state: StepState, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""
-        with self._reduction.watching(instruction):
-            self._go_back(state, instruction)
+        reduction, overlaps = self._reduction, self._overlaps(_numbers(instruction)[0])
+        leaving = self._deferral.beside(reduction.became_final) if overlaps else nullcontext()
+        with reduction.watching(instruction), leaving as compute:
+            self._go_back(state, instruction, compute)
 
-    def _go_back(self, state: StepState, instruction: Instruction) -> None:
-        """Run autograd from the results of a stage, and its loss, to its inputs."""
+    def _go_back(
+        self,
+        state: StepState,
+        instruction: Instruction,
+        beside: Callable[[], object] | None = None,
+    ) -> None:
+        """Run autograd from the results of a stage, and its loss, to its inputs; `beside` while
+        tensor ranks exchange something."""
         j, i = _numbers(instruction)
         self._make_whole(j)
         saved = state.saved.pop((j, i))
@@ -299,7 +312,7 @@ class Interpreter:
         if roots:
             axis = active()  # tensor ranks add up some gradients in the last backward of a stage
             more = instruction not in self._last
-            with nullcontext() if axis is None else axis.expecting(more):
+            with nullcontext() if axis is None else axis.expecting(more, beside):
                 torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
             self._finish(state, (name, i))

@@ -16,7 +16,7 @@ backward comes in two parts, or a parameter has no gradient at all, only the lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -40,7 +40,8 @@ class Summing(Protocol):
 
 class Reduction:
     """The sums of one rank, by their number in its list; `tensors` are its own by name. With
-    `parts` each data rank gets the sums of the rows that it updates."""
+    `parts` each data rank gets the sums of the rows that it updates. A tensor that something else
+    `awaits` becomes final later than autograd says."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Reduction:
         tensors: Mapping[str, torch.Tensor],
         parts: DataParts | None = None,
         powersgd: PowerSGD | None = None,
+        awaits: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self._parts, self._powersgd = parts, powersgd
         self._pieces = parts is not None and program.zero > 1
@@ -65,7 +67,8 @@ class Reduction:
         self._channels: Summing | None = None
         numbers = (k for behind in self._behind.values() for k in behind)
         for tensor in {id(tensor): tensor for k in numbers for tensor in self._tensors[k]}.values():
-            tensor.register_post_accumulate_grad_hook(self._became_final)
+            tensor.register_post_accumulate_grad_hook(self._accumulated)
+        self._awaits = awaits
 
     def begin(self, channels: Summing) -> None:
         """Begin a step: no gradient is final."""
@@ -103,8 +106,13 @@ class Reduction:
             yield self.lines[k]
             work.wait()
 
-    def _became_final(self, tensor: torch.Tensor) -> None:
-        """Autograd has added to the gradient of a tensor."""
+    def _accumulated(self, tensor: torch.Tensor) -> None:
+        """Autograd is done with a tensor in a backward; it also says so where it added nothing."""
+        if not self._awaits(tensor):
+            self.became_final(tensor)
+
+    def became_final(self, tensor: torch.Tensor) -> None:
+        """The last summand of a backward has been added to the gradient of a tensor."""
         k = self._watched.get(id(tensor))
         if k is not None:
             self._pending[k] -= 1

@@ -293,10 +293,10 @@ def scaled(measured: TemplateTime, before: TemplateTime, after: TemplateTime) ->
 
     >>> one, two = TemplateTime("Layer", 1.0, 2.0, 0.5), TemplateTime("Layer", 2.0, 6.0, 1.0)
     >>> scaled(TemplateTime("Layer", 3.0, 3.0, 1.0), one, two)
-    TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0)
+    TemplateTime(template='Layer', forward=6.0, backward=9.0, weight=2.0, hidden=0.0)
     """
     seconds: dict[str, Any] = {}
-    for name in ("forward", "backward", "weight"):
+    for name in ("forward", "backward", "weight", "hidden"):
         known, old, new = (getattr(item, name) for item in (measured, before, after))
         seconds[name] = float(known * (new / old) if old else known)
     return dataclasses.replace(measured, **seconds)

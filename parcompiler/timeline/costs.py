@@ -37,12 +37,13 @@ class StageCost:
     """What one micro-batch costs on one stage.
 
     `forward` and `backward` are seconds of compute, `weight` the part of `backward` that can be
-    left for later (products for weight gradients). `saved` are bytes kept from the begin of FORWARD
-    to the end of BACKWARD of one micro-batch, without the tensors that were received; where the
-    backward has two parts, to the end of the first, and then `left` to the end of the second (None:
-    the same bytes). What is alive for the time of one instruction only comes on top: `forward_more`
-    while FORWARD runs, `backward_more`, `input_more` and `weight_more` while BACKWARD and its two
-    parts do.
+    left for later (products for weight gradients); where its two parts run apart, the first takes
+    `hidden` seconds more, as no collective then runs beside such products. `saved` are bytes kept
+    from the begin of FORWARD to the end of BACKWARD of one micro-batch, without the tensors that
+    were received; where the backward has two parts, to the end of the first, and then `left` to the
+    end of the second (None: the same bytes). What is alive for the time of one instruction only
+    comes on top: `forward_more` while FORWARD runs, `backward_more`, `input_more` and `weight_more`
+    while BACKWARD and its two parts do.
 
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
     among them are there from the `first` backward of a step on. `update` are added in the
@@ -56,6 +57,7 @@ class StageCost:
     resident: int
     saved: int
     weight: float = 0.0
+    hidden: float = 0.0
     left: int | None = None
     forward_more: int = 0
     backward_more: int = 0
@@ -95,7 +97,7 @@ class StageCost:
             case Kind.FORWARD:
                 return self.forward
             case Kind.BACKWARD_INPUT:
-                return self.backward - self.weight
+                return self.backward - self.weight + self.hidden
             case Kind.BACKWARD_WEIGHT:
                 return self.weight
         return self.backward

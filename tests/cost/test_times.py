@@ -72,7 +72,8 @@ def test_what_tensor_ranks_exchange_is_asked_of_the_bench(monkeypatch: pytest.Mo
     program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="measured")
     assert program.plan.costs is not None
     (layer,) = (item for item in program.plan.costs if item.template == "Layer")
-    assert (layer.forward, layer.backward) == (102.0, 103.0)
+    assert layer.forward == 102.0
+    assert 3.0 < layer.backward < 103.0  # a part is beside products for weights
     assert asked
     for names, number, between in asked:
         assert names <= {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}

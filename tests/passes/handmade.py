@@ -147,5 +147,6 @@ def _priced(
         forward=tuple(s / 3 for s in seconds),
         backward=tuple(s * 2 / 3 for s in seconds),
         weight=tuple(s / 3 for s in seconds),
+        hidden=(0.0,) * len(seconds),
         sent=(),
     )

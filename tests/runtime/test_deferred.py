@@ -1,13 +1,17 @@
 """Linear layers that leave their weight gradients for later compute the same bits."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from parcompiler.cost.live_memory import SavedTensors
+from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.deferred import Deferral, addmm, finish, linear
+from parcompiler.runtime.tensor import fan_out
 
 
 def tensors(shape: tuple[int, ...], *, bias: bool, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -144,3 +148,49 @@ def test_a_result_can_be_changed_in_place(shape: tuple[int, ...], bias: bool) ->
         result.backward()
     finish(products)
     same_gradients(split, plain)
+
+
+def test_a_whole_backward_has_its_products_beside_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum over the ranks is started, then the products that were left are computed, then it is
+    waited for; what comes behind the last collective is computed at the end."""
+    events: list[str] = []
+
+    class Work:
+        def wait(self) -> None:
+            events.append("wait")
+
+    def all_reduce(*_: object, **options: object) -> Work:
+        assert options["async_op"]
+        events.append("start")
+        return Work()
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+    x = torch.randn(2, 4)
+
+    def run(apply: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        y = fan_out(apply(first, x)).tanh()
+        return apply(third, apply(second, y)).sum()
+
+    axis = Axis(0, 1, None, torch.device("cpu"))
+    deferral = Deferral()
+    layers = {first: "first", second: "second", third: "third"}
+    names = {layer.weight: name for layer, name in layers.items()}
+    with axis.active():
+        run(lambda layer, x: layer(x)).backward()
+        wanted = [layer.weight.grad for layer in layers]
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+        with deferral.forward():
+            loss = run(lambda layer, x: linear(x, layer.weight, layer.bias))
+        events.clear()
+        leaving = deferral.beside(lambda weight: events.append(names[weight]))
+        with leaving as compute, axis.expecting(False, compute):
+            loss.backward()
+    assert events == ["start", "third", "second", "wait", "first"]
+    for layer, gradient in zip(layers, wanted, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(layer.weight.grad, gradient, rtol=0, atol=0)

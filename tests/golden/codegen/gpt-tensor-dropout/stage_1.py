@@ -11,7 +11,8 @@ from parcompiler import runtime
 
 
 class Layer_2(runtime.Layer):
-    """layers.1, from model.py:62."""
+    """layers.1, from model.py:62. The gradients of weights of `runtime.Linear`, `runtime.linear`
+    are computed beside the next collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +20,7 @@ class Layer_2(runtime.Layer):
         self.attention_norm.weight = nn.Parameter(torch.empty(16))
         self.attention_norm.bias = nn.Parameter(torch.empty(16))
         self.attention = nn.Module()
-        self.attention.qkv = nn.Linear(16, 24)  # a piece of 48 x 16
+        self.attention.qkv = runtime.Linear(16, 24)  # a piece of 48 x 16
         self.attention.out = nn.Module()
         self.attention.out.bias = nn.Parameter(torch.empty(16))
         self.attention.out.weight = nn.Parameter(torch.empty(16, 8))  # a piece of 16 x 16
@@ -27,7 +28,7 @@ class Layer_2(runtime.Layer):
         self.ffn_norm.weight = nn.Parameter(torch.empty(16))
         self.ffn_norm.bias = nn.Parameter(torch.empty(16))
         self.ffn = nn.Module()
-        self.ffn.up = nn.Linear(16, 32)  # a piece of 64 x 16
+        self.ffn.up = runtime.Linear(16, 32)  # a piece of 64 x 16
         self.ffn.down = nn.Module()
         self.ffn.down.bias = nn.Parameter(torch.empty(16))
         self.ffn.down.weight = nn.Parameter(torch.empty(16, 32))  # a piece of 16 x 64
@@ -50,7 +51,7 @@ class Layer_2(runtime.Layer):
         y = y.transpose(1, 2)
         y = y.reshape(*y.shape[:2], -1)
         attention_out_bias = runtime.first(self.attention.out.bias)
-        out = F.linear(y, self.attention.out.weight, attention_out_bias)
+        out = runtime.linear(y, self.attention.out.weight, attention_out_bias)
 
         out = runtime.reduce_scatter(out, 0)  # 2 ranks, back: all-gather
         with runtime.own_draws(0):
@@ -65,7 +66,7 @@ class Layer_2(runtime.Layer):
         up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
         ffn_down_bias = runtime.first(self.ffn.down.bias)
-        down = F.linear(gelu, self.ffn.down.weight, ffn_down_bias)
+        down = runtime.linear(gelu, self.ffn.down.weight, ffn_down_bias)
 
         down = runtime.reduce_scatter(down, 0)  # 2 ranks, back: all-gather
         with runtime.own_draws(0):

@@ -11,19 +11,20 @@ from parcompiler import runtime
 
 
 class Layer(runtime.Layer):
-    """layers.1, from model.py:62."""
+    """layers.1, from model.py:62. The gradients of weights of `runtime.Linear`, `runtime.linear`
+    are computed beside the next collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(16)
         self.attention = nn.Module()
-        self.attention.qkv = nn.Linear(16, 24)  # a piece of 48 x 16
+        self.attention.qkv = runtime.Linear(16, 24)  # a piece of 48 x 16
         self.attention.out = nn.Module()
         self.attention.out.bias = nn.Parameter(torch.empty(16))
         self.attention.out.weight = nn.Parameter(torch.empty(16, 8))  # a piece of 16 x 16
         self.ffn_norm = nn.LayerNorm(16)
         self.ffn = nn.Module()
-        self.ffn.up = nn.Linear(16, 32)  # a piece of 64 x 16
+        self.ffn.up = runtime.Linear(16, 32)  # a piece of 64 x 16
         self.ffn.down = nn.Module()
         self.ffn.down.bias = nn.Parameter(torch.empty(16))
         self.ffn.down.weight = nn.Parameter(torch.empty(16, 32))  # a piece of 16 x 64
@@ -41,7 +42,7 @@ class Layer(runtime.Layer):
         y = y.transpose(1, 2)
         y = y.reshape(*y.shape[:2], -1)
         attention_out_bias = runtime.first(self.attention.out.bias)
-        out = F.linear(y, self.attention.out.weight, attention_out_bias)
+        out = runtime.linear(y, self.attention.out.weight, attention_out_bias)
 
         out = runtime.all_reduce(out)  # 2 ranks
         x = x + out
@@ -52,7 +53,7 @@ class Layer(runtime.Layer):
         up = self.ffn.up(ffn_norm)
         gelu = F.gelu(up, approximate="tanh")
         ffn_down_bias = runtime.first(self.ffn.down.bias)
-        down = F.linear(gelu, self.ffn.down.weight, ffn_down_bias)
+        down = runtime.linear(gelu, self.ffn.down.weight, ffn_down_bias)
 
         down = runtime.all_reduce(down)  # 2 ranks
         x = x + down
