@@ -93,6 +93,17 @@ def check_hooks(lowered: Lowered) -> None:
         raise InputError(message)
 
 
+def check_token_mean(lowered: Lowered) -> None:
+    """Refuse a mean over the tokens of a step where its ranks or micro-batches step alone."""
+    alone = "schedule='pipedream'" if lowered.asynchronous else f"updates={lowered.updates.way!r}"
+    if lowered.graph.counts is not None and (lowered.asynchronous or lowered.updates.separate):
+        message = (
+            f"loss_weights='tokens' is a mean over all ranks and micro-batches of a step, and with "
+            f"{alone} each steps by itself: leave it out, or take a synchronous schedule"
+        )
+        raise InputError(message)
+
+
 def check_outputs(lowered: Lowered) -> None:
     """Refuse outputs to keep that no layer makes."""
     made = {name for stage in lowered.stages for name in stage.keeps}

@@ -25,6 +25,7 @@ from parcompiler.checks import (
     check_options,
     check_outputs,
     check_plan,
+    check_token_mean,
     check_types,
     granularity_of,
 )
@@ -54,6 +55,7 @@ from parcompiler.progress import Progress
 from parcompiler.runtime.joining import rank_device
 from parcompiler.schedules import Schedule
 from parcompiler.verifier import MemoryLimits, verify
+from parcompiler.vocabulary.token_mean import over_tokens
 
 GARBAGE_THRESHOLD = 50_000  # new objects between two collections
 
@@ -86,6 +88,7 @@ def compile(
     compression_rank: int | None = None,
     exact: bool = False,
     outputs: Sequence[str] | None = None,
+    loss_weights: str | None = None,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -112,6 +115,8 @@ def compile(
     many steps their weights are averaged, as a step of an `outer` optimizer: "nesterov", "average",
     or a learning rate and a momentum). `compression` of the gradients between data ranks is "bf16",
     "fp16" or "powersgd" (of rank `compression_rank`).
+    The loss of a step is the mean of its micro-batches' losses; `loss_weights` "tokens" makes it
+    the mean over all targets that their cross-entropies count, as transformers' Trainer does.
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
     `exact` keeps the model's own operators: without it, attention whose mask is the same for every
     batch runs in the causal kernel, or without a mask, and reads repeated heads in groups, which
@@ -156,12 +161,14 @@ def compile(
         zero=zero,
         **data_updates.options,
         exact=exact,
+        loss_weights=loss_weights,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
     with ONE_THREAD, _rare_garbage_collection(), Progress(progress) as steps:
         with steps("capture"):
             captured = _captured(model, inputs, loss, options.narrow, outputs)
+            captured = _weighted(captured, loss_weights)
             _warn_of_evaluation_mode(captured)
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
@@ -179,6 +186,7 @@ def compile(
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
             check_hooks(lowered)
             check_outputs(lowered)
+            check_token_mean(lowered)
             check_data_updates(lowered)
         with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
@@ -251,6 +259,15 @@ def _captured(
     if narrow is None:
         return capture(model, inputs, loss, outputs=names)
     return capture_in(narrow, model, inputs, loss, names)
+
+
+def _weighted(captured: Graph, loss_weights: str | None) -> Graph:
+    """The graph with the loss over tokens, if that is asked for; a graph that has it keeps it."""
+    recapture = captured.recapture
+    if loss_weights is None or captured.counts is not None:
+        return captured
+    again = None if recapture is None else lambda other: over_tokens(recapture(other))
+    return replace(over_tokens(captured), recapture=again)
 
 
 def _warn_of_evaluation_mode(captured: Graph) -> None:

@@ -122,7 +122,7 @@ def load(path: str | Path) -> LoadedProgram:
 
 def _modules() -> list[str]:
     """The modules that are loaded under the names of those of exported folders."""
-    others = ("vocabulary", "hooks")
+    others = ("vocabulary", "hooks", "counts")
     return [name for name in sys.modules if name.startswith("stage_") or name in others]
 
 

@@ -50,6 +50,7 @@ class Options:
     staleness: int | None = None
     compression_rank: int | None = None
     exact: bool = False
+    loss_weights: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that this release does not offer, before anything is captured."""
@@ -63,6 +64,7 @@ class Options:
         self.data_updates  # noqa: B018 (refuses)
         offered("costs", self.costs, ("model", "measured"))
         offered("exact", self.exact, (False, True))
+        offered("loss_weights", self.loss_weights, (None, "tokens"))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))

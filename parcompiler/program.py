@@ -19,7 +19,12 @@ from parcompiler.capture.blocks import cut
 from parcompiler.capture.modes import in_modes
 from parcompiler.codegen.folder import export
 from parcompiler.codegen.launchers import LAUNCHERS, Launch
-from parcompiler.codegen.modules import hook_functions, stage_classes, vocabulary_class
+from parcompiler.codegen.modules import (
+    count_function,
+    hook_functions,
+    stage_classes,
+    vocabulary_class,
+)
 from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
@@ -208,6 +213,7 @@ class Program:
             ((name, tensor) for name, tensor in tensors if not tensor.is_meta),
             vocabulary=vocabulary_class(self.lowered, device),
             hooks=hook_functions(self.lowered, device),
+            counted=count_function(self.lowered, device),
             timeout=timeout,
             request=self.request.to_data(),
         )

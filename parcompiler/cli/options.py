@@ -131,6 +131,9 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--exact", bool,
      "Keep the model's own operators, also where attention has a kernel that is "
      "equal but for rounding."),
+    ("--loss-weights", words.listed("WORD", words.LOSS_WEIGHTS),
+     "tokens: the loss of a step is the mean over all targets that count in its "
+     "micro-batches and data ranks. Default: the mean of the micro-batches' means."),
     ("--costs", words.listed("WORD", words.COSTS),
      "Where the times of blocks come from: model (the device's figures), or "
      "measured (each distinct block, the passes of a spread vocabulary and what tensor "

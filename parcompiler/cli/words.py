@@ -33,6 +33,7 @@ SCHEDULES = (
 VOCABULARY = ("auto", "whole", "naive", "vocab-1", "vocab-2", "interlaced")
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 COSTS = ("model", "measured")
+LOSS_WEIGHTS = ("tokens",)
 ZERO = ("auto", "0", "1", "2", "3")
 UPDATES = ("all-reduce", "parameter-server", "asynchronous", "local")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")

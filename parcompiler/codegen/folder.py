@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from parcompiler.capture.templates import identifier
+from parcompiler.codegen.counts import counts_module
 from parcompiler.codegen.hooks import hooks_module
 from parcompiler.codegen.launchers import Launch
 from parcompiler.codegen.quoting import fenced, markdown
@@ -142,6 +143,8 @@ def texts(
         files["vocabulary.py"] = vocabulary_module(lowered, devices[0])
     if lowered.graph.hooks:
         files["hooks.py"] = hooks_module(lowered.graph, devices[0])
+    if lowered.graph.counts is not None:
+        files["counts.py"] = counts_module(lowered, devices[0])
     first = range(0, grid.size, grid.copies)
     for rank in sorted({*first, *ranks}):
         program = rank_program(lowered, rank, devices[grid.coordinate(rank).pipeline])

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from parcompiler.codegen.counts import counts_module
 from parcompiler.codegen.hooks import hooks_module
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.codegen.vocabulary import vocabulary_module
@@ -39,6 +40,14 @@ def hook_functions(lowered: Lowered, device: str) -> dict[str, Callable[[Tensor]
         return {}
     functions: dict[str, Any] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
     return functions
+
+
+def count_function(lowered: Lowered, device: str) -> Callable[..., Tensor] | None:
+    """What counts the targets of a micro-batch, where the loss is a mean over them."""
+    if lowered.graph.counts is None:
+        return None
+    made: Callable[..., Tensor] = _import(counts_module(lowered, device), "counts", "counted")
+    return made
 
 
 def _import(text: str, module_name: str, kind: str) -> Any:

@@ -224,6 +224,8 @@ def _distinguishing(lowered: Lowered) -> Iterator[str]:
         yield str(lowered.grid)
     if lowered.updates != ALL_REDUCE:
         yield str(lowered.updates)
+    if lowered.graph.counts is not None:
+        yield "tokens"
     yield from (f"{name}\n{hook.graph}" for name, hook in lowered.graph.hooks.items())
 
 
@@ -239,10 +241,12 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
     modules = [f"from stage_{s.index} import Stage{s.index}" for s in stages]
     modules += ["from vocabulary import Vocabulary"] if program.rows else []
     modules += ["from hooks import HOOKS"] if lowered.graph.hooks else []
+    modules += ["from counts import counted"] if lowered.graph.counts is not None else []
     classes = ", ".join(f"{stage.index}: Stage{stage.index}" for stage in stages)
     arguments = f"PROGRAM, {{{classes}}}, folder=Path(__file__).parent"
     arguments += ", vocabulary=Vocabulary" if program.rows else ""
     arguments += ", hooks=HOOKS" if lowered.graph.hooks else ""
+    arguments += ", counted=counted" if lowered.graph.counts is not None else ""
     return _SCRIPT.format(
         title=_title(lowered, program, shared=copies > 1),
         size=program.size,

@@ -8,6 +8,7 @@ for batch in batches:
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from array import array
@@ -63,8 +64,9 @@ class Worker:
     `vocabulary` makes the module of its rows of the vocabulary, where all ranks have some. `hooks`
     are the model's hooks on gradients, by the name of the parameter.
     `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
-    compare the checksums of its scripts and weights. `request` is what the compiler was asked for,
-    which checkpoints keep; that of `folder` is the folder's.
+    compare the checksums of its scripts and weights. Where the loss is a mean over the targets of
+    all micro-batches, `counted` has their number in one, by the names of its arguments. `request`
+    is what the compiler was asked for, which checkpoints keep; that of `folder` is the folder's.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
     batches in the first step, and in every `check_batches`-th one from there on; in the
@@ -94,12 +96,14 @@ class Worker:
         device: torch.device | None = None,
         timeout: timedelta | float = TIMEOUT,
         request: Mapping[str, Any] | None = None,
+        counted: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         timeout = _timedelta(timeout)
         self.program = program
         self.device = device or rank_device(program.device)
         self._records: list[InstructionTime] | None = None
         self._hooks = hooks or {}
+        self._count_targets = counted
         self._closed = ""  # why nothing runs any more
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
@@ -720,12 +724,30 @@ class Worker:
         if self._records is not None:
             self._records.clear()
         with self._failing_together(), self._in_groups():
-            scale = self._updates.begin() if training else 1.0
+            share = self._share_of_tokens(batches)
+            scale = (self._updates.begin() if training else 1.0) * share
             loss = self._interpreter.run(
                 lines, batches, training=training, record=self._records, scale=scale, kept=kept
             )
+            loss = loss if share == 1.0 else loss * share
         self._calls[training] += 1
         return loss
+
+    def _share_of_tokens(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
+        """What makes of the mean of the micro-batches' sums the mean over all targets that count,
+        those of all data ranks; 1 where the loss is a mean already."""
+        if self._count_targets is None:
+            return 1.0
+        names = inspect.signature(self._count_targets).parameters
+        own = sum(
+            int(self._count_targets(**{name: each[name] for name in names})) for each in batches
+        )
+        total = own
+        if self.data_ranks > 1:
+            counts = self._channels.gather_numbers(own)
+            grid = self.program.grid
+            total = sum(counts[grid.rank(0, d, 0)][0] for d in range(self.data_ranks))
+        return len(batches) * self.data_ranks / max(1, total)
 
     def _agreed(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
         """The micro-batches of a batch, that all ranks take; InputError where one does not.

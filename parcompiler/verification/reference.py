@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
@@ -124,7 +124,19 @@ class Original:
         args, kwargs = with_tensors(self.graph.sample, piece(self.graph, batch, i))
         with SeededDraws(self._seed, i) if self.graph.random else nullcontext():
             loss: torch.Tensor = self.whole(*args, **kwargs)
-        return loss
+        return loss if self.graph.counts is None else loss * self._weight(batch, i)
+
+    def _weight(self, batch: Mapping[str, torch.Tensor], i: int) -> float:
+        """What makes of the mean of micro-batches' losses, each times this, the mean over all their
+        targets."""
+        assert self.graph.counts is not None
+        module = fx.GraphModule(nn.Module(), self.graph.counts)
+        read = [node.name for node in self.graph.counts.nodes if node.op == "placeholder"]
+        keys = {item.node: item for item in self.graph.inputs}
+        number = len(batch[keys[read[0]].key]) // keys[read[0]].shape[0]
+        pieces = [piece(self.graph, batch, k) for k in range(number)]
+        counts = [int(module(*(each[keys[name].key] for name in read))) for each in pieces]
+        return counts[i] * number / sum(counts)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters and of the buffers that the model had before it ran, by name.

@@ -1,0 +1,81 @@
+"""The mean over all tokens of a step that count, instead of the mean of micro-batches' means.
+
+    micro-batch     loss = sum of its tokens / their number        2 tokens: 4.9, 8 tokens: 4.1
+    mean of means   (4.9 + 4.1) / 2 = 4.5
+    token mean      (2 · 4.9 + 8 · 4.1) / 10 = 4.26    as num_items_in_batch of transformers
+
+The cross-entropy of the graph becomes a sum, and the runtime divides by the number of targets that
+count in all micro-batches and data ranks, which it learns before the first forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from parcompiler.capture.clean import keep_names
+from parcompiler.capture.effects import effects_of
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph
+from parcompiler.vocabulary.find import obstacle
+from parcompiler.vocabulary.head_pattern import Criterion, WholeError, keep_whole, match_loss
+from parcompiler.vocabulary.nodes import arguments
+from parcompiler.vocabulary.spread import extract
+
+SUM = 2  # of torch's reductions
+
+
+def over_tokens(graph: Graph) -> Graph:
+    """`graph` with the sum of its cross-entropy as the loss, and `counts` of its targets.
+
+    Raises InputError where the loss is not the mean of a cross-entropy whose targets the batch
+    alone decides.
+    """
+    try:
+        criterion = match_loss(graph)
+        if criterion.reduction != "mean" or criterion.weight is not None:
+            keep_whole("the cross-entropy is no plain mean")
+        why = obstacle(graph, criterion.targets, effects_of(graph))
+        if why is not None:
+            keep_whole(f"its targets {why}")
+    except WholeError as stop:
+        message = (
+            "loss_weights='tokens' needs a loss that is the mean of a cross-entropy over targets "
+            f"of the batch ({stop.reason}): return F.cross_entropy(logits, targets), times a "
+            "constant at most"
+        )
+        raise InputError(message) from stop
+    nodes: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph.fx_graph, nodes))
+    keep_names(nodes)
+    copy = nodes[criterion.node]
+    values = {**arguments(criterion.node), "reduction": SUM}
+    copy.args = tuple(nodes[v] if isinstance(v, fx.Node) else v for v in values.values())
+    copy.kwargs = {}
+    return dataclasses.replace(
+        graph,
+        fx_graph=made,
+        loss=nodes[graph.loss],
+        fingerprint=f"{graph.fingerprint}-tokens",
+        counts=_counts(graph, criterion),
+    )
+
+
+def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
+    """How many targets of a micro-batch count, from tensors of the batch."""
+    small = extract(graph.fx_graph, criterion.targets, effects_of(graph))
+    if any(n.op == "placeholder" and n.name in graph.by_node for n in small.nodes):
+        keep_whole("its targets depend on buffers")
+    output = next(node for node in reversed(small.nodes) if node.op == "output")
+    (targets,) = output.all_input_nodes
+    with small.inserting_before(output):
+        counted = small.call_function(torch.ops.aten.ne.Scalar, (targets, criterion.ignore_index))
+        total = small.call_function(torch.ops.aten.sum.default, (counted,))
+    counted.meta = {**targets.meta, "val": targets.meta["val"].new_empty((), dtype=torch.bool)}
+    counted.meta["val"] = counted.meta["val"].expand(targets.meta["val"].shape)
+    total.meta = {**targets.meta, "val": targets.meta["val"].new_empty((), dtype=torch.int64)}
+    output.args = (total,)
+    return small
