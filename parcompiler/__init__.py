@@ -9,6 +9,7 @@ Names are imported when first used, so that `parcompiler.runtime` needs torch al
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from parcompiler.schedules import Schedule
     from parcompiler.timeline import Timeline
     from parcompiler.verification.comparison import Verification
+
+    __version__: str
 
 _HOME = {
     "compile": "compiler",
@@ -83,7 +86,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public name, from the module that defines it."""
+    """The public name, from the module that defines it; `__version__` as it is installed."""
+    if name == "__version__":
+        return importlib.metadata.version("parcompiler")
     if name not in _HOME:
         message = f"module 'parcompiler' has no attribute {name!r}"
         raise AttributeError(message)

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -61,6 +62,11 @@ def test_a_public_name_says_what_it_is_and_what_it_raises(place: str) -> None:
     if isinstance(found, FunctionType):
         for error in raised(found):
             assert error in text, f"{place} raises {error} and does not say so"
+
+
+def test_the_package_says_its_version() -> None:
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert pc.__version__ == project["project"]["version"]
 
 
 def test_the_names_are_those_of_the_reference() -> None:
