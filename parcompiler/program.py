@@ -94,7 +94,7 @@ class Program:
         """
         return Costs(self.problem, self.plan)
 
-    def verify(self, seed: int = 0) -> Verification:
+    def verify(self, seed: int = 0, progress: bool = True) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
@@ -103,11 +103,12 @@ class Program:
         as it was afterwards.
         A "pipedream" program is compared with its re-enactment by the original model, in which
         every micro-batch meets weights as old as on the ranks.
+        `progress` shows its steps when stderr is a terminal.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
         model, modes = self.model, self.captured.modes
         with nullcontext() if model is None else in_modes(model, modes):
-            return check(self, seed)
+            return check(self, seed, progress)
 
     @property
     def request(self) -> Request:

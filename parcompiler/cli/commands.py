@@ -169,10 +169,8 @@ def verify_command(settings: Settings, /, seed: int, form: str, **request: Any) 
     parcompiler verify model.py:make --plan plan.json
     """
     program = compiled(settings, **request)
-    from parcompiler.progress import Progress
-
-    with output.result_only(), Progress(not settings.quiet) as steps, steps("run all ranks"):
-        verification = program.verify(seed)
+    with output.result_only():
+        verification = program.verify(seed, progress=not settings.quiet)
     comparisons = {
         "ok": verification.ok,
         "native": _errors(verification.native),

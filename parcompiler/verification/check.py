@@ -15,11 +15,13 @@ folder, so the emitted code itself is proved. Random operators draw from a seed 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -27,6 +29,7 @@ from parcompiler.capture.synchronized import alone, computing_as, is_synchronize
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.problem import prepared
+from parcompiler.progress import Progress
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
@@ -65,31 +68,40 @@ class _NoReference(Exception):
     """The original model itself cannot run in a precision."""
 
 
-def check(program: Compiled, seed: int) -> Verification:
-    """Compare a program with its original model."""
+def check(program: Compiled, seed: int, progress: bool) -> Verification:
+    """Compare a program with its original model; the ranks run while it runs in float64."""
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
-    graph = program.problem.graph
-    note = _note_on_buffers(program)
-    native, reference = _compare(program, graph, seed, program.problem.options.dtype)
-    if reference.compression_error is not None:
-        packed = f"compressed gradients are {reference.compression_error:.1e} from whole ones"
-        note = "; ".join(filter(None, (packed, note)))
-    if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
-        return Verification(native, native, note)
-    try:
-        options, mesh = program.problem.options, program.problem.mesh
-        double = prepared(program.captured, options, mesh, torch.float64)
-        for node in double.fx_graph.nodes:
-            name = str(getattr(node.target, "_opname", ""))
-            if name in ("_grouped_mm", "grouped_mm"):
-                message = f"{name} has no kernel for it"
-                raise _NoReference(message)
-        lifted, exact = _compare(program, double, seed, torch.float64)
-    except _NoReference as error:
-        missing = f"no float64 comparison: {error}"
-        return Verification(native, None, "; ".join(filter(None, (missing, note))))
+    graph, note = program.problem.graph, _note_on_buffers(program)
+    with TemporaryDirectory(prefix="parcompiler-") as folder, Progress(progress) as steps:
+        pool().start(program.lowered.grid.size)  # they import torch beside the model's steps
+        with steps("the model in one process"):
+            trial = _trial(program, graph, seed, program.problem.options.dtype, folder)
+        if trial.reference.compression_error is not None:
+            error = trial.reference.compression_error
+            packed = f"compressed gradients are {error:.1e} from whole ones"
+            note = "; ".join(filter(None, (packed, note)))
+        if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
+            with steps("the ranks"):
+                native = trial.judged(trial.run())
+            return Verification(native, native, note)
+        double = None
+        with ThreadPoolExecutor(1) as beside, steps("the ranks, and the model in float64"):
+            running = beside.submit(trial.run)
+            try:
+                double = _lifted(program, seed, folder)
+            except _NoReference as error:
+                note = "; ".join(filter(None, (f"no float64 comparison: {error}", note)))
+            except BaseException:  # an interruption too: nobody asks for the ranks any more
+                pool().close()
+                raise
+            native = trial.judged(running.result())
+        if double is None:
+            return Verification(native, None, note)
+        with steps("the ranks in float64"):
+            lifted = double.judged(double.run())
+    reference, exact = trial.reference, double.reference
     if not native.ok and lifted.ok and native.compiled_inputs == lifted.compiled_inputs:
         # A batch norm of two values, say, turns the last bits of its operands into the fifth digit
         # of their gradients, and a program that adds in another order is as far from the model as
@@ -114,10 +126,22 @@ def _note_on_buffers(program: Compiled) -> str:
     )
 
 
-def _compare(
-    program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None
-) -> tuple[Errors, Outcome]:
-    """Run the ranks on `graph` and the model in `dtype`; their errors, and the model's outcome."""
+def _lifted(program: Compiled, seed: int, folder: str) -> Trial:
+    """The trial in float64. Raises _NoReference where the model has an operator without it."""
+    options, mesh = program.problem.options, program.problem.mesh
+    double = prepared(program.captured, options, mesh, torch.float64)
+    for node in double.fx_graph.nodes:
+        name = str(getattr(node.target, "_opname", ""))
+        if name in ("_grouped_mm", "grouped_mm"):
+            message = f"{name} has no kernel for it"
+            raise _NoReference(message)
+    return _trial(program, double, seed, torch.float64, folder)
+
+
+def _trial(
+    program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None, folder: str
+) -> Trial:
+    """Run the model in `dtype`, and write the program on `graph` into a folder."""
     variant = _with_short_rounds(program.on(materialised(graph, seed)))
     begin = time.perf_counter()
     with one_thread():
@@ -128,29 +152,52 @@ def _compare(
                 raise
             raise _NoReference(str(error).splitlines()[0]) from error
         draws = draws_of_stages(graph, variant.lowered, batches[0]) if graph.random else None
-    with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
-        path = variant.write(Path(folder) / "program", program.report())
-        job = Job(
-            str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
-            patience=PATIENCE + 30 * (time.perf_counter() - begin),
-            scale=reference.scale if graph.narrow == torch.float16 else None,
-        )  # fmt: skip
-        outcome = pool().run(job, variant.lowered.grid.size)
-    if outcome.arrivals is not None:
+    path = variant.write(Path(folder) / str(dtype), program.report())
+    job = Job(
+        str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
+        patience=PATIENCE + 30 * (time.perf_counter() - begin),
+        scale=reference.scale if graph.narrow == torch.float16 else None,
+    )  # fmt: skip
+    return Trial(variant, job, dtype, reference, compiled_inputs)
+
+
+@dataclass
+class Trial:
+    """A program in one precision, and what the original model makes of the same batches."""
+
+    variant: Compiled
+    job: Job
+    dtype: torch.dtype | None
+    reference: Outcome
+    compiled_inputs: bool
+
+    def run(self) -> Outcome:
+        """What the ranks make of them."""
+        return pool().run(self.job, self.variant.lowered.grid.size)
+
+    def judged(self, outcome: Outcome) -> Errors:
+        """How far the ranks are from the model."""
+        variant, graph = self.variant, self.variant.problem.graph
+        arrivals = () if outcome.arrivals is None else outcome.arrivals.tolist()
+        if arrivals:
+            self.reference = self._again(1.0, arrivals)
+        asynchronous, narrow = variant.lowered.asynchronous, _narrowest(graph)
+        trainable = [p.name for p in graph.parameters if p.trainable and not p.buffer]
+        trained = trainable if asynchronous else self.reference.gradients.keys()
+        errors = compare(self.reference, outcome, trained, narrow)
+        if not (errors.ok or errors.cause or asynchronous):
+            again = self._again(OTHER_SCALE * self.reference.scale, arrivals)
+            errors = compare(self.reference, outcome, trained, narrow, again)
+        return dataclasses.replace(
+            errors, compiled_inputs=self.compiled_inputs, asynchronous=asynchronous
+        )
+
+    def _again(self, scale: float, arrivals: Sequence[int]) -> Outcome:
+        """The model once more."""
         with one_thread():
-            reference = _at_scale(variant, batches, seed, dtype, 1.0, outcome.arrivals.tolist())
-    asynchronous, narrow = variant.lowered.asynchronous, _narrowest(graph)
-    trainable = [p.name for p in graph.parameters if p.trainable and not p.buffer]
-    trained = trainable if asynchronous else reference.gradients.keys()
-    errors = compare(reference, outcome, trained, narrow)
-    if not (errors.ok or errors.cause or asynchronous):
-        with one_thread():
-            scale = OTHER_SCALE * reference.scale
-            order = () if outcome.arrivals is None else outcome.arrivals.tolist()
-            again = _at_scale(variant, batches, seed, dtype, scale, order)
-        errors = compare(reference, outcome, trained, narrow, again)
-    errors = dataclasses.replace(errors, compiled_inputs=compiled_inputs, asynchronous=asynchronous)
-    return errors, reference
+            return _at_scale(
+                self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
+            )
 
 
 def _with_short_rounds(variant: Compiled) -> Compiled:

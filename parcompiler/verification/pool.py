@@ -124,15 +124,19 @@ class Pool:
                 outputs=outputs,
             )
 
+    def start(self, size: int) -> None:
+        """Start as many processes as are missing, without waiting for them."""
+        if any(process.poll() is not None for process in self._processes):
+            self.close()
+        while len(self._processes) < size:
+            self._processes.append(_start())
+
     def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:
         """Give each of some processes its part of a job, and wait until all have done it.
 
         Raises LaunchError with the first cause when one fails, or takes more than `patience` s.
         """
-        if any(process.poll() is not None for process in self._processes):
-            self.close()
-        while len(self._processes) < len(messages):
-            self._processes.append(_start())
+        self.start(len(messages))
         try:
             for process, message in zip(self._processes, messages, strict=False):
                 assert process.stdin is not None
