@@ -9,7 +9,7 @@ FIRST ?= 0
 PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sweep random golden screenshots check docs clean
+.PHONY: help install demo test sweep random gpu golden screenshots check docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ sweep: $(INSTALLED)  ## run the long sweeps (hours)
 random: $(INSTALLED)  ## train random models; CASES=500 FIRST=0 PROCESSES=2 (half an hour)
 	CASES=$(CASES) FIRST=$(FIRST) PROCESSES=$(PROCESSES) \
 	$(BIN)/python -m pytest -m sweep -s --timeout 7200 tests/random_models
+
+gpu: $(INSTALLED)  ## prove and measure on the GPUs of this machine, one table
+	$(BIN)/python -m benchmarks.gpu
 
 golden: $(INSTALLED)  ## rewrite the golden files; read the diff before you commit
 	$(BIN)/python -m pytest tests --update-golden
