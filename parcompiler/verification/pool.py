@@ -1,15 +1,17 @@
 """Processes on this machine that run the ranks of programs, kept between proofs and measurements.
 
-Starting a process and importing torch takes seconds, a proof a fraction of one; so the first
-proof starts the processes and later ones use them. They end with this process.
+Importing torch takes seconds, a proof a fraction of one; so the first proof starts a process that
+imports it and forks the others, and later proofs use them. They end with this process.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
@@ -84,11 +86,23 @@ class Outcome:
         return self.losses[0]
 
 
+@dataclass(frozen=True)
+class RankProcess:
+    """A process that runs ranks: it reads jobs and writes answers, each a line of JSON.
+
+    When it dies, the `parent` that forked it writes an answer that says so.
+    """
+
+    parent: subprocess.Popen[bytes]
+    jobs: BinaryIO
+    answers: BinaryIO
+
+
 class Pool:
     """Processes that are started when first needed, and again when some are gone."""
 
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
         self._home = os.getpid()
         atexit.register(self.close)
 
@@ -126,23 +140,22 @@ class Pool:
 
     def start(self, size: int) -> None:
         """Start as many processes as are missing, without waiting for them."""
-        if any(process.poll() is not None for process in self._processes):
+        if wait([process.answers.fileno() for process in self._processes], 0):  # one has died
             self.close()
-        while len(self._processes) < size:
-            self._processes.append(_start())
+        if len(self._processes) < size:
+            self._processes += _start(size - len(self._processes))
 
     def ask(self, messages: Sequence[dict[str, Any]], patience: float) -> None:
         """Give each of some processes its part of a job, and wait until all have done it.
 
         Raises LaunchError with the first cause when one fails, or takes more than `patience` s.
         """
-        self.start(len(messages))
         try:
+            self.start(len(messages))
             for process, message in zip(self._processes, messages, strict=False):
-                assert process.stdin is not None
                 with suppress(BrokenPipeError):  # one that is gone shows when it does not answer
-                    process.stdin.write(json.dumps(message).encode() + b"\n")
-                    process.stdin.flush()
+                    process.jobs.write(json.dumps(message).encode() + b"\n")
+                    process.jobs.flush()
             failures = self._failures(len(messages), patience)
             if failures:
                 raise LaunchError(_cause(failures))
@@ -154,12 +167,13 @@ class Pool:
         """End the processes; a fork of the process that started them leaves them alone."""
         processes, self._processes = self._processes, []
         for process in processes if os.getpid() == self._home else ():
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with suppress(OSError):  # what it never read
-                        stream.close()
+            if process.parent.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.parent.pid, signal.SIGKILL)
+                process.parent.wait()
+            for stream in (process.jobs, process.answers):
+                with suppress(OSError):  # what it never read
+                    stream.close()
 
     def _failures(self, size: int, patience: float) -> list[dict[str, Any]]:
         """Wait for all ranks at once; the failures in the order in which they came.
@@ -167,7 +181,9 @@ class Pool:
         When one has failed the others have a moment to fail as well, and to say why.
         """
         end = time.monotonic() + patience
-        waiting: dict[Any, int] = {self._processes[rank].stdout: rank for rank in range(size)}
+        waiting: dict[Any, int] = {
+            self._processes[rank].answers.fileno(): rank for rank in range(size)
+        }
         failures: list[dict[str, Any]] = []
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
@@ -185,15 +201,12 @@ class Pool:
 
     def _answer(self, rank: int) -> dict[str, Any]:
         """The answer of a process; a failure when it died."""
-        stream = self._processes[rank].stdout
-        assert stream is not None
-        line = stream.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        code = self._processes[rank].wait()
-        text = f"the process of rank {rank} died (exit code {code})"
-        return {"ok": False, "kind": "LaunchError", "text": text}
+        line = self._processes[rank].answers.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"died": "with its parent"}
+        if "died" in answer:
+            text = f"the process of rank {rank} died ({answer['died']})"
+            return {"ok": False, "kind": "LaunchError", "text": text}
+        return answer
 
 
 def _cause(failures: Sequence[Mapping[str, Any]]) -> str:
@@ -214,11 +227,11 @@ def _pool_of(_process: int) -> Pool:
     return Pool()
 
 
-def _start() -> subprocess.Popen[bytes]:
-    """A process that waits for jobs, on the CPU with one thread.
+def _start(count: int) -> list[RankProcess]:
+    """Processes that wait for jobs, on the CPU with one thread, forked from one that has torch.
 
-    It imports from where this process does, and knows nothing of a torchrun that started this one.
-    Interruptions from the keyboard are for this process alone, which then ends it.
+    They import from where this process does, and know nothing of a torchrun that started this one.
+    Interruptions from the keyboard are for this process alone, which then ends them.
     """
     outside = {name for name in os.environ if name.startswith("TORCHELASTIC_")} | _TORCHRUN
     environment = {k: v for k, v in os.environ.items() if k not in outside} | {
@@ -227,10 +240,18 @@ def _start() -> subprocess.Popen[bytes]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "parcompiler.verification.rank_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+    jobs, answers = [os.pipe() for _ in range(count)], [os.pipe() for _ in range(count)]
+    ends = [(read, write) for (read, _), (_, write) in zip(jobs, answers, strict=True)]
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "parcompiler.verification.rank_process", json.dumps(ends)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[end for pair in ends for end in pair],
         env=environment,
         start_new_session=True,
     )
+    for end in itertools.chain.from_iterable(ends):
+        os.close(end)
+    return [
+        RankProcess(parent, os.fdopen(write, "wb"), os.fdopen(read, "rb", buffering=0))
+        for (_, write), (read, _) in zip(jobs, answers, strict=True)
+    ]

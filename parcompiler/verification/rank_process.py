@@ -1,14 +1,19 @@
-"""One process of the pool: reads jobs as JSON lines, and runs a rank or a measurement.
+"""Processes of the pool: each reads jobs as JSON lines, and runs a rank or a measurement.
 
-python -m parcompiler.verification.rank_process    started by `pool.Pool`, ends with its input
+python -m parcompiler.verification.rank_process PIPES
+
+started by `pool.Pool`; forks one process for each pair of file descriptors, of which it reads jobs
+and writes answers. A process ends with its jobs.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,12 +31,32 @@ from parcompiler.runtime.worker import Worker
 TIMEOUT = timedelta(minutes=5)
 
 
-def main() -> None:
-    """Answer every line of standard input with a line on the real standard output."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints goes to standard error
+def main(pipes: list[tuple[int, int]]) -> None:
+    """Fork the processes, and answer for each that dies."""
+    importlib.import_module("torch._dynamo")  # the first optimizer does: here once for all
     torch.set_num_threads(1)
-    for line in sys.stdin:
+    answers: dict[int, int] = {}
+    for number, (job_pipe, answer_pipe) in enumerate(pipes):
+        pid = os.fork()
+        if pid == 0:
+            for end in (*answers.values(), *itertools.chain(*pipes[number + 1 :])):
+                os.close(end)
+            work(job_pipe, answer_pipe)
+            os._exit(0)
+        os.close(job_pipe)
+        answers[pid] = answer_pipe
+    while answers:
+        pid, status = os.wait()
+        cause = f"exit code {os.waitstatus_to_exitcode(status)}"
+        with suppress(BrokenPipeError):  # nobody asks any more
+            os.write(answers.pop(pid), json.dumps({"died": cause}).encode() + b"\n")
+
+
+def work(job_pipe: int, answer_pipe: int) -> None:
+    """Answer every line of a pipe with a line on another."""
+    os.dup2(2, 1)  # whatever is printed goes to standard error
+    jobs, answers = os.fdopen(job_pipe, encoding="utf-8"), os.fdopen(answer_pipe, "w")
+    for line in jobs:
         job = json.loads(line)
         try:
             if "exchange" in job:
@@ -131,4 +156,4 @@ def _batch(worker: Worker, path: str) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

@@ -76,6 +76,11 @@ def script(path: str, *arguments: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

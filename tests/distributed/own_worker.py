@@ -1,10 +1,7 @@
 """Trains a tiny Hugging Face GPT-2 through `program.worker()` and prints its losses.
 
-Run under torchrun by test_export.py; the exported scripts must print the same.
+Two ranks of test_export.py; the exported scripts must print the same.
 """
-
-import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -20,7 +17,7 @@ def compiled() -> pc.Program:
     return pc.compile(model.eval(), pc.Mesh(pipeline=2), inputs, microbatches=MICROBATCHES)
 
 
-def main(data: Path) -> None:
+def main(data: str) -> None:
     tensors = load_file(data)
     rows = zoo.ROWS * MICROBATCHES
     with compiled().worker() as worker:
@@ -30,7 +27,3 @@ def main(data: Path) -> None:
             loss = worker.train_step(batch)
             if worker.rank == 0:
                 print(f"step {step} loss {loss.item():.8f}", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

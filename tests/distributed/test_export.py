@@ -45,9 +45,8 @@ def losses(text: str) -> list[str]:
 def test_a_copied_folder_gives_the_losses_of_the_program_itself(folder: Path) -> None:
     data = folder / "data.safetensors"
     exported = losses(torchrun(2, folder / "main.py", "--steps", "3", "--data", str(data)))
-    script = Path(own_worker.__file__)
     assert len(exported) == 3
-    assert exported == losses(torchrun(2, script, str(data)))
+    assert exported == losses(forked.run(2, own_worker.main, str(data)))
 
 
 def test_a_standalone_folder_needs_torch_alone(folder: Path) -> None:

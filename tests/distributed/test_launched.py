@@ -15,6 +15,7 @@ import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.runtime.checkpoint import folder as folders
 from tests.codegen.test_launchers import stubs
+from tests.distributed.forked import children
 
 PATIENCE = 120  # s
 
@@ -26,11 +27,6 @@ def awaited(what: Callable[[], object], job: "subprocess.Popen[bytes]", log: Pat
         assert job.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.1)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_job_goes_on_after_a_kill_and_is_queued_again_when_its_time_is_over(

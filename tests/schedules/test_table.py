@@ -38,7 +38,7 @@ UNEVEN = [Times(1, 1.5, 0.5), Times(2, 1, 1)]
 SIZES = [(p, m) for p in (2, 3, 4, 8, 16, 32) for m in sorted({1, p - 1, p, 2 * p, 4 * p, 8 * p})]
 SMALL = [(p, m) for p, m in SIZES if p <= 8]
 TIMED = [(p, m, EVEN) for p, m in SIZES] + [(p, m, times) for p, m in SMALL for times in UNEVEN]
-MOST = 1024  # p * m: 16 ranks with up to 4p micro-batches, 32 with up to p; more are swept
+MOST = 256  # p * m: 8 ranks with up to 4p micro-batches, 16 with up to p; more are swept
 
 
 def swept(cases: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,8 +1,10 @@
 """The processes behind verify(): whatever befalls one of them is told, and the next proof works."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import parcompiler as pc
 from parcompiler.verification import pool as pools
 from parcompiler.verification.pool import Job, Outcome, Pool
+from tests.distributed.forked import children
 from tests.runtime.workers import batch, compiled, mixed, one_process
 
 MICROBATCHES = 2
@@ -59,9 +62,9 @@ def test_a_folder_may_have_spaces_in_its_path_and_processes_are_kept(
     pool: Pool, folder: Path, program: pc.Program
 ) -> None:
     works(pool, folder, program)
-    first = [member.pid for member in pool._processes]
+    first = list(pool._processes)
     works(pool, folder, program)
-    assert [member.pid for member in pool._processes] == first
+    assert pool._processes == first
 
 
 def test_several_programs_run_in_turn(pool: Pool, folder: Path, program: pc.Program) -> None:
@@ -76,8 +79,9 @@ def test_a_process_that_died_between_proofs_is_replaced(
     pool: Pool, folder: Path, program: pc.Program
 ) -> None:
     works(pool, folder, program)
-    pool._processes[1].kill()
-    pool._processes[1].wait()
+    process = pool._processes[1]
+    os.kill(children(process.parent.pid)[1], signal.SIGKILL)
+    assert wait([process.answers.fileno()], 60)
     works(pool, folder, program)
 
 
@@ -148,8 +152,9 @@ def test_a_fork_has_a_pool_of_its_own_and_leaves_that_of_its_parent_alone(
 ) -> None:
     mine = pools.pool()
     assert pools.pool() is mine
-    members = list(mine._processes)
+    processes = list(mine._processes)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
         assert pools.pool() is not mine
-    assert all(member.poll() is None for member in members)
+    assert mine._processes == processes
+    assert all(process.parent.poll() is None for process in processes)

@@ -28,18 +28,23 @@ TABLES = {"name", "differentiable", "producer", "consumers"}
 HARMLESS = {"add_one_of_inputs", *(f"wrong_{field}_of_a_value" for field in TABLES)}
 
 PLACEMENTS = ((0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 1))  # besides those of schedules
-NAMED = [
-    (name, schedule, ranks, stages_per_rank(schedule, wanted))
-    for name in (*OWN, *DEEP)
-    for schedule in SCHEDULES
-    for ranks in (1, 2, 3, 4)
-    for wanted in ((2, 3, 4) if schedule == "interleaved" else (1,))
-    if ranks * stages_per_rank(schedule, wanted) <= len(blocks(name))
-    if ranks == 1 or schedule != "pipedream" or name not in TIED
-]
 
 program_of = cache(program)
 several_of = cache(several)
+
+
+@cache
+def named() -> list[tuple[str, str, int, int]]:
+    """Every model, schedule, number of ranks and of stages on each that go together."""
+    return [
+        (name, schedule, ranks, stages_per_rank(schedule, wanted))
+        for name in (*OWN, *DEEP)
+        for schedule in SCHEDULES
+        for ranks in (1, 2, 3, 4)
+        for wanted in ((2, 3, 4) if schedule == "interleaved" else (1,))
+        if ranks * stages_per_rank(schedule, wanted) <= len(blocks(name))
+        if ranks == 1 or schedule != "pipedream" or name not in TIED
+    ]
 
 
 def drawn(chance: Chance) -> Lowered:
@@ -47,7 +52,7 @@ def drawn(chance: Chance) -> Lowered:
     microbatches = chance.choice((1, 2, 3, 4))
     if chance.random() < 0.1:
         return several_of(chance.choice((*OWN, *DEEP)), chance.choice(PLACEMENTS), microbatches)
-    name, schedule, ranks, each = chance.choice(NAMED)
+    name, schedule, ranks, each = chance.choice(named())
     return program_of(name, ranks, schedule, microbatches, virtual_stages=each)
 
 
