@@ -44,6 +44,7 @@ Found = TypeVar("Found")
 
 SPARE = 50  # so small a part of the memory stays free where parameters are gathered
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
+LEVELS = range(4)  # of ZeRO
 SMALL_BUCKET = 2**20  # as its first one
 PARTS = 8  # of the gradients of a rank, one of which is a bucket at most
 
@@ -260,13 +261,7 @@ class Problem:
         """The level of ZeRO by which memory counts; the highest while that is open."""
         if self.mesh.data == 1 or self.options.asynchronous:
             return 0
-        return self.options.zero if isinstance(self.options.zero, int) else self.most_zero
-
-    @property
-    def most_zero(self) -> int:
-        """The highest level that "auto" weighs: the third without a pipeline, under which every
-        micro-batch would gather anew."""
-        return 3 if self.mesh.pipeline == 1 else 2
+        return self.options.zero if isinstance(self.options.zero, int) else LEVELS[-1]
 
     @property
     def gathers(self) -> bool:

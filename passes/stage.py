@@ -37,6 +37,7 @@ from parcompiler.solver import UndecidedError, relative_gap
 
 EFFORT = 100_000  # of improving a division: stages times micro-batches and blocks, for each step
 MAYBE = '. stages="auto" may find one that fits'
+SPARED = " (and keeps a fiftieth free, as parameters are gathered)"
 FAR = 0.1  # of the memory that would do: what a programme may count too much when it refuses
 STEP = 0.005  # of the memory that is kept free at least, when there is too little
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
@@ -414,9 +415,9 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
     """Stages that are not the programme's. Raises InfeasibleError where the step does not fit."""
     division = _priced(problem, plan, level, stage_of)
     memory = estimate(problem, _decided(problem, plan, level, division)).peak_memory
-    devices = problem.devices
-    worst = max(range(len(memory)), key=lambda r: memory[r] / devices[r].memory)
-    if memory[worst] > devices[worst].memory:
+    worst = max(range(len(memory)), key=lambda r: memory[r] / problem.memories[r])
+    device, room = problem.devices[worst], problem.memories[worst]
+    if memory[worst] > room:
         loads, flows = data_under(problem, plan, level)
         names = [block.name for block in problem.priced(level).cut.blocks]
         placement = outline(plan).placement
@@ -424,8 +425,8 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
         largest = max(parts, key=lambda part: part.size)
         error = InfeasibleError(
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
-            f"{devices[worst].name} has {devices[worst].memory:,}, "
-            f"{memory[worst] - devices[worst].memory:,} less; the largest part is "
+            f"{device.name} has {room:,}{'' if room == device.memory else SPARED}, "
+            f"{memory[worst] - room:,} less; the largest part is "
             f"{largest.what} ({largest.size:,} bytes)"
             f"{'' if problem.options.stages == 'auto' else MAYBE}"
         )

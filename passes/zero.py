@@ -36,7 +36,7 @@ from parcompiler.passes.estimate import costs, estimate, held
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
-from parcompiler.problem import Problem
+from parcompiler.problem import LEVELS, Problem
 from parcompiler.schedules.planned import outline
 
 GAIN = 0.01  # of a step: what a higher level, or another plan, must save
@@ -91,7 +91,7 @@ def _lowest(
     rank_problem = local(problem, lean)
     if share_of(rank_problem, lean, 0).fits:
         return dataclasses.replace(lean, zero=0)
-    shares = [share_of(rank_problem, lean, level) for level in range(problem.most_zero + 1)]
+    shares = [share_of(rank_problem, lean, level) for level in LEVELS]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - GAIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None

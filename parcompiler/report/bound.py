@@ -23,7 +23,7 @@ from parcompiler.instruction import BUCKETED, COMPUTE, MESSAGES, SHARDING, TRANS
 from parcompiler.lower import Lowered
 from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.problem import LEVELS, Priced, Problem
 from parcompiler.report.data import OptionGain, StepShare
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
 from parcompiler.timeline import Timeline
@@ -182,8 +182,8 @@ def _reordered(problem: Problem, plan: Plan) -> Iterator[OptionGain]:
     trials += [("schedule", name, replace(plan, schedule=name)) for name in names]
     trials += [("recompute", "none", replace(plan, recompute=()))] if plan.recompute else []
     if plan.zero is not None:
-        others = range(min(problem.most_zero, 2) + 1)
-        trials += [("zero", str(k), replace(plan, zero=k)) for k in others if k != level]
+        others = (k for k in LEVELS[:-1] if k != level)  # the last has other memory to plan for
+        trials += [("zero", str(k), replace(plan, zero=k)) for k in others]
     for option, value, trial in trials:
         try:
             share = share_of(problem, trial, trial.zero or 0)

@@ -22,7 +22,7 @@ from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
 from parcompiler.passes.zero import DataShare, share_of, tensors
 from parcompiler.plan import Plan, Solution
-from parcompiler.problem import Priced, Problem
+from parcompiler.problem import LEVELS, Priced, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
@@ -106,9 +106,7 @@ def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
     served = plan.updates is not None and plan.updates.way in ("parameter-server", "asynchronous")
     if plan.zero is None or problem.options.asynchronous or served:
         return ()
-    return tuple(
-        share_of(problem, plan, level) for level in range(max(problem.most_zero, plan.zero) + 1)
-    )
+    return tuple(share_of(problem, plan, level) for level in LEVELS)
 
 
 def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:

@@ -14,7 +14,7 @@ import torch
 import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.verification.pool import Job, Outcome, pool
-from tests import zoo
+from tests import architectures, zoo
 from tests.distributed import forked, live_bytes
 
 STEPS = 3
@@ -161,3 +161,16 @@ def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
         verification = found.verify(seed=0)
         assert verification.ok, (mesh, schedule, vocabulary, str(verification))
         assert found.plan.zero == zero
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*architectures.CHOSEN, "bloom", "qwen3"])
+def test_architectures_are_exact_at_every_level(name: str) -> None:
+    model, inputs, loss = architectures.build(name)
+    program = pc.compile(model, pc.Mesh(), inputs, loss=loss, microbatches=1)
+    meshes = (pc.Mesh(data=3), pc.Mesh(pipeline=2, data=2), pc.Mesh(tensor=2, data=2))
+    for mesh, zero in product(meshes, LEVELS):
+        found = pc.compile(program, mesh, microbatches=2, zero=zero)
+        assert found.plan.zero == zero
+        verification = found.verify(seed=0)
+        assert verification.ok, (mesh, zero, str(verification))

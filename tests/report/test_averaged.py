@@ -1,8 +1,10 @@
 """What a report says of data ranks: how much they sum, how long that takes, what of it shows."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 
+import pytest
 import torch
 
 import parcompiler as pc
@@ -10,6 +12,14 @@ from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import gpt
 from parcompiler.report import Report
 from parcompiler.report.trace import trace_text
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_buckets() -> Iterator[None]:
+    """As those of a large model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parcompiler.problem.PARTS", 1)
+        yield
 
 
 @cache
