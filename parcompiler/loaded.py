@@ -66,15 +66,16 @@ class LoadedProgram:
             error.add_note(f"(the report is that of {self.path}: export the program again)")
             raise
 
-    def worker(self, timeout: timedelta | float = TIMEOUT) -> Worker:
+    def worker(self, timeout: timedelta | float = TIMEOUT, compiled: bool | None = None) -> Worker:
         """This process's rank, with the exported weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's, or the ranks'
         folders differ, InputError when a file is missing or damaged.
 
         A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
-        LaunchError that says for which.
+        LaunchError that says for which. `compiled` is as for `Program.worker`; None: as exported.
         """
-        worker: Worker = self._script(current_rank(self._grid.size)).worker(timeout)
+        options = {} if compiled is None else {"compiled": compiled}
+        worker: Worker = self._script(current_rank(self._grid.size)).worker(timeout, **options)
         return worker
 
     @property

@@ -94,7 +94,7 @@ class Program:
         """
         return Costs(self.problem, self.plan)
 
-    def verify(self, seed: int = 0, progress: bool = True) -> Verification:
+    def verify(self, seed: int = 0, progress: bool = True, compiled: bool = False) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
@@ -104,11 +104,12 @@ class Program:
         A "pipedream" program is compared with its re-enactment by the original model, in which
         every micro-batch meets weights as old as on the ranks.
         `progress` shows its steps when stderr is a terminal.
+        `compiled` proves the ranks as `worker(compiled=True)` runs them.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
         model, modes = self.model, self.captured.modes
         with nullcontext() if model is None else in_modes(model, modes):
-            return check(self, seed, progress)
+            return check(self, seed, progress, compiled=compiled)
 
     @property
     def request(self) -> Request:
@@ -122,6 +123,7 @@ class Program:
         standalone: bool = False,
         launcher: str = "torchrun",
         ranks: Iterable[int] | None = None,
+        compiled: bool = False,
     ) -> Path:
         """Write a folder of rank scripts that torchrun starts; returns its path.
 
@@ -133,16 +135,17 @@ class Program:
         has every rank load its own from there when it starts. `standalone` copies the runtime, so
         that the cluster needs torch only. `launcher` "slurm" adds an sbatch script and
         "kubernetes" a PyTorchJob of Kubeflow, with as many ranks on a node as the device has
-        places there. Raises InputError when the path is taken by something that is no export, the
-        weights are on the meta device or not those of the model, the launcher is unknown, there is
-        no such rank, or the launcher is another than torchrun and the mesh has several devices:
-        such jobs have equal nodes.
+        places there. `compiled` has the scripts run layers through torch.compile's compiler
+        (see `worker`) unless they are told otherwise. Raises InputError when the path is taken by
+        something that is no export, the weights are on the meta device or not those of the model,
+        the launcher is unknown, there is no such rank, or the launcher is another than torchrun and
+        the mesh has several devices: such jobs have equal nodes.
         """
         offered("launcher", launcher, LAUNCHERS)
         chosen = None if ranks is None else [self._rank(rank) for rank in ranks]
         return self.write(
             Path(path), self.report(), weights=weights, standalone=standalone, launcher=launcher,
-            ranks=chosen,
+            ranks=chosen, compiled=compiled,
         )  # fmt: skip
 
     def write(
@@ -154,6 +157,7 @@ class Program:
         standalone: bool = False,
         launcher: str = "torchrun",
         ranks: Iterable[int] | None = None,
+        compiled: bool = False,
         model: str | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> Path:
@@ -176,6 +180,7 @@ class Program:
         return export(
             path, self.plan, self.lowered, self.plan.mesh.devices, report, request,
             weights=weights is True, standalone=standalone, launch=launch, ranks=ranks,
+            compiled=compiled,
         )  # fmt: skip
 
     def instructions(self, rank: int) -> Instructions:
@@ -196,12 +201,14 @@ class Program:
             raise InputError(message)
         return index
 
-    def worker(self, timeout: timedelta | float = TIMEOUT) -> Worker:
+    def worker(self, timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's.
 
         A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
-        LaunchError that says for which.
+        LaunchError that says for which. `compiled` runs layers through torch.compile's compiler,
+        once for all that are equal; raises LaunchError where there is no C++ compiler (on a GPU: no
+        Triton), and for a layer that cannot be compiled, with its line.
         """
         grid = self.lowered.grid
         rank = current_rank(grid.size)
@@ -217,6 +224,7 @@ class Program:
             counted=count_function(self.lowered, device),
             timeout=timeout,
             request=self.request.to_data(),
+            compiled=compiled,
         )
 
     def on(self, graph: Graph) -> Program:

@@ -14,7 +14,8 @@ import click
 
 from parcompiler.cli import options, output, words
 from parcompiler.cli.output import DONE, FAULT, Settings
-from parcompiler.cli.request import compiled, source
+from parcompiler.cli.request import compiled as compiled_program
+from parcompiler.cli.request import source
 
 if TYPE_CHECKING:
     from parcompiler.device import Device
@@ -61,7 +62,7 @@ def plan_command(
     parcompiler plan model.py:make --mesh pipeline=4 --format json | jq .report.step
     """
     output.check_files(html, trace, file)
-    program = compiled(settings, **request)
+    program = compiled_program(settings, **request)
     from parcompiler.progress import Progress
 
     with output.result_only(), Progress(not settings.quiet) as steps, steps("report"):
@@ -99,11 +100,15 @@ def plan_command(
     "--launcher", type=click.Choice(words.LAUNCHERS), default="torchrun", show_default=True,
     help="slurm adds an sbatch script, kubernetes a PyTorchJob of Kubeflow.",
 )  # fmt: skip
+@click.option(
+    "--compiled", is_flag=True,
+    help="Scripts run layers through torch.compile's compiler (main.py --no-compile: not).",
+)  # fmt: skip
 @options.common
 @click.pass_obj
 def compile_command(
     settings: Settings, /, folder: Path, weights: bool | None, pretrained: Path | None,
-    standalone: bool, launcher: str, form: str, **request: Any,
+    standalone: bool, launcher: str, compiled: bool, form: str, **request: Any,
 ) -> int:  # fmt: skip
     """Write a folder with one readable script for each rank, which torchrun starts.
 
@@ -121,7 +126,7 @@ def compile_command(
     parcompiler compile hf:config.json --pretrained weights/ --mesh tensor=8 --export out/
     """
     output.check_folder(folder)
-    program = compiled(settings, **request)
+    program = compiled_program(settings, **request)
     report = program.report()
     checkpoint = request["checkpoint"]
     if weights is None:
@@ -135,7 +140,7 @@ def compile_command(
     with output.writing(folder):
         path = program.write(
             folder, report, weights=pretrained or weights, standalone=standalone,
-            launcher=launcher, **source(request["model"], checkpoint),
+            launcher=launcher, compiled=compiled, **source(request["model"], checkpoint),
         )  # fmt: skip
     ranks = program.problem.mesh.size
     resumed = "" if checkpoint is None else f" --resume {shlex.quote(str(checkpoint.absolute()))}"
@@ -155,9 +160,14 @@ def compile_command(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True,
     help="Of the random batch, and of weights where the model has none.",
 )  # fmt: skip
+@click.option(
+    "--compiled", is_flag=True, help="Prove it with layers through torch.compile's compiler."
+)
 @options.common
 @click.pass_obj
-def verify_command(settings: Settings, /, seed: int, form: str, **request: Any) -> int:
+def verify_command(
+    settings: Settings, /, seed: int, compiled: bool, form: str, **request: Any
+) -> int:
     """Prove that the program trains exactly the model.
 
     Runs every rank as a process on this machine's CPU, and the model itself beside them, on the
@@ -168,9 +178,9 @@ def verify_command(settings: Settings, /, seed: int, form: str, **request: Any) 
     parcompiler verify model.py:make --mesh pipeline=2,tensor=2
     parcompiler verify model.py:make --plan plan.json
     """
-    program = compiled(settings, **request)
+    program = compiled_program(settings, **request)
     with output.result_only():
-        verification = program.verify(seed, progress=not settings.quiet)
+        verification = program.verify(seed, progress=not settings.quiet, compiled=compiled)
     comparisons = {
         "ok": verification.ok,
         "native": _errors(verification.native),

@@ -56,6 +56,7 @@ def export(
     standalone: bool,
     launch: Launch = TORCHRUN,
     ranks: Iterable[int] | None = None,
+    compiled: bool = False,
 ) -> Path:
     """Write the folder; an older export at the same place is replaced once all is written.
 
@@ -75,7 +76,8 @@ def export(
             _fill(
                 new, plan, lowered, report, request, weights=weights, standalone=standalone,
                 readable=texts(
-                    lowered, devices, str(report), standalone=standalone, launch=launch, ranks=ranks
+                    lowered, devices, str(report), standalone=standalone, launch=launch,
+                    ranks=ranks, compiled=compiled,
                 ),
             )  # fmt: skip
             _replace(place, new, old)
@@ -125,12 +127,14 @@ def texts(
     standalone: bool,
     launch: Launch = TORCHRUN,
     ranks: Iterable[int] | None = None,
+    compiled: bool = False,
 ) -> dict[str, str]:
     """The files that people read, by name: one for each stage and pipeline coordinate,
     `vocabulary.py` where it is on all ranks, `hooks.py` where the model changes gradients,
     `main.py`, `README.md`, and what a cluster's launcher reads.
 
     `ranks` have a script under their own number; None: all, where there are at most MOST_SCRIPTS.
+    Layers are `compiled` unless a script is told otherwise.
     """
     grid = lowered.grid
     if ranks is None:
@@ -148,8 +152,11 @@ def texts(
     first = range(0, grid.size, grid.copies)
     for rank in sorted({*first, *ranks}):
         program = rank_program(lowered, rank, devices[grid.coordinate(rank).pipeline])
-        script = rank_script if rank in first else further_script
-        files[f"rank_{rank}.py"] = script(lowered, program)
+        files[f"rank_{rank}.py"] = (
+            rank_script(lowered, program, compiled=compiled)
+            if rank in first
+            else further_script(lowered, program)
+        )
     facts = {"standalone": standalone, "report": fenced(report), **_facts(lowered)}
     facts |= launch.facts(str(facts["model"]), grid.size, devices[0])
     environment = Environment(

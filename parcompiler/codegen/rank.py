@@ -65,8 +65,9 @@ EVALUATION = """
 {program}
 
 
-def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
+def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = {compiled}) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
+    `compiled` for layers through torch.compile's compiler."""
 {worker}
 
 
@@ -229,8 +230,11 @@ def _distinguishing(lowered: Lowered) -> Iterator[str]:
     yield from (f"{name}\n{hook.graph}" for name, hook in lowered.graph.hooks.items())
 
 
-def rank_script(lowered: Lowered, program: RankProgram) -> str:
-    """The text of `rank_N.py` for the first rank N at a pipeline coordinate; all there run it."""
+def rank_script(lowered: Lowered, program: RankProgram, *, compiled: bool = False) -> str:
+    """The text of `rank_N.py` for the first rank N at a pipeline coordinate; all there run it.
+
+    `compiled` is whether its layers are, unless it is told otherwise.
+    """
     position, copies = program.coordinate.pipeline, program.grid.copies
     stages = lowered.on_rank(position)
     tables = "\n".join(_tables(lowered, program))
@@ -258,7 +262,8 @@ def rank_script(lowered: Lowered, program: RankProgram) -> str:
         instructions=written(lowered.instructions[position], sections=True),
         evaluation=written(lowered.evaluation[position]),
         program=wrap(f"PROGRAM = RankProgram.parsed({', '.join(_fields(program))},)"),
-        worker=wrap(f"return Worker({arguments}, timeout=timeout)", 4),
+        compiled=compiled,
+        worker=wrap(f"return Worker({arguments}, timeout=timeout, compiled=compiled)", 4),
     )
 
 

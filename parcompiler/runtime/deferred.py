@@ -22,13 +22,15 @@ what the rest of the stage kept for its backward is free after the first half. O
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+
+from parcompiler.runtime.compiled import tracing
 
 
 class DeferredProduct(NamedTuple):
@@ -153,6 +155,8 @@ def _product(
     deferral = _active.get()
     if deferral is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return operator(x, weight, bias)
+    if (trace := tracing.active()) is not None:
+        return _traced(trace, operator, x, weight, bias)
     y: torch.Tensor = _Deferrable.apply(deferral, operator, x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -172,32 +176,121 @@ class _Deferrable(torch.autograd.Function):
         """The product now; input and weight for later."""
         ctx.save_for_backward(x, weight)
         ctx.deferral, ctx.parameter, ctx.transposed = deferral, weight, operator is F.linear
-        y = operator(x, weight, bias)
-        if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
-            y = torch.ops.aten._unsafe_view(y, y.shape)
-        return y
+        return _result(operator, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of input and bias; that of the weight now or later."""
         x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
-        dy, transposed = gradients[0], ctx.transposed
-        rows = dy.reshape(-1, dy.shape[-1])
-        # Detached: a product that referred to the graph behind its input would keep the leaves of
-        # the stage too, and their gradients.
-        inputs = x.detach().reshape(-1, x.shape[-1])
-        dx = None
-        if ctx.needs_input_grad[2]:
-            dx = (rows @ (weight if transposed else weight.t())).reshape(x.shape)
-        bias = rows.sum(0) if ctx.needs_input_grad[4] else None
+        dx, bias = _gradients(ctx, gradients[0], x, weight)
+        dw = _left(ctx.deferral, ctx.parameter, gradients[0], x, transposed=ctx.transposed)
+        return None, None, dx, dw, bias
 
-        left, right = (rows, inputs) if transposed else (inputs, rows)
 
-        def compute() -> torch.Tensor:
-            return left.t() @ right
+class _Traced(torch.autograd.Function):
+    """The same in a layer that is compiled: what the product of the weight's gradient is of goes
+    out as the gradients of two extra inputs, which `_Operands` made."""
 
-        products = ctx.deferral.products
-        if products is None:
-            return None, None, dx, compute(), bias
-        products.append(DeferredProduct(ctx.parameter, compute))
-        return None, None, dx, None, bias
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *places: torch.Tensor,
+    ) -> torch.Tensor:
+        """The product now; input and weight for later."""
+        ctx.save_for_backward(x, weight)
+        ctx.transposed = operator is F.linear
+        return _result(operator, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of input and bias; dY and x."""
+        x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
+        dx, bias = _gradients(ctx, gradients[0], x, weight, first=1)
+        return None, dx, None, bias, gradients[0], x
+
+
+class _Operands(torch.autograd.Function):
+    """Two inputs of a compiled layer in the form of dY and x, which takes no memory; their
+    gradients are dY and x, and that of the weight comes now or later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        deferral: Deferral,
+        weight: torch.Tensor,
+        transposed: bool,
+        shapes: tuple[torch.Size, torch.Size],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.deferral, ctx.parameter, ctx.transposed = deferral, weight, transposed
+        return tuple(weight.new_zeros(()).expand(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dw = _left(ctx.deferral, ctx.parameter, *gradients, transposed=ctx.transposed)
+        return None, dw, None, None
+
+
+def _traced(
+    trace: tracing.Trace,
+    operator: Operator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`_product` in a trace."""
+    place, transposed = trace.place(weight), operator is F.linear
+    assert place is not None, "only products of a layer's own parameters are left for later"
+    shapes = torch.Size([*x.shape[:-1], weight.shape[0 if transposed else 1]]), x.shape
+
+    def make(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        made = _Operands.apply(current(), tensors[place], transposed, shapes)  # type: ignore[no-untyped-call]
+        return cast(tuple[torch.Tensor, ...], made)
+
+    like = [x.new_zeros(()).expand(shape).requires_grad_() for shape in shapes]
+    y: torch.Tensor = _Traced.apply(operator, x, weight, bias, *trace.extra(make, *like))  # type: ignore[no-untyped-call]
+    return y
+
+
+def _result(
+    operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The product."""
+    y = operator(x, weight, bias)
+    if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
+        y = torch.ops.aten._unsafe_view(y, y.shape)
+    return y
+
+
+def _gradients(
+    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: int = 2
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those of x, the argument number `first`, and of the bias, the second behind it."""
+    rows = dy.reshape(-1, dy.shape[-1])
+    dx = None
+    if ctx.needs_input_grad[first]:
+        dx = (rows @ (weight if ctx.transposed else weight.t())).reshape(x.shape)
+    return dx, rows.sum(0) if ctx.needs_input_grad[first + 2] else None
+
+
+def _left(
+    deferral: Deferral, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *,
+    transposed: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """The gradient of the weight, or None if its product is left for later."""
+    rows = dy.reshape(-1, dy.shape[-1])
+    # Detached: a product that referred to the graph behind its input would keep the leaves of
+    # the stage too, and their gradients.
+    inputs = x.detach().reshape(-1, x.shape[-1])
+    left, right = (rows, inputs) if transposed else (inputs, rows)
+
+    def compute() -> torch.Tensor:
+        return left.t() @ right
+
+    if deferral.products is None:
+        return compute()
+    deferral.products.append(DeferredProduct(parameter, compute))
+    return None

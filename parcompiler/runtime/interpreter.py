@@ -58,7 +58,10 @@ class InstructionTime(NamedTuple):
 
 
 class Interpreter:
-    """One rank's stages and channels; `run` executes a list once."""
+    """One rank's stages and channels; `run` executes a list once.
+
+    `fused` compiles what the passes of the vocabulary do to logits.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,8 @@ class Interpreter:
         channels: Channels,
         vocabulary: Vocabulary | None = None,
         flight: FlightRecorder | None = None,
+        *,
+        fused: bool = False,
     ) -> None:
         self.program = program
         self.stages = stages
@@ -75,7 +80,7 @@ class Interpreter:
         self._passes: VocabularyPasses | None = None
         if vocabulary is not None:
             self.tensors |= dict(vocabulary.tensors())
-            self._passes = VocabularyPasses(program, vocabulary, self._awaited)
+            self._passes = VocabularyPasses(program, vocabulary, self._awaited, fused=fused)
         self.draws: Around | None = None
         self.update: Callable[[], object] | None = None  # an optimizer step
         self._versions = Versions() if program.asynchronous else None
@@ -191,7 +196,7 @@ class Interpreter:
         arguments = {name: state.microbatches[i][name] for name in stage.inputs}
         arguments |= {name: self._take(state, (name, i)) for name in stage.receives}
         backward_follows = state.training and j in self._trained
-        deferring = backward_follows and (j in self._split or self._overlaps(j))
+        deferring = state.training and self.defers(j)
         with self._drawing(stage, j, i), self._deferral.forward() if deferring else nullcontext():
             if backward_follows and self._versions is not None:  # updates come before it
                 outputs = self._versions.forward(stage, j, i, arguments)
@@ -274,6 +279,10 @@ class Interpreter:
             state.arrived[key] = tensor.detach().requires_grad_(self._carries(state, key))
         if self._passes is not None:
             self._passes.take(key, tensor)
+
+    def defers(self, j: int) -> bool:
+        """Whether a backward of a stage leaves products for weights for later."""
+        return j in self._trained and (j in self._split or self._overlaps(j))
 
     def _overlaps(self, j: int) -> bool:
         """Whether collectives of a stage's backward run beside the products for its weights."""

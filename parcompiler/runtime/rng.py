@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any, Self
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.axis import current as current_axis
+from parcompiler.runtime.compiled import tracing
 
 _MODULUS = 2**63 - 25  # seeds are non-negative 63-bit integers
 
@@ -54,6 +56,10 @@ def own_draws(dim: int, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
 
     `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
     """
+    if (trace := tracing.active()) is not None:
+        with trace.drawing(partial(own_draws, dim, sizes)):
+            yield
+        return
     axis, draws = current_axis(), _active.get()
     if draws is not None:
         with draws.drawing_pieces(axis, dim, sizes):

@@ -21,12 +21,13 @@ from parcompiler.runtime.samples import Samples, positions
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
-def run(make: Callable[[float], Worker], arguments: list[str] | None = None) -> None:
-    """Train the worker that `make` gives for a timeout as the command line says, on a file of
-    batches or on random ones."""
+def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None:
+    """Train the worker that `make` gives for a timeout, and compiled or not, as the command line
+    says, on a file of batches or on random ones."""
     options = _options(arguments)
     torch.manual_seed(options.seed)  # a worker draws from it, by step, stage and micro-batch
-    with make(options.timeout) as worker:
+    compiled = {} if options.compile is None else {"compiled": options.compile}
+    with make(options.timeout, **compiled) as worker:
         worker.check_batches = options.check_batches
         worker.flight.folder = options.flight or (options.save or Path()) / "flight"
         worker.set_optimizer(
@@ -78,6 +79,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         default=TIMEOUT.total_seconds(),
         help="seconds that a rank waits for another at most; then all ranks stop and say where "
         "each of them is (%(default)g)",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="run layers through torch.compile's compiler, once for all that are equal (as "
+        "exported)",
     )
     parser.add_argument(
         "--flight",

@@ -26,6 +26,7 @@ from torch import nn
 
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import current
+from parcompiler.runtime.compiled import tracing
 
 Sizes = int | tuple[int, ...] | None
 LinearMap = Callable[[torch.Tensor], torch.Tensor | None]  # a linear map of tensors
@@ -33,6 +34,9 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor | None]  # a linear map of ten
 
 def fan_out(x: torch.Tensor) -> torch.Tensor:
     """A value that every rank goes on to use for its part of the work."""
+    trace = tracing.active()
+    if trace is not None and (place := trace.place(x)) is not None:
+        return trace.extra(lambda tensors: (fan_out(tensors[place]),), x)[0]
     axis, parameter = current(), id(x) if isinstance(x, nn.Parameter) else None
     if parameter is None:
         return _converted(x, lambda x: x.view_as(x), axis.all_reduce)

@@ -53,12 +53,14 @@ class VocabularyPasses:
         program: RankProgram,
         vocabulary: Vocabulary,
         awaited: Callable[[Awaited], torch.Tensor],
+        *,
+        fused: bool = False,
     ) -> None:
         self.vocabulary = vocabulary
         self._program = program
         self._awaited = awaited
         self._live = LiveTensors()
-        fused = os.environ.get(FUSED) == "1"
+        fused = fused or os.environ.get(FUSED) == "1"
         self._head = None if vocabulary.head is None else head.rows_of_head(vocabulary, fused=fused)
         self._asks = vocabulary.method in ASKS_FIRST
         self._early = vocabulary.method == "vocab-2"  # the gradient of x does not wait for T

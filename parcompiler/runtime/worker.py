@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
+if TYPE_CHECKING:
+    from parcompiler.runtime.compiled.build import CompiledStages
+
 TIMEOUT = timedelta(minutes=10)
 LONGEST = 10**8  # s that a timeout may have
 BACKSTOP = timedelta(seconds=5)  # from a timeout to that of the process groups
@@ -80,6 +83,9 @@ class Worker:
     A wait that takes longer than `timeout` (a timedelta, or seconds) ends with a LaunchError that
     says where every rank is and since when; a rank that dies is noticed within seconds. `flight`
     has the last instructions of this rank, and writes them into its `folder` when the run fails.
+    With `compiled` the layers of stages go through torch.compile's compiler, here and now for
+    training, and before the first evaluation for that. Raises LaunchError where there is no
+    compiler, and for a layer that cannot be compiled, with its line.
     Steps, evaluations and methods that say "Collective" are for all ranks to call, equally often
     and in one order.
     """
@@ -97,10 +103,16 @@ class Worker:
         timeout: timedelta | float = TIMEOUT,
         request: Mapping[str, Any] | None = None,
         counted: Callable[..., torch.Tensor] | None = None,
+        compiled: bool = False,
     ) -> None:
         timeout = _timedelta(timeout)
         self.program = program
         self.device = device or rank_device(program.device)
+        self.compiled: CompiledStages | None = None
+        if compiled:  # imports half of torch
+            from parcompiler.runtime.compiled.build import check_compiler
+
+            check_compiler(self.device)
         self._records: list[InstructionTime] | None = None
         self._hooks = hooks or {}
         self._count_targets = counted
@@ -130,8 +142,15 @@ class Worker:
                     None if vocabulary is None else VocabularyRows(program).make(vocabulary)
                 )
             self._interpreter = Interpreter(
-                program, self.stages, self._channels, self.vocabulary, self.flight
+                program, self.stages, self._channels, self.vocabulary, self.flight, fused=compiled
             )
+            if compiled:
+                from parcompiler.runtime.compiled.build import CompiledStages
+
+                self.compiled = CompiledStages(
+                    program, self.stages, self.device, self._channels.axis, self._channels.row,
+                    self._interpreter.defers,
+                )  # fmt: skip
             self._updates = Updates(
                 program,
                 {n: p for n, p in self._interpreter.tensors.items() if isinstance(p, nn.Parameter)},
@@ -168,6 +187,9 @@ class Worker:
             self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
                 self._tensors.loaded = None  # checksums are compared
+            if self.compiled is not None:
+                with self._in_groups():
+                    self.compiled.prepare(training=True)
         if folder is not None and request and request.get("weights"):
             self.load_pretrained(request["weights"])
 
@@ -724,6 +746,8 @@ class Worker:
         if self._records is not None:
             self._records.clear()
         with self._failing_together(), self._in_groups():
+            if self.compiled is not None:
+                self.compiled.prepare(training)
             share = self._share_of_tokens(batches)
             scale = (self._updates.begin() if training else 1.0) * share
             loss = self._interpreter.run(

@@ -60,6 +60,7 @@ STEPS = {
     "powersgd": 3,
 }  # by way of the data axis, so that what it keeps is used
 OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
+COMPILING = 900  # s that the ranks may take to compile their layers
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
 
@@ -68,8 +69,11 @@ class _NoReference(Exception):
     """The original model itself cannot run in a precision."""
 
 
-def check(program: Compiled, seed: int, progress: bool) -> Verification:
-    """Compare a program with its original model; the ranks run while it runs in float64."""
+def check(program: Compiled, seed: int, progress: bool, *, compiled: bool = False) -> Verification:
+    """Compare a program with its original model; the ranks run while it runs in float64.
+
+    `compiled` has the ranks compile their layers.
+    """
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
@@ -77,7 +81,7 @@ def check(program: Compiled, seed: int, progress: bool) -> Verification:
     with TemporaryDirectory(prefix="parcompiler-") as folder, Progress(progress) as steps:
         pool().start(program.lowered.grid.size)  # they import torch beside the model's steps
         with steps("the model in one process"):
-            trial = _trial(program, graph, seed, program.problem.options.dtype, folder)
+            trial = _trial(program, graph, seed, program.problem.options.dtype, folder, compiled)
         if trial.reference.compression_error is not None:
             error = trial.reference.compression_error
             packed = f"compressed gradients are {error:.1e} from whole ones"
@@ -90,7 +94,7 @@ def check(program: Compiled, seed: int, progress: bool) -> Verification:
         with ThreadPoolExecutor(1) as beside, steps("the ranks, and the model in float64"):
             running = beside.submit(trial.run)
             try:
-                double = _lifted(program, seed, folder)
+                double = _lifted(program, seed, folder, compiled)
             except _NoReference as error:
                 note = "; ".join(filter(None, (f"no float64 comparison: {error}", note)))
             except BaseException:  # an interruption too: nobody asks for the ranks any more
@@ -126,7 +130,7 @@ def _note_on_buffers(program: Compiled) -> str:
     )
 
 
-def _lifted(program: Compiled, seed: int, folder: str) -> Trial:
+def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
     """The trial in float64. Raises _NoReference where the model has an operator without it."""
     options, mesh = program.problem.options, program.problem.mesh
     double = prepared(program.captured, options, mesh, torch.float64)
@@ -135,12 +139,13 @@ def _lifted(program: Compiled, seed: int, folder: str) -> Trial:
         if name in ("_grouped_mm", "grouped_mm"):
             message = f"{name} has no kernel for it"
             raise _NoReference(message)
-    return _trial(program, double, seed, torch.float64, folder)
+    return _trial(program, double, seed, torch.float64, folder, compiled)
 
 
 def _trial(
-    program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None, folder: str
-) -> Trial:
+    program: Compiled, graph: Graph, seed: int, dtype: torch.dtype | None, folder: str,
+    compiled: bool,
+) -> Trial:  # fmt: skip
     """Run the model in `dtype`, and write the program on `graph` into a folder."""
     variant = _with_short_rounds(program.on(materialised(graph, seed)))
     begin = time.perf_counter()
@@ -155,8 +160,8 @@ def _trial(
     path = variant.write(Path(folder) / str(dtype), program.report())
     job = Job(
         str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
-        patience=PATIENCE + 30 * (time.perf_counter() - begin),
-        scale=reference.scale if graph.narrow == torch.float16 else None,
+        patience=PATIENCE + 30 * (time.perf_counter() - begin) + COMPILING * compiled,
+        scale=reference.scale if graph.narrow == torch.float16 else None, compiled=compiled,
     )  # fmt: skip
     return Trial(variant, job, dtype, reference, compiled_inputs)
 

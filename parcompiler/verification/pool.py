@@ -45,8 +45,8 @@ class Job:
     `optimizer` is the name of one in torch.optim, with its `options`. `draws` are, for each stage,
     the numbers of its random operators' draws; None leaves the RNG alone. `patience` is its limit
     in seconds. `scale` is that of the loss, for a float16 program, `max_norm` what gradients
-    are clipped to. `predict` is a batch whose outputs are predicted before the first step; data
-    ranks share its rows, as many as there are.
+    are clipped to. With `compiled` layers are. `predict` is a batch whose outputs are predicted
+    before the first step; data ranks share its rows, as many as there are.
     """
 
     program: str
@@ -59,6 +59,7 @@ class Job:
     scale: float | None = None
     max_norm: float | None = None
     predict: Mapping[str, torch.Tensor] | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

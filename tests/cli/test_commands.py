@@ -155,14 +155,14 @@ def test_a_program_that_is_not_equal_to_the_model_is_exit_code_1(
     from parcompiler.verification.comparison import Errors, Verification
 
     wrong = Errors("float32", 0.5, 0.0, 0.0, "head.weight", bitwise=False, limit=1e-5)
-    monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(wrong, None))
+    monkeypatch.setattr(pc.Program, "verify", lambda *_, **__: Verification(wrong, None))
     assert run(["verify", *PLAN]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
     cause = "only the program has a gradient of 'head.weight'"
     alone = Errors(
         "float32", 0.0, float("inf"), 0.0, "head.weight", bitwise=False, limit=1e-5, cause=cause
     )
-    monkeypatch.setattr(pc.Program, "verify", lambda _self, _seed: Verification(alone, None))
+    monkeypatch.setattr(pc.Program, "verify", lambda *_, **__: Verification(alone, None))
     assert run(["verify", *PLAN, "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["native"]
     assert (found["gradient"], found["cause"]) == (None, cause)

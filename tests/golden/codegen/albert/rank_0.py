@@ -89,9 +89,12 @@ PROGRAM = RankProgram.parsed(
 )
 
 
-def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
-    return Worker(PROGRAM, {0: Stage0}, folder=Path(__file__).parent, timeout=timeout)
+def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
+    `compiled` for layers through torch.compile's compiler."""
+    return Worker(
+        PROGRAM, {0: Stage0}, folder=Path(__file__).parent, timeout=timeout, compiled=compiled
+    )
 
 
 if __name__ == "__main__":

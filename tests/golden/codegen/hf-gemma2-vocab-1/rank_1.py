@@ -142,10 +142,16 @@ PROGRAM = RankProgram.parsed(
 )
 
 
-def worker(timeout: timedelta | float = TIMEOUT) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds."""
+def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
+    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
+    `compiled` for layers through torch.compile's compiler."""
     return Worker(
-        PROGRAM, {1: Stage1}, folder=Path(__file__).parent, vocabulary=Vocabulary, timeout=timeout
+        PROGRAM,
+        {1: Stage1},
+        folder=Path(__file__).parent,
+        vocabulary=Vocabulary,
+        timeout=timeout,
+        compiled=compiled,
     )
 
 

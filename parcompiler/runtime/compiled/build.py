@@ -1,0 +1,227 @@
+"""Compiles the templates of a rank: each once for all processes that run here, and later.
+
+    rank 0   A ─ B ─ (C)      ranks begin with different templates; who comes to one that another
+    rank 1   B ─ C ─ (A)      process compiles waits for it, and reads what that has made from disk
+    helpers  C, D …           where several are missing, as many processes as there are cores help
+
+The compiler is that of torch.compile, Inductor, behind AOTAutograd, which makes one graph of a
+forward and its backward and divides it. What it makes is kept in its cache on disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import linecache
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcompiler.errors import LaunchError
+from parcompiler.runtime.axis import Axis
+from parcompiler.runtime.compiled.exchange import in_order
+from parcompiler.runtime.compiled.layers import (
+    CompiledLayer,
+    Finder,
+    Function,
+    Surroundings,
+    Template,
+    TensorForm,
+    TracedLayer,
+    refuse,
+)
+from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.stage import Layer, Stage
+
+
+class CompiledStages:
+    """The stages of a rank, whose layers are compiled: for training, and for evaluation when that
+    is first asked for."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        stages: Mapping[int, Stage],
+        device: torch.device,
+        axis: Axis | None,
+        row: Axis | None,
+        defers: Callable[[int], bool],
+    ) -> None:
+        """`defers` says whether a stage's backward leaves products for weights for later."""
+        self._program, self._stages, self._defers = program, stages, defers
+        self._surroundings = Surroundings(device, axis, row)
+        self._layers = {
+            j: [CompiledLayer(m) for m in stage.modules() if isinstance(m, Layer)]
+            for j, stage in stages.items()
+        }
+        self.templates: dict[bool, list[Template]] = {}  # by training
+
+    def prepare(self, training: bool) -> None:
+        """Compile for training or evaluation, unless that is done."""
+        if training in self.templates:
+            return
+        begin = time.perf_counter()
+        modes = {module: module.training for s in self._stages.values() for module in s.modules()}
+        finder = Finder(self._program, replace(self._surroundings, training=training))
+        try:
+            for j, stage in self._stages.items():
+                finder.run(stage, self._layers[j], split=self._defers(j))
+            templates = [*finder.templates.values()]
+            build(templates, self._said(templates, begin))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        self.templates[training] = templates
+
+    def _said(self, templates: Sequence[Template], begin: float) -> Callable[[int], None]:
+        """Says on stderr of rank 0 how many templates are compiled: at the end, and on a terminal
+        all the time."""
+        layers, live = sum(template.count for template in templates), sys.stderr.isatty()
+
+        def say(done: int) -> None:
+            last = done == len(templates)
+            if self._program.rank or not (live or last):
+                return
+            seconds = time.perf_counter() - begin
+            text = f"parcompiler: compiled {done} of {len(templates)} templates ({layers} layers"
+            end = "\n" if last else "\r"
+            print(f"{text}, {seconds:.1f} s)", end=end, file=sys.stderr, flush=True)
+
+        return say
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise LaunchError where nothing can be compiled for a device."""
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            message = (
+                "compiled=True needs a C++ compiler, and there is none here: install g++ or set "
+                "CXX to one, or run without compiled=True"
+            )
+            raise LaunchError(message) from error
+    elif device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            message = (
+                "compiled=True needs Triton, and it does not work here: install triton, or run "
+                "without compiled=True"
+            )
+            raise LaunchError(message)
+
+
+def build(templates: Sequence[Template], say: Callable[[int], None]) -> None:
+    """Compile templates. Raises LaunchError for one that cannot be, with its line."""
+    missing = [template for template in templates if not _mark(template).exists()]
+    helpers = [_helper(template) for template in missing[1 : _processes()]]
+    start = int(os.environ.get("LOCAL_RANK", "0")) % max(1, len(templates))
+    try:
+        for done, template in enumerate([*templates[start:], *templates[:start]], 1):
+            compile_template(template)
+            say(done)
+    finally:
+        for helper in helpers:
+            helper.kill()
+            helper.wait()
+
+
+def compile_template(template: Template) -> None:
+    """Compile a template, or read what another process has made. Raises LaunchError."""
+    with _alone(template):
+        try:
+            template.function = compiled(TracedLayer(template), template.surroundings.training)
+        except Exception as error:
+            refuse(template, error)
+        _mark(template).touch()
+
+
+def compiled(layer: TracedLayer, training: bool) -> Function:
+    """A function of tensors without data, and its backward, compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about itself
+        return _compiled(layer, training)
+
+
+def _compiled(layer: TracedLayer, training: bool) -> Function:
+    """The same."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
+
+    def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        in_order(graph.graph)
+        graph.recompile()
+        return compile_fx_inner(graph, inputs, **options)
+
+    with torch.set_grad_enabled(training):
+        function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]
+    return function  # type: ignore[no-any-return]
+
+
+def _processes() -> int:
+    """How many processes compile for a rank at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _helper(template: Template) -> subprocess.Popen[bytes]:
+    """A process that compiles a template into the cache, from its text."""
+    kind, around = type(template.layer), template.surroundings
+    job = {
+        "text": "".join(linecache.getlines(kind.forward.__code__.co_filename)),
+        "kind": kind.__name__,
+        "key": template.key,
+        "arguments": [_written(form) for form in template.arguments],
+        "tensors": [_written(form) for form in template.tensors],
+        "device": str(around.device),
+        "training": around.training,
+        "split": around.split,
+        "groups": [g and (g.rank, g.size) for g in (around.axis, around.row)],
+    }
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "parcompiler.runtime.compiled.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # what fails there fails here again
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job).encode())
+    process.stdin.close()
+    return process
+
+
+def _written(form: TensorForm) -> list[Any]:
+    """A form as JSON has it."""
+    return [form.shape, form.stride, str(form.dtype).removeprefix("torch."), form.carries]
+
+
+def _mark(template: Template) -> Path:
+    """The file that says that a template is in the cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir()) / "parcompiler"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / template.key
+
+
+@contextmanager
+def _alone(template: Template) -> Iterator[None]:
+    """Within it, no other process here compiles the same template."""
+    with _mark(template).with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,108 @@
+"""Collectives inside of compiled layers: an operator of torch that calls the rank's own.
+
+    traced      axis.all_gather(x, shard) ─► exchange(x, "tensor all_gather [[1, [48]]]", shape)
+    compiled    … kernel ─► exchange ─► kernel ─► exchange …     in the order of the trace
+
+The compiler neither looks inside nor reorders: each exchange waits for the one before, so that all
+ranks are in the same one. So what `runtime.axis` does is what compiled layers do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from parcompiler.pieces import Shard
+from parcompiler.runtime.axis import Axis
+
+_library = torch.library.Library("parcompiler", "FRAGMENT")
+_library.define("exchange(Tensor x, str call, int[] shape, Tensor? after=None) -> Tensor")
+_groups: dict[str, Axis] = {}  # of this process: of its tensor ranks, and of its data ranks
+
+
+def _exchange(
+    x: torch.Tensor, call: str, shape: list[int], after: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Do a collective of a group of this rank."""
+    group, method, shards = _parsed(call)
+    result: torch.Tensor = getattr(_groups[group], method)(x, *shards)
+    return result
+
+
+def _abstract(
+    x: torch.Tensor, call: str, shape: list[int], after: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A result without data."""
+    return x.new_empty(shape)
+
+
+_library.impl("exchange", _exchange, "CompositeExplicitAutograd")
+_library.impl("exchange", _abstract, "Meta")
+
+
+@functools.cache
+def _parsed(call: str) -> tuple[str, str, tuple[Shard, ...]]:
+    """The name of a group, that of a method of `Axis`, and its shards."""
+    group, method, shards = call.split(" ", 2)
+    return group, method, tuple(Shard(dim, tuple(sizes)) for dim, sizes in json.loads(shards))
+
+
+@dataclass(slots=True)
+class TracedAxis(Axis):
+    """A group in a trace: its collectives are operators, which find it by its `name`."""
+
+    name: str = ""
+
+    @classmethod
+    def of(cls, name: str, axis: Axis) -> TracedAxis:
+        """The group `name` of this process, which compiled layers will call."""
+        _groups[name] = axis
+        return cls(axis.rank, axis.size, None, axis.device, name=name)
+
+    def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks."""
+        return self._exchanged("all_reduce", summand, list(summand.shape))
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest over the ranks, element by element."""
+        return self._exchanged("all_reduce_max", tensor, list(tensor.shape))
+
+    def all_gather(self, part: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """The whole of the pieces of all ranks."""
+        return self._exchanged("all_gather", part, list(shard.shape(part.shape)), shard)
+
+    def reduce_scatter(self, summand: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """This rank's piece of the sum over the ranks."""
+        shape = self._piece(list(summand.shape), shard)
+        return self._exchanged("reduce_scatter", summand, shape, shard)
+
+    def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
+        """The piece by `target` of the whole, from the pieces of all ranks by `source`."""
+        shape = self._piece(list(source.shape(part.shape)), target)
+        return self._exchanged("all_to_all", part, shape, source, target)
+
+    def _piece(self, shape: list[int], shard: Shard) -> list[int]:
+        """The shape of this rank's piece of a tensor."""
+        shape[shard.dim] = shard.length(self.size, self.rank)
+        return shape
+
+    def _exchanged(
+        self, method: str, x: torch.Tensor, shape: list[int], *shards: Shard
+    ) -> torch.Tensor:
+        """The operator for a collective."""
+        call = f"{self.name} {method} {json.dumps([[s.dim, s.sizes] for s in shards])}"
+        result: torch.Tensor = torch.ops.parcompiler.exchange(x, call, list(map(int, shape)))
+        return result
+
+
+def in_order(graph: fx.Graph) -> None:
+    """Let each exchange of a graph wait for the one before."""
+    before: fx.Node | None = None
+    for node in graph.nodes:
+        if node.target is torch.ops.parcompiler.exchange.default:
+            node.args = (*node.args[:3], before)
+            before = node

@@ -1,0 +1,297 @@
+"""Layers through torch.compile's compiler: what is compiled, and that nothing changes by it."""
+
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import parcompiler as pc
+from parcompiler import runtime
+from parcompiler.instruction import Kind
+from parcompiler.models import bert, gpt, llama, resnet, t5
+from parcompiler.runtime import Worker
+from parcompiler.runtime.compiled import build
+from parcompiler.runtime.compiled.layers import CompiledLayer, Finder, Surroundings, Template
+from parcompiler.runtime.script import run
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Dropout, a norm and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.linear(self.norm(x).tanh()))
+        return x
+
+
+class Stack(nn.Module):
+    """Four blocks: the input of the first carries no gradient, the loss is a part of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def program() -> pc.Program:
+    torch.manual_seed(0)
+    return pc.compile(
+        Stack(), pc.Mesh(), {"x": torch.randn(4, 6)}, microbatches=2, schedule="zb-h1",
+        recompute={"layers.0": True}, precision="fp64",
+    )  # fmt: skip
+
+
+def trained(worker: Worker) -> dict[str, torch.Tensor]:
+    """The state after two steps, with their losses."""
+    generator = torch.Generator().manual_seed(1)
+    worker.set_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    batches = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    losses = [worker.train_step({"x": batch}) for batch in batches]
+    state = worker.gather_state_dict()
+    assert state is not None
+    return state | {"losses": torch.stack(losses)}
+
+
+def counting(worker: Worker) -> Counter[str]:
+    """How often each template of a worker is called from now on."""
+    counts: Counter[str] = Counter()
+
+    def counted(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: torch.Tensor) -> Any:
+            counts[key] += 1
+            return function(*inputs)
+
+        return call
+
+    assert worker.compiled is not None
+    for template in worker.compiled.templates[True]:
+        assert template.function is not None
+        template.function = counted(template.key, template.function)
+    return counts
+
+
+def test_equal_layers_are_compiled_once_and_train_as_they_do_without(program: pc.Program) -> None:
+    lines = program.rank_program(0).instructions
+    assert any(line.kind is Kind.BACKWARD_WEIGHT for line in lines)
+    torch.manual_seed(3)  # of the dropout
+    with program.worker() as worker:
+        eager = trained(worker)
+    torch.manual_seed(3)
+    with program.worker(compiled=True) as worker:
+        assert worker.compiled is not None
+        templates = worker.compiled.templates[True]
+        first, block, last = templates
+        assert (first.count, block.count, last.count) == (1, 2, 1)
+        assert len(block.extras) == 2  # what dropout draws; where the product is left
+        counts = counting(worker)
+        compiled = trained(worker)
+        # In each of two steps of two micro-batches; once more where it is recomputed.
+        calls = [counts[template.key] for template in templates]
+        assert calls == [2 * 2 * 2, 2 * 2 * 2, 2 * 2]
+    assert eager.keys() == compiled.keys()
+    for name, tensor in eager.items():
+        assert torch.allclose(compiled[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+class Layer(runtime.Layer):
+    """What a stage of one layer computes, by `compute`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """Something."""
+        return x
+
+
+class Reading(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int(x.sum())]
+
+
+class Drawing(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bernoulli(x)
+
+
+class One(runtime.Stage):
+    """A stage of one layer."""
+
+    inputs = ("x",)
+
+    def __init__(self, layer: runtime.Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            Reading(),
+            r"^Reading of test_compiled\.py, line \d+ \(`return x\[: int\(x\.sum\(\)\)\]`\) cannot "
+            r"be compiled \(DataDependentOutputException: .*\): run without compiled=True$",
+        ),
+        (Drawing(), r"line \d+ \(`return torch\.bernoulli\(x\)`\).* depend on values\)"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named_with_its_line(
+    program: pc.Program, layer: Layer, message: str
+) -> None:
+    finder = Finder(program.rank_program(0), Surroundings(CPU))
+    with pytest.raises(pc.LaunchError, match=message):
+        finder.run(One(layer), [CompiledLayer(layer)], split=False)
+
+
+def test_without_a_compiler_nothing_starts(
+    program: pc.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def missing() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(pc.LaunchError, match=r"^compiled=True needs a C\+\+ compiler.*install g"):
+        program.worker(compiled=True)
+    assert not torch.distributed.is_initialized()
+
+
+def test_scripts_compile_as_exported_unless_they_are_told_otherwise(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    program.export(tmp_path / "out", compiled=True)
+    assert "compiled: bool = True" in (tmp_path / "out" / "rank_0.py").read_text()
+    program.export(tmp_path / "out")
+    assert "compiled: bool = False" in (tmp_path / "out" / "rank_0.py").read_text()
+    asked: list[dict[str, bool]] = []
+
+    def make(timeout: float, **options: bool) -> Worker:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    for words in ([], ["--compile"], ["--no-compile"]):
+        with pytest.raises(KeyboardInterrupt):
+            run(make, words)
+    assert asked == [{}, {"compiled": True}, {"compiled": False}]
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of its own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.sweep
+def test_other_processes_help_and_leave_what_they_compile_on_disk(
+    program: pc.Program, cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(build, "_processes", lambda: 8)
+    helpers, start = list[str](), build._helper
+
+    def helper(template: Template) -> subprocess.Popen[bytes]:
+        helpers.append(template.key)
+        return start(template)
+
+    monkeypatch.setattr(build, "_helper", helper)
+    counters.clear()
+    with program.worker(compiled=True) as worker:
+        assert worker.compiled is not None
+        assert len(helpers) == len(worker.compiled.templates[True]) - 1
+        missed = counters["inductor"]["fxgraph_cache_miss"]
+        assert 0 < missed < counters["inductor"]["fxgraph_cache_hit"] + missed
+    counters.clear()
+    with program.worker(compiled=True):
+        assert len(helpers) == len([*cold.glob("parcompiler/*.lock")]) - 1  # none was started
+        assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+@pytest.mark.sweep
+def test_evaluations_are_compiled_too(program: pc.Program) -> None:
+    batch = {"x": torch.randn(8, 6, dtype=torch.float64)}
+    with program.worker() as worker:
+        eager = worker.evaluate(batch)
+    with program.worker(compiled=True) as worker:
+        assert torch.allclose(worker.evaluate(batch), eager, rtol=1e-12)
+        assert worker.compiled is not None
+        assert {True, False} == worker.compiled.templates.keys()
+
+
+def text_model(name: str, **options: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A small model and its micro-batch."""
+    module = {"gpt": gpt, "llama": llama, "bert": bert, "t5": t5}[name]
+    sizes = {"layers": 4, "heads": 2, "hidden": 32, "vocabulary": 64, "sequence": 16, **options}
+    kind = {"gpt": "GPT", "llama": "Llama", "bert": "BERT", "t5": "T5"}[name]
+    model = getattr(module, kind)(module.Config(**sizes))
+    tokens = torch.randint(64, (2, 16))
+    more = {"decoder_tokens": tokens} if name == "t5" else {}
+    return model, {"tokens": tokens, **more, "labels": tokens.roll(1, 1)}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "split": ({"pipeline": 2}, {"schedule": "zb-h1"}, {"dropout": 0.1}),
+    "recomputed": ({"pipeline": 2}, {"schedule": "zb-h1", "recompute": "full"}, {"dropout": 0.1}),
+    "tensor": ({"tensor": 2}, {}, {"dropout": 0.1, "vocabulary": 97}),
+    "zero": ({"data": 2}, {"zero": 3}, {}),
+    "vocabulary": ({"pipeline": 2}, {"vocabulary": "vocab-2"}, {}),
+    "bf16": ({"pipeline": 2}, {"precision": "bf16"}, {}),
+    "fp16": ({"pipeline": 2}, {"precision": "fp16"}, {}),
+    "pipedream": ({"pipeline": 2}, {"schedule": "pipedream"}, {"tied": False}),
+    "interleaved": ({"pipeline": 2}, {"schedule": "interleaved"}, {}),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_programs_equal_the_model(case: str) -> None:
+    mesh, options, sizes = CASES[case]
+    torch.manual_seed(0)
+    model, inputs = text_model("gpt", **sizes)
+    program = pc.compile(model, pc.Mesh(**mesh), inputs, microbatches=4, **options)
+    verification = program.verify(compiled=True)
+    assert verification.ok, verification
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_compiled_models_equal_themselves(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = text_model(name)
+    verification = pc.compile(model, pc.Mesh(pipeline=2), inputs).verify(compiled=True)
+    assert verification.ok, verification
+
+
+@pytest.mark.sweep
+def test_a_compiled_resnet_equals_itself() -> None:
+    torch.manual_seed(0)
+    model = resnet.ResNet(resnet.PRESETS["tiny"])
+    inputs = (torch.randn(2, 3, 32, 32), torch.randint(10, (2,)))
+    verification = pc.compile(model, pc.Mesh(data=2), inputs).verify(compiled=True)
+    assert verification.ok, verification
