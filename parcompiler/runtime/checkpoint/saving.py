@@ -32,9 +32,9 @@ from parcompiler.runtime.checkpoint.boxes import Box
 from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
 from parcompiler.runtime.checkpoint.states import (
-    Held,
     RankState,
     Restored,
+    StoredTensor,
     extra_of,
     extra_state,
     merged,
@@ -55,7 +55,7 @@ class Writing:
     says of itself."""
 
     partial: Path
-    held: Mapping[str, Held]  # with the parts that this rank writes
+    tensors: Mapping[str, StoredTensor]  # with the parts that this rank writes
     facts: dict[str, Any]
     serial: int
     keep: int | None
@@ -107,7 +107,7 @@ class Checkpoints:
         digests: dict[str, int] = {}
 
         def begin() -> dict[str, Any]:
-            """What all ranks are told: a few numbers, as there may be thousands of ranks."""
+            """What all ranks hear: a few numbers, as there may be thousands of ranks."""
             check_keep(keep)
             facts.update(self._state.facts(optimizer=optimizer))
             at = self._program.coordinate
@@ -116,21 +116,21 @@ class Checkpoints:
             if not at.pipeline and not at.tensor:
                 facts["extra"] = extra_state(extra, tensors)
             digests.update(self._state.digests())
-            told = {"arguments": arguments, "untrained": combined(digests), "extra": [*tensors]}
+            report = {"arguments": arguments, "untrained": combined(digests), "extra": [*tensors]}
             if self._program.rank == 0:
-                path, told["serial"] = folders.begin(folder, facts["step"])
+                path, report["serial"] = folders.begin(folder, facts["step"])
                 partial.append(path)
-                told["partial"] = path.name
-            return told
+                report["partial"] = path.name
+            return report
 
         try:
             everyone = self._agreed(begin, "cannot save a checkpoint")
             if any(one["arguments"] != arguments for one in everyone):
                 message = "the ranks save different things: give every rank the same arguments"
                 raise InputError(message)
-            held = self._held(everyone, digests, tensors, optimizer=optimizer)
-            own = folder / everyone[0]["partial"]
-            writing = Writing(own, held, facts, everyone[0]["serial"], keep)
+            stored = self._to_write(everyone, digests, tensors, optimizer=optimizer)
+            place = folder / everyone[0]["partial"]
+            writing = Writing(place, stored, facts, everyone[0]["serial"], keep)
             if asynchronous:
                 self._start(self._copied(writing))
                 return folders.final(writing.partial)
@@ -160,20 +160,15 @@ class Checkpoints:
                 raise InputError("\n".join(faults))
 
         self._agreed(check, what)
-        opened: list[Checkpoint] = []
 
-        def plan() -> tuple[Restored, dict[str, Any]]:
+        def plan() -> tuple[Checkpoint, Restored, dict[str, Any]]:
             checkpoint = folders.read(path)
-            opened.append(checkpoint)
             restored = self._state.restored(checkpoint, optimizer=optimizer)
-            states = {name: extra_of(checkpoint, name, program) for name in extra}
-            return restored, states
+            return checkpoint, restored, {x: extra_of(checkpoint, x, program) for x in extra}
 
-        restored, states = self._own(plan, what)
-        checkpoint = opened[0]
-        at = program.coordinate
+        checkpoint, restored, states = self._on_rank(plan, what)
         stored = dict.fromkeys(names_of(checkpoint))
-        names = [[name] for name in self._state.names()] if not (at.data or at.tensor) else []
+        names = [[name] for name in self._state.names()]
         text = account_of(names, stored, program.unsaved, restored.faults)
         texts = self._channels.gather_texts(text)
         concluded(texts, stored, strict=True)
@@ -201,17 +196,17 @@ class Checkpoints:
             return self._state.names(), list(published.opened(folder).files)
 
         everyone = self._agreed(names, what)
-        known = {name for own, _ in everyone for name in own} | program.aliases.keys()
-        source = self._own(lambda: published.opened(folder), what)
+        known = {name for names, _ in everyone for name in names} | program.aliases.keys()
+        source = self._on_rank(lambda: published.opened(folder), what)
         mapping = published.renamed(source.files, known)
-        copies, faults = self._own(lambda: self._state.published(source, mapping), what)
-        given = dict.fromkeys(mapping[name].name for name in source.files)
-        own = {name: [name] for name in self._state.names()}
+        copies, faults = self._on_rank(lambda: self._state.published(source, mapping), what)
+        stored = dict.fromkeys(mapping[name].name for name in source.files)
+        spellings = {name: [name] for name in self._state.names()}
         for alias, name in program.aliases.items():
-            if name in own:
-                own[name].append(alias)
-        says = account_of(own.values(), given, program.unsaved, faults)
-        keys = concluded(self._channels.gather_texts(says), given, strict=strict)
+            if name in spellings:
+                spellings[name].append(alias)
+        account = account_of(spellings.values(), stored, program.unsaved, faults)
+        keys = concluded(self._channels.gather_texts(account), stored, strict=strict)
         self._agreed(lambda: self._state.copy(source, copies.values()), what)
         self.bytes_read = source.bytes_read
         return keys, set(copies)
@@ -224,7 +219,7 @@ class Checkpoints:
         pieces = folder / ".pieces"
         path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
         try:
-            checkpoint = self._own(lambda: folders.read(path), what)
+            checkpoint = self._on_rank(lambda: folders.read(path), what)
             files = published.shards(checkpoint, size, dtype)
 
             def write_own() -> None:
@@ -281,43 +276,38 @@ class Checkpoints:
             raise InputError("\n".join([f"{what}:", *lines]))
         return [answer["value"] for answer in answers]
 
-    def _own(self, work: Callable[[], T], what: str) -> T:
+    def _on_rank(self, work: Callable[[], T], what: str) -> T:
         """What `work` returns on this rank; raises as `_agreed` does."""
-        kept: list[T] = []
+        values: list[T] = []
+        self._agreed(lambda: values.append(work()), what)
+        return values[0]
 
-        def keep() -> None:
-            kept.append(work())
-
-        self._agreed(keep, what)
-        return kept[0]
-
-    def _held(
+    def _to_write(
         self,
         everyone: list[dict[str, Any]],
         digests: Mapping[str, int],
         tensors: Mapping[str, torch.Tensor],
         *,
         optimizer: bool,
-    ) -> dict[str, Held]:
-        """What this rank writes, now that all have told what they have; `tensors` are those of
-        `extra`, of which each is written by the first rank that has it."""
+    ) -> dict[str, StoredTensor]:
+        """What this rank writes, by what all have reported; `tensors` are those of `extra`, of
+        which each is written by the first rank that has it."""
         first = self._first()
-        held = self._state.tensors(optimizer=optimizer)
+        stored = self._state.tensors(optimizer=optimizer)
         parts = self._layout.written(
-            {key: item.parts for key, item in held.items()},
+            {key: item.parts for key, item in stored.items()},
             first,
             self._state.of_first(),
-            self._state.alone(held),
+            {key for key in stored if self._state.is_shared_out(key)},
         )
-        own = {key: held[key]._replace(parts=parts[key]) for key in parts}
-        own |= self._differing([one["untrained"] for one in everyone], digests, first)
-        own |= self._state.apart(optimizer=optimizer)
-        told = {digest for one in everyone[: self._program.rank] for digest in one["extra"]}
+        written = {key: stored[key]._replace(parts=parts[key]) for key in parts}
+        written |= self._differing([one["untrained"] for one in everyone], digests, first)
+        written |= self._state.apart(optimizer=optimizer)
+        others = {digest for one in everyone[: self._program.rank] for digest in one["extra"]}
         for digest, tensor in tensors.items():
-            if digest not in told:
-                shape = tuple(tensor.shape)
-                own[f"extra/{digest}"] = Held(shape, "", [Part(Box.whole(shape), tensor)])
-        return own
+            if digest not in others:
+                written[f"extra/{digest}"] = StoredTensor.whole(tensor)
+        return written
 
     def _first(self) -> Mapping[str, int]:
         """The first pipeline coordinate that holds each of this rank's tensors; ranks ask each
@@ -325,29 +315,29 @@ class Checkpoints:
         if self._holders is None:
             grid = self._program.grid
             texts = self._channels.gather_texts(json.dumps(self._state.names()))
-            own, self._holders = set(self._state.every_name()), {}
+            here, self._holders = set(self._state.every_name()), {}
             for rank, text in enumerate(texts):
-                for name in own.intersection(json.loads(text)):
+                for name in here.intersection(json.loads(text)):
                     self._holders.setdefault(name, grid.coordinate(rank).pipeline)
         return self._holders
 
     def _differing(
-        self, told: Sequence[int], digests: Mapping[str, int], first: Mapping[str, int]
-    ) -> dict[str, Held]:
-        """What this rank holds differently than data rank 0. All ranks have told one number for the
-        digests of what may differ; only where numbers differ are the digests themselves told."""
+        self, numbers: Sequence[int], digests: Mapping[str, int], first: Mapping[str, int]
+    ) -> dict[str, StoredTensor]:
+        """What this rank holds differently than data rank 0. `numbers` are one for the digests of
+        each rank; only where they differ are the digests themselves gathered."""
         grid = self._program.grid
         places = [grid.coordinate(rank) for rank in range(grid.size)]
         zeros = [grid.rank(at.pipeline, 0, at.tensor) for at in places]
-        unlike = {rank for rank, zero in enumerate(zeros) if told[rank] != told[zero]}
+        unlike = {rank for rank, zero in enumerate(zeros) if numbers[rank] != numbers[zero]}
         if not unlike:
             return {}
-        tell = self._program.rank in unlike | {zeros[rank] for rank in unlike}
-        texts = self._channels.gather_texts(json.dumps(dict(digests) if tell else {}))
+        compared = self._program.rank in unlike | {zeros[rank] for rank in unlike}
+        texts = self._channels.gather_texts(json.dumps(dict(digests) if compared else {}))
         if self._program.rank not in unlike:
             return {}
-        others = json.loads(texts[zeros[self._program.rank]])
-        return self._state.differing(digests, others, first)
+        of_zero = json.loads(texts[zeros[self._program.rank]])
+        return self._state.differing(digests, of_zero, first)
 
     def _write(self, writing: Writing) -> None:
         """Write the file of this rank, and beside it what rank 0 needs for the index."""
@@ -357,16 +347,16 @@ class Checkpoints:
         file = f"rank_{self._program.rank}.safetensors"
         described: dict[str, Described] = {}
         index: dict[str, Any] = {}
-        for key, held in writing.held.items():
+        for key, stored in writing.tensors.items():
             pieces = []
-            for part in held.parts:
-                place = "" if part.box == Box.whole(held.shape) else f"[{part.box}]"
+            for part in stored.parts:
+                place = "" if part.box == Box.whole(stored.shape) else f"[{part.box}]"
                 described[key + place] = Described.of(part.tensor)
                 pieces.append([key + place, list(part.box.offsets), list(part.box.sizes)])
-            dtype = str(held.parts[0].tensor.dtype).removeprefix("torch.")
-            index[key] = {"dtype": dtype, "shape": list(held.shape), "pieces": pieces}
-            if held.note:
-                index[key]["note"] = held.note
+            dtype = str(stored.parts[0].tensor.dtype).removeprefix("torch.")
+            index[key] = {"dtype": dtype, "shape": list(stored.shape), "pieces": pieces}
+            if stored.note:
+                index[key]["note"] = stored.note
         digest = write(writing.partial / file, described, {"format": "pt"}) if described else ""
         document = {"file": file, "sha256": digest, "tensors": index, "facts": writing.facts}
         text = json.dumps(document).encode()
@@ -383,8 +373,8 @@ class Checkpoints:
             parts.append(json.loads(path.read_bytes()))
             path.unlink()
         index = folders.index((part["file"], part["tensors"]) for part in parts)
-        told = merged([part["facts"] for part in parts])
-        facts = {"format": folders.FORMAT, "serial": writing.serial, **told}
+        facts = {"format": folders.FORMAT, "serial": writing.serial}
+        facts |= merged([part["facts"] for part in parts])
         digests = {part["file"]: part["sha256"] for part in parts if part["sha256"]}
         folders.finish(partial, {FACTS: facts, TENSORS: index}, digests)
         if writing.keep is not None:
@@ -402,11 +392,11 @@ class Checkpoints:
         self._thread.start()
 
     def _copied(self, writing: Writing) -> Writing:
-        """The same in memory of its own, on the CPU: steps go on. That memory is kept for the next
-        time, as to be given new pages takes longer than to copy."""
+        """Copies of all tensors, on the CPU: steps go on. Their memory is kept for the next time,
+        as new pages take longer than copying."""
         before, self._copies = self._copies, {}
-        held = {}
-        for key, item in writing.held.items():
+        stored = {}
+        for key, item in writing.tensors.items():
             parts = []
             for part in item.parts:
                 place, tensor = (key, part.box), part.tensor.detach()
@@ -415,16 +405,16 @@ class Checkpoints:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._copies[place] = copy.copy_(tensor)
                 parts.append(Part(part.box, copy))
-            held[key] = item._replace(parts=parts)
-        return replace(writing, held=held)
+            stored[key] = item._replace(parts=parts)
+        return replace(writing, tensors=stored)
 
     def _beside(self, writing: Writing, store: dist.Store, name: str) -> None:
         """What the thread does: write, tell the store how that went, and on rank 0 complete the
         folder when all have written."""
         rank = self._program.rank
         fault, _ = _tried(lambda: self._write(writing))
-        told, _ = _tried(lambda: store.set(f"{name}/{rank}", fault))
-        fault = fault or told
+        unreported, _ = _tried(lambda: store.set(f"{name}/{rank}", fault))
+        fault = fault or unreported
         if rank == 0:
             others, _ = _tried(lambda: self._await(store, name))
             fault = fault or others

@@ -32,6 +32,7 @@ from parcompiler.runtime.checkpoint.values import decoded, encoded
 from parcompiler.runtime.interpreter import Interpreter
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
+from parcompiler.runtime.zero import DataParts
 
 FACTORED = ("error", "factor")  # of PowerSGD
 ARRIVALS = "arrivals"  # of an asynchronous program
@@ -39,27 +40,37 @@ KEPT = ("outer anchor", "outer momentum")  # of rounds
 LIKE = "like its parameter"  # the note of a state that is divided as its parameter is
 
 
-class Held(NamedTuple):
-    """What a rank holds of a tensor: the shape of the whole, a note, and its parts."""
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint: the shape of the whole, a note, and the parts on this rank."""
 
     shape: tuple[int, ...]
     note: str
     parts: list[Part]
 
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> StoredTensor:
+        """One that this rank has as a whole."""
+        return cls(tuple(tensor.shape), "", [Part(Box.whole(tensor.shape), tensor)])
+
 
 @dataclass
 class Restored:
-    """What a checkpoint means for a rank: `faults` that forbid to load it, what is to be copied
-    into the rank's memory, and the states and options that its optimizer gets."""
+    """What a checkpoint means for a rank: `faults` that forbid to load it, the tensors that are
+    `copies` of stored ones, which of these go to somebody who can `restore` them, and the states
+    and options of the optimizer."""
 
     faults: list[str] = field(default_factory=list)
     copies: list[tuple[str, Part]] = field(default_factory=list)
-    kept: list[tuple[Callable[[str, torch.Tensor], None], str, torch.Tensor]] = field(
+    restore: list[tuple[Callable[[str, torch.Tensor], None], str, torch.Tensor]] = field(
         default_factory=list
     )
     names: set[str] = field(default_factory=set)
     states: list[tuple[nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+
+    def copy(self, key: str, parts: Iterable[Part]) -> None:
+        """Fill these parts from the stored tensor `key`."""
+        self.copies += [(key, part) for part in parts]
 
 
 class RankState:
@@ -89,58 +100,45 @@ class RankState:
         """The tensors that this rank holds."""
         return list(self._interpreter.tensors)
 
-    def tensors(self, *, optimizer: bool = True) -> dict[str, Held]:
-        """Of everything that this rank holds: the shape of the whole, a note, and its parts."""
-        found = {}
-        unsaved = self._program.unsaved
-        for name, tensor in self._interpreter.tensors.items():
-            key = f"{'unsaved' if name in unsaved else 'model'}/{name}"
-            parts = self._parts(name, self._master(name))
-            if parts:
-                found[key] = Held(self._layout.shape(name, tensor), "", parts)
+    def tensors(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
+        """Everything that this rank holds a part of, by its key."""
+        stored: dict[str, StoredTensor] = {}
+        for name in self._interpreter.tensors:
+            kind = "unsaved" if name in self._program.unsaved else "model"
+            if parts := self._parts(name, self._master(name)):
+                stored[f"{kind}/{name}"] = StoredTensor(self._shape(name), "", parts)
         for name, parameter, states in self._states() if optimizer else ():
             for key, value in states.items():
                 if not isinstance(value, torch.Tensor) or not value.dim():
                     continue
                 if value.shape == parameter.shape:
-                    shape = self._layout.shape(name, self._interpreter.tensors[name])
                     parts = self._parts(name, value)
-                    found[f"optimizer {key}/{name}"] = Held(shape, LIKE, parts)
+                    stored[f"optimizer {key}/{name}"] = StoredTensor(self._shape(name), LIKE, parts)
                 else:
-                    parts = [Part(Box.whole(value.shape), value)]
                     place = self._place(name, parameter)
-                    found[f"optimizer {key}{place}/{name}"] = Held(tuple(value.shape), "", parts)
+                    stored[f"optimizer {key}{place}/{name}"] = StoredTensor.whole(value)
         for name, kind, value in self._kept():
-            shape = self._layout.shape(name, self._interpreter.tensors[name])
-            found[f"{kind}/{name}"] = Held(shape, LIKE, self._parts(name, value))
-        return found
+            parts = self._parts(name, value)
+            stored[f"{kind}/{name}"] = StoredTensor(self._shape(name), LIKE, parts)
+        return stored
 
-    def apart(self, *, optimizer: bool = True) -> dict[str, Held]:
+    def apart(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
         """What this rank has instead of what data rank 0 has, where data ranks step by
         themselves: the states of its optimizer, and within a round its weights; and what PowerSGD
         keeps, and the record of arrivals."""
-        rounds, rank = self._updates.rounds, self._program.rank
-        powersgd = self._interpreter.powersgd if optimizer else None
-        found = {} if powersgd is None else {
-            key: Held(tuple(tensor.shape), "", [Part(Box.whole(tensor.shape), tensor)])
-            for key, tensor in powersgd.states()
-        }  # fmt: skip
-        record = None if self._updates.serving is None else self._updates.serving.record
-        if record and optimizer:
-            order = torch.tensor(record, dtype=torch.int16)
-            found[f"{ARRIVALS}/"] = Held(
-                tuple(order.shape), "", [Part(Box.whole(order.shape), order)]
-            )
+        rounds, stored = self._updates.rounds, dict[str, StoredTensor]()
+        if optimizer and self._interpreter.powersgd is not None:
+            states = self._interpreter.powersgd.states()
+            stored |= {key: StoredTensor.whole(tensor) for key, tensor in states}
+        if optimizer and self._updates.serving is not None and self._updates.serving.record:
+            record = torch.tensor(self._updates.serving.record, dtype=torch.int16)
+            stored[f"{ARRIVALS}/"] = StoredTensor.whole(record)
         if rounds is not None and self._program.coordinate.data:
             trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
-            for key, held in self.tensors(optimizer=optimizer).items():
+            for key, tensor in self.tensors(optimizer=optimizer).items():
                 if key in trained or key.startswith("optimizer "):
-                    found[key] = held
-        return {f"rank {rank} {key}": held for key, held in found.items()}
-
-    def alone(self, keys: Iterable[str]) -> set[str]:
-        """Those of some keys whose tensors the data ranks have shared out."""
-        return {key for key in keys if self._is_shared_out(key)}
+                    stored[key] = tensor
+        return {f"rank {self._program.rank} {key}": tensor for key, tensor in stored.items()}
 
     def of_first(self) -> Collection[str]:
         """The tensors that data rank 0 writes, as others may have other values."""
@@ -164,18 +162,16 @@ class RankState:
         return dict(zip(tensors, digests_of(groups, device), strict=True))
 
     def differing(
-        self, own: Mapping[str, int], others: Mapping[str, int], first: Mapping[str, int]
-    ) -> dict[str, Held]:
+        self, here: Mapping[str, int], there: Mapping[str, int], first: Mapping[str, int]
+    ) -> dict[str, StoredTensor]:
         """What this rank holds differently than data rank 0, by the digests of both; `first` is the
         first pipeline coordinate that holds a tensor."""
         at = self._program.coordinate
         return {
-            f"data {at.data}/{name}": Held(
-                self._layout.shape(name, tensor), "", self._parts(name, tensor)
-            )
+            f"data {at.data}/{name}": StoredTensor(self._shape(name), "", self._parts(name, tensor))
             for name, tensor in self.untrained().items()
             if at.data
-            and own[name] != others[name]
+            and here[name] != there[name]
             and (at.tensor == 0 or self._layout.is_divided(name))
             and (first[name] == at.pipeline or name in self._program.rows)
         }
@@ -184,8 +180,7 @@ class RankState:
         """What is no tensor, of this rank. Raises InputError for an optimizer that has what a
         checkpoint cannot hold."""
         at, scale = self._program.coordinate, self._updates.scale
-        own = self._optimizer() if optimizer else None
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "step": self._interpreter.step,
             "samples": self._interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
@@ -194,11 +189,12 @@ class RankState:
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }
         if self._updates.rounds is not None:
-            found["round"] = [self._updates.rounds.position, self._program.updates.every]
-        if own is not None and not at.tensor and (not at.data or self._program.sharing):
+            facts["round"] = [self._updates.rounds.position, self._program.updates.every]
+        current = self._optimizer() if optimizer else None
+        if current is not None and not at.tensor and (not at.data or self._program.sharing):
             names = {id(parameter): name for name, parameter in self._trained()}
-            found["optimizer"] = {
-                "kind": type(own).__name__,
+            facts["optimizer"] = {
+                "kind": type(current).__name__,
                 "groups": [
                     {
                         "names": [names[id(p)] for p in group["params"] if id(p) in names],
@@ -208,7 +204,7 @@ class RankState:
                             if key != "params"
                         },
                     }
-                    for group in own.param_groups
+                    for group in current.param_groups
                 ],
                 "values": {
                     name: {
@@ -217,52 +213,58 @@ class RankState:
                         if not isinstance(value, torch.Tensor) or not value.dim()
                     }
                     for name, _, states in self._states()
-                    if self._interpreter.parts is None
-                    or name not in self._interpreter.parts.parameters
-                    or self._interpreter.parts.is_first(name)
+                    if (parts := self._data_parts(name)) is None or parts.is_first(name)
                 },
             }
-        return found
+        return facts
 
     def restored(self, checkpoint: Checkpoint, *, optimizer: bool) -> Restored:
         """What a checkpoint means for this rank; nothing is changed yet."""
-        found = Restored()
-        for name, tensor in self._interpreter.tensors.items():
-            key = self._key(checkpoint, name)
-            shape = self._layout.shape(name, tensor)
+        restored, rounds = Restored(), self._updates.rounds
+        for name in self._interpreter.tensors:
+            key, shape = self._key(checkpoint, name), self._shape(name)
             if key is None:
                 continue
             if checkpoint.entries[key].shape != shape:
                 shapes = f"{shape} needed, {checkpoint.entries[key].shape} stored"
-                found.faults.append(f"{name!r} has another shape ({shapes})")
+                restored.faults.append(f"{name!r} has another shape ({shapes})")
                 continue
-            found.names.add(name)
-            found.copies += [(key, part) for part in self._filled(name)]
+            restored.names.add(name)
+            restored.copy(key, self._filled(name))
             for key in (f"{kind}/{name}" for kind in KEPT if optimizer):
-                if key in checkpoint.entries and self._updates.rounds is not None:
+                if key in checkpoint.entries and rounds is not None:
                     kept = torch.empty_like(self._updates.weights()[name])
-                    found.kept.append((self._updates.rounds.restore, key, kept))
-                    found.copies += [(key, part) for part in self._parts(name, kept)]
-        powersgd, own = self._interpreter.powersgd, f"rank {self._program.rank} "
-        for key, entry in checkpoint.entries.items() if self._is_apart(checkpoint) else ():
-            kind = key.removeprefix(own).partition("/")[0]
-            if powersgd is not None and optimizer and key.startswith(own) and kind in FACTORED:
-                device = self._interpreter.channels.device
-                target = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-                found.kept.append((powersgd.restore, key.removeprefix(own), target))
-                found.copies.append((key, Part(Box.whole(entry.shape), target)))
-        serving, key = self._updates.serving, f"{own}{ARRIVALS}/"
-        if serving is not None and key in checkpoint.entries and self._is_apart(checkpoint):
-            record = torch.empty(checkpoint.entries[key].shape, dtype=torch.int16)
-            found.kept.append((serving.restore, key, record))
-            found.copies.append((key, Part(Box.whole(record.shape), record)))
+                    restored.restore.append((rounds.restore, key, kept))
+                    restored.copy(key, self._parts(name, kept))
+        self._restore_apart(checkpoint, restored, optimizer=optimizer)
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
-            self._restore_optimizer(checkpoint, saved, found)
-        scale = checkpoint.facts["scale"]
-        if (scale is None) != (self._updates.scale is None) and optimizer and saved is not None:
-            found.faults.append("only one of the checkpoint and this program scales its loss")
-        return found
+            self._restore_optimizer(checkpoint, saved, restored)
+            if (checkpoint.facts["scale"] is None) != (self._updates.scale is None):
+                restored.faults.append(
+                    "only one of the checkpoint and this program scales its loss"
+                )
+        return restored
+
+    def _restore_apart(
+        self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool
+    ) -> None:
+        """What PowerSGD and the server of this rank go on from."""
+        powersgd, serving = self._interpreter.powersgd, self._updates.serving
+        prefix = f"rank {self._program.rank} "
+        restore: Callable[[str, torch.Tensor], None]
+        for key, entry in checkpoint.entries.items() if self._is_apart(checkpoint) else ():
+            name = key.removeprefix(prefix)
+            kind = name.partition("/")[0]
+            if powersgd is not None and optimizer and name != key and kind in FACTORED:
+                restore, device = powersgd.restore, self._interpreter.channels.device
+            elif serving is not None and name == f"{ARRIVALS}/" and name != key:
+                restore, device = serving.restore, torch.device("cpu")
+            else:
+                continue
+            target = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            restored.restore.append((restore, name, target))
+            restored.copy(key, StoredTensor.whole(target).parts)
 
     @torch.no_grad()
     def apply(self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool) -> None:
@@ -273,16 +275,16 @@ class RankState:
         self._apply_facts(checkpoint.facts)
         if self._interpreter.powersgd is not None:
             self._interpreter.powersgd.clear()
-        for restore, key, tensor in restored.kept:
+        for restore, key, tensor in restored.restore:
             restore(key, tensor)
         if not optimizer or checkpoint.facts.get("optimizer") is None:
             return
-        own = self._optimizer()
-        assert own is not None
-        own.state.clear()
+        current = self._optimizer()
+        assert current is not None
+        current.state.clear()
         served = self._updates.serving is not None and self._program.coordinate.data > 0
         for parameter, states in () if served else restored.states:
-            own.state[parameter] = states
+            current.state[parameter] = states
         for group, options in restored.options:
             _set_options(group, options)
 
@@ -293,13 +295,12 @@ class RankState:
         not fit; `mapping` says where those stand in the model."""
         copies: dict[str, list[tuple[str, Part]]] = {}
         faults = []
-        for given, stored in grouped(mapping).items():
-            name = self._program.aliases.get(given, given)
+        for alias, stored in grouped(mapping).items():
+            name = self._program.aliases.get(alias, alias)
             if name not in self._interpreter.tensors or name in copies:
                 continue
-            shape = self._layout.shape(name, self._interpreter.tensors[name])
             try:
-                pieces = boxes(source, mapping, stored, shape)
+                pieces = boxes(source, mapping, stored, self._shape(name))
             except InputError as error:
                 faults.append(str(error))
                 continue
@@ -341,20 +342,20 @@ class RankState:
             scale.value, scale.good, scale.skipped = facts["scale"]
 
     def _restore_optimizer(
-        self, checkpoint: Checkpoint, saved: Mapping[str, Any], found: Restored
+        self, checkpoint: Checkpoint, saved: Mapping[str, Any], restored: Restored
     ) -> None:
         """What the optimizer gets, by the names of its parameters."""
-        own = self._optimizer()
-        if own is None:
-            found.faults.append(
+        current = self._optimizer()
+        if current is None:
+            restored.faults.append(
                 f"the checkpoint has the states of an optimizer ({saved['kind']}): call "
                 "worker.set_optimizer first, or load with optimizer=False"
             )
             return
-        if type(own).__name__ != saved["kind"]:
-            found.faults.append(
+        if type(current).__name__ != saved["kind"]:
+            restored.faults.append(
                 f"the checkpoint has the states of {saved['kind']}, this worker has "
-                f"{type(own).__name__}: set that optimizer, or load with optimizer=False"
+                f"{type(current).__name__}: set that optimizer, or load with optimizer=False"
             )
             return
         by_name: dict[str, list[tuple[str, str]]] = {}
@@ -368,10 +369,10 @@ class RankState:
                 for key, value in saved["values"].get(name, {}).items()
             }
             for head, key in by_name.get(name, ()):
-                self._restore_state(checkpoint, name, parameter, head, key, states, found)
+                self._restore_state(checkpoint, name, parameter, head, key, states, restored)
             if states:
-                found.states.append((parameter, states))
-        self._restore_options(own, saved["groups"], found)
+                restored.states.append((parameter, states))
+        self._restore_options(current, saved["groups"], restored)
 
     def _restore_state(
         self,
@@ -381,13 +382,13 @@ class RankState:
         head: str,
         key: str,
         states: dict[str, Any],
-        found: Restored,
+        restored: Restored,
     ) -> None:
         """One state of a parameter."""
         entry = checkpoint.entries[key]
         if entry.note == LIKE:
             target = torch.zeros_like(parameter, dtype=entry.dtype)
-            if self._layout.shape(name, self._interpreter.tensors[name]) != entry.shape:
+            if self._shape(name) != entry.shape:
                 return  # the parameter itself says so
             parts = self._parts(name, target)
         else:
@@ -395,36 +396,38 @@ class RankState:
             head, divided, where = head.partition("[")
             if divided + where != place:
                 if not divided or not place:
-                    found.faults.append(
+                    restored.faults.append(
                         f"the state {head!r} of {name!r} belongs to another division of it: load "
                         "it where that is divided as it was"
                     )
                 return
             target = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
-            parts = [Part(Box.whole(entry.shape), target)]
+            parts = StoredTensor.whole(target).parts
         states[head] = target
-        own = f"rank {self._program.rank} {key}"
-        if self._is_apart(checkpoint) and own in checkpoint.entries:
-            key = own
-        found.copies += [(key, part) for part in parts]
+        apart = f"rank {self._program.rank} {key}"
+        is_apart = self._is_apart(checkpoint) and apart in checkpoint.entries
+        restored.copy(apart if is_apart else key, parts)
 
     def _restore_options(
-        self, own: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], found: Restored
+        self,
+        current: torch.optim.Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        restored: Restored,
     ) -> None:
         """The options of each group: those of the group that has its parameters."""
         names = {id(parameter): name for name, parameter in self._trained()}
         saved = {name: group["options"] for group in groups for name in group["names"]}
-        for number, group in enumerate(own.param_groups):
-            own_names = [names[id(p)] for p in group["params"] if id(p) in names]
-            options = [saved[name] for name in own_names if name in saved]
+        for number, group in enumerate(current.param_groups):
+            members = [names[id(p)] for p in group["params"] if id(p) in names]
+            options = [saved[name] for name in members if name in saved]
             if not options and number < len(groups):
                 options = [groups[number]["options"]]
             if any(item != options[0] for item in options):
-                found.faults.append(
+                restored.faults.append(
                     f"group {number} of the optimizer has parameters of several groups"
                 )
             elif options:
-                found.options.append((group, options[0]))
+                restored.options.append((group, options[0]))
 
     def _key(self, checkpoint: Checkpoint, name: str) -> str | None:
         """Under which key a checkpoint has a tensor."""
@@ -436,7 +439,7 @@ class RankState:
         return next((key for key in keys if key in checkpoint.entries), None)
 
     def _is_apart(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint has what this rank had of its own."""
+        """Whether a checkpoint has what this rank had apart from the others."""
         grid, updates = self._program.grid, self._program.updates
         apart = updates.separate or updates.compression == "powersgd"
         return apart and checkpoint.facts["mesh"] == [grid.pipeline, grid.data, grid.tensor]
@@ -452,44 +455,50 @@ class RankState:
 
     def _place(self, name: str, parameter: torch.Tensor) -> str:
         """Which boxes of a divided parameter this rank has, for states of other shapes."""
-        shape = self._layout.shape(name, self._interpreter.tensors[name])
         boxes = [part.box for part in self._parts(name, parameter)]
-        return "" if boxes == [Box.whole(shape)] else f"[{';'.join(map(str, boxes))}]"
+        return "" if boxes == [Box.whole(self._shape(name))] else f"[{';'.join(map(str, boxes))}]"
 
-    def _parts(self, name: str, held: torch.Tensor | None) -> list[Part]:
-        """The boxes of a tensor of the model that this rank holds in `held`, which has the shape of
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the model, of which this rank may have a piece."""
+        return self._layout.shape(name, self._interpreter.tensors[name])
+
+    def _data_parts(self, name: str) -> DataParts | None:
+        """The parts of the data ranks, if they share a tensor out."""
+        parts = self._interpreter.parts
+        return parts if parts is not None and name in parts.parameters else None
+
+    def _parts(self, name: str, memory: torch.Tensor | None) -> list[Part]:
+        """The boxes of a tensor of the model that this rank has in `memory`, which has the shape of
         its tensor, or of the rows of it that this data rank updates."""
-        if held is None:
+        if memory is None:
             return []
-        own, rows = self._interpreter.tensors[name], None
-        if self._interpreter.parts is not None and name in self._interpreter.parts.parameters:
-            span = self._interpreter.parts.span(name)
-            whole = not own.dim() or span.size == own.shape[0]
-            rows = None if held is own or whole else span
-        return self._layout.parts(name, own, held, rows)
+        tensor, rows = self._interpreter.tensors[name], None
+        if (parts := self._data_parts(name)) is not None and memory is not tensor:
+            span = parts.span(name)
+            rows = span if tensor.dim() and span.size != tensor.shape[0] else None
+        return self._layout.parts(name, tensor, memory, rows)
 
     def _filled(self, name: str) -> list[Part]:
         """Where the values of a tensor of the model go on this rank; `masters.write` does the rest.
         A master in rows gives values to these alone, so that the others are read as well."""
         tensor, master = self._interpreter.tensors[name], self._master(name)
-        shared = self._interpreter.parts is not None and name in self._interpreter.parts.parameters
-        shared = shared and not self._updates.in_pieces(name)
+        shared = self._data_parts(name) is not None and not self._updates.in_pieces(name)
         targets = [tensor] if master is tensor else [tensor, master] if shared else [master]
         return [part for target in targets for part in self._parts(name, target)]
 
     def _master(self, name: str) -> torch.Tensor | None:
         """What a checkpoint holds of a tensor: its master, or this data rank's rows of that or of
         itself (None where it has none), or itself."""
-        tensor, parts = self._interpreter.tensors[name], self._interpreter.parts
-        if parts is not None and self._is_shared_out(f"model/{name}"):
+        tensor, parts = self._interpreter.tensors[name], self._data_parts(name)
+        if parts is not None and self.is_shared_out(f"model/{name}"):
             return self._updates.masters.by_name.get(name, parts.parts.get(name))
         return self._updates.masters.by_name.get(name, tensor)
 
-    def _is_shared_out(self, key: str) -> bool:
-        """Whether the data ranks have each their own of a tensor."""
+    def is_shared_out(self, key: str) -> bool:
+        """Whether each data rank has a part of a stored tensor, which no other has."""
         head, _, name = key.partition("/")
-        parts = self._interpreter.parts
-        if parts is None or name not in parts.parameters:
+        parts = self._data_parts(name)
+        if parts is None:
             return False
         narrow = self._interpreter.tensors[name].dtype == self._program.narrow
         return head.startswith("optimizer ") or narrow or name in parts.in_pieces
@@ -519,8 +528,8 @@ class RankState:
 
 def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What checkpoint.json says, of what all ranks say."""
-    found = {key: value for key, value in facts[0].items() if key != "seed"}
-    found["seeds"] = [item["seed"] for item in facts]
+    together = {key: value for key, value in facts[0].items() if key != "seed"}
+    together["seeds"] = [item["seed"] for item in facts]
     optimizers = [item["optimizer"] for item in facts if "optimizer" in item]
     if optimizers:
         groups: list[dict[str, Any]] = []
@@ -531,26 +540,26 @@ def merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             else:
                 groups.append(dict(group))
         values = {n: v for item in reversed(optimizers) for n, v in item["values"].items()}
-        found["optimizer"] = {"kind": optimizers[0]["kind"], "groups": groups, "values": values}
+        together["optimizer"] = {"kind": optimizers[0]["kind"], "groups": groups, "values": values}
     extras = [item["extra"] for item in facts if "extra" in item]
-    found["extra"] = {
+    together["extra"] = {
         name: states[:1] if all(state == states[0] for state in states) else states
         for name in extras[0]
         for states in [[item[name] for item in extras]]
     }
-    return found
+    return together
 
 
 def extra_state(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The states of the objects that a user hands over. Raises InputError for what has none, or one
     that a checkpoint cannot hold."""
-    found = {}
+    states = {}
     for name, item in extra.items():
         if not callable(getattr(item, "state_dict", None)):
             message = f"extra {name!r} has no state_dict() ({type(item).__name__})"
             raise InputError(message)
-        found[name] = encoded(item.state_dict(), tensors, f"the state of extra {name!r}")
-    return found
+        states[name] = encoded(item.state_dict(), tensors, f"the state of extra {name!r}")
+    return states
 
 
 def extra_of(checkpoint: Checkpoint, name: str, program: RankProgram) -> Any:
