@@ -3,12 +3,14 @@
 <!-- schedule zb-v -->                     the step of four ranks, as reports draw it
 <!-- schedule 1f1b vocabulary=vocab-2 -->  the same with a vocabulary on all ranks
 <!-- help plan -->                         what `parcompiler plan --help` prints
+<!-- example train_nanogpt -->             a file of examples/
 """
 
 import html
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,7 +22,9 @@ from parcompiler.cli.app import parcompiler
 from parcompiler.models import gpt
 from parcompiler.report.gantt import gantt
 
-MARKER = re.compile(r"^<!-- (schedule|help) ([a-z0-9-]+)((?: \w+=[a-z0-9-]+)*) -->$", re.MULTILINE)
+MARKER = re.compile(
+    r"^<!-- (schedule|help|example) ([a-z0-9_-]+)((?: \w+=[a-z0-9-]+)*) -->$", re.MULTILINE
+)
 BOX = re.compile(r"\d?[A-Z]\d?-*|[^A-Z]+?(?=\d?[A-Z]\d?|$)")
 RANKS, WIDTH, HELP_WIDTH = 4, 124, 84
 
@@ -34,6 +38,9 @@ def made(kind: str, name: str, options: str) -> str:
     """What stands in the place of one marker."""
     if kind == "help":
         return f"```text\n{help_of(name)}\n```"
+    if kind == "example":
+        text = (Path(__file__).parent.parent / "examples" / f"{name}.py").read_text()
+        return f"```py\n{text}```"
     return schedule(name, **dict(option.split("=") for option in options.split()))
 
 

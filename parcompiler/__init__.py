@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from parcompiler.plan import Plan
     from parcompiler.program import Program
     from parcompiler.report import Report
-    from parcompiler.runtime import Samples, Worker
+    from parcompiler.runtime import Metrics, Samples, TokenRows, Worker, write_tokens
     from parcompiler.schedules import Schedule
     from parcompiler.timeline import Timeline
     from parcompiler.verification.comparison import Verification
@@ -53,9 +53,12 @@ _HOME = {
     "Plan": "plan",
     "Program": "program",
     "Report": "report",
+    "Metrics": "runtime",
     "Samples": "runtime",
     "Schedule": "schedules",
+    "TokenRows": "runtime",
     "Worker": "runtime",
+    "write_tokens": "runtime",
     "Timeline": "timeline",
     "Verification": "verification.comparison",
 }
@@ -70,6 +73,7 @@ __all__ = [
     "InputError",
     "LaunchError",
     "Mesh",
+    "Metrics",
     "ParcompilerError",
     "Plan",
     "PlanError",
@@ -78,10 +82,12 @@ __all__ = [
     "Samples",
     "Schedule",
     "Timeline",
+    "TokenRows",
     "Verification",
     "Worker",
     "compile",
     "load",
+    "write_tokens",
 ]
 
 

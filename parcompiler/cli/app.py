@@ -18,6 +18,7 @@ from parcompiler.cli.commands import (
     verify_command,
 )
 from parcompiler.cli.output import Settings, code_of, show
+from parcompiler.cli.train import train_command
 
 EXIT_CODES = """\
 \b
@@ -64,13 +65,17 @@ def parcompiler() -> None:
       parcompiler compile model.py:make --mesh pipeline=2 --export out/
       parcompiler verify  model.py:make --mesh pipeline=2
 
+    \b
+    Train on a text, with all ranks on this machine:
+      parcompiler train hf:config.json --mesh pipeline=2 --data docs/ --save run/
+
     Each command explains itself: parcompiler plan --help
     """
 
 
 for _command in (
-    plan_command, compile_command, verify_command, diff_command, report_command, checkpoint_command,
-    calibrate_command, completion_command,
+    plan_command, compile_command, verify_command, train_command, diff_command, report_command,
+    checkpoint_command, calibrate_command, completion_command,
 ):  # fmt: skip
     parcompiler.add_command(_command)
 

@@ -28,13 +28,16 @@ LONGEST = 2048  # tokens in a row, where neither --sequence nor the model says l
 CLASSIFIES_ROWS = "ForSequenceClassification"
 
 
-def build(path: Path, sequence: int | None, rows: int | None) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of `config.json`, or of the folder it is in, with inputs of zeros.
+def build(
+    path: Path, sequence: int | None, rows: int | None, *, real: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of `config.json`, or of the folder it is in, with inputs of zeros; with values on
+    the CPU if `real`.
 
     Raises InputError for a file that is no configuration, and for a model that is none of
     language: its inputs are the user's to make.
     """
-    return made(read(path), path, sequence, rows)
+    return made(read(path), path, sequence, rows, real=real)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -50,13 +53,18 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def made(
-    data: dict[str, Any], path: Path, sequence: int | None, rows: int | None
+    data: dict[str, Any],
+    path: Path,
+    sequence: int | None,
+    rows: int | None,
+    *,
+    real: bool = False,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a configuration that is read from `path`, with inputs. Raises InputError."""
     _check_fields(data, path, "")
     with silent():
         config = _config(data, path)
-        model = _model(config, data, path)
+        model = _model(config, data, path, "cpu" if real else "meta")
     return model, _inputs(model, config, sequence, rows or 1)
 
 
@@ -134,8 +142,8 @@ def _config(data: dict[str, Any], path: Path) -> Any:
         raise InputError(message) from error
 
 
-def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
-    """The model, without values: of the class in `architectures`, if that has a loss."""
+def _model(config: Any, data: dict[str, Any], path: Path, device: str) -> nn.Module:
+    """The model on a device: of the class in `architectures`, if that has a loss."""
     library = _transformers()
     names = (name for name in data.get("architectures") or () if isinstance(name, str))
     kinds = (getattr(library, name, None) for name in names)
@@ -151,7 +159,7 @@ def _model(config: Any, data: dict[str, Any], path: Path) -> nn.Module:
             raise InputError(message)
         kind = mapping[type(config)]
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = kind._from_config(config)
     except Exception as error:  # sizes that do not fit each other, and the like
         message = f"{path}: {kind.__name__} cannot be built ({_first_line(error)})"
@@ -167,14 +175,14 @@ def _trains(kind: object) -> bool:
 
 
 def _inputs(model: nn.Module, config: Any, sequence: int | None, rows: int) -> dict[str, Any]:
-    """One micro-batch on the meta device."""
+    """One micro-batch on the device of the model."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = longest if isinstance(longest, int) and longest > 0 else math.inf
     if sequence is not None and sequence > limit:
         message = f"--sequence {sequence} is longer than the model's rows (at most {longest})"
         raise InputError(message)
     length = int(min(limit, LONGEST)) if sequence is None else sequence
-    tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    tokens = torch.zeros(rows, length, dtype=torch.long, device=next(model.parameters()).device)
     by_row = type(model).__name__.endswith(CLASSIFIES_ROWS)
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens[:, 0] if by_row else tokens}
     if "use_cache" in inspect.signature(model.forward).parameters:

@@ -48,16 +48,17 @@ def check(name: str, sequence: int | None, rows: int | None) -> None:
             raise InputError(message)
 
 
-def load(name: str, sequence: int | None, rows: int | None) -> Made:
+def load(name: str, sequence: int | None, rows: int | None, *, real: bool = False) -> Made:
     """The model and its inputs: one micro-batch. Raises InputError that says what is wrong.
 
-    `sequence` and `rows` are the size of a micro-batch, for models whose inputs are made here.
+    `sequence` and `rows` are the size of a micro-batch, for models whose inputs are made here, with
+    values if `real`.
     """
     check(name, sequence, rows)
     if name.startswith(HF):
         from parcompiler.cli.huggingface import build
 
-        return build(Path(name.removeprefix(HF)), sequence, rows)
+        return build(Path(name.removeprefix(HF)), sequence, rows, real=real)
     place, _, factory = name.rpartition(":")
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     return _made(_factory(module, place, factory), name)

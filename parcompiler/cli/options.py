@@ -41,11 +41,7 @@ def _together(*options: Decorator[Any]) -> Decorator[Any]:
 
 
 # Of every command.
-common = _together(
-    click.option(
-        "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True,
-        help="What goes to standard output: text for people, JSON for scripts.",
-    ),
+remarks = _together(
     click.option(
         "-q", "--quiet", is_flag=True, expose_value=False, callback=_set, is_eager=True,
         help="No progress and no remarks on standard error.",
@@ -54,6 +50,13 @@ common = _together(
         "--debug", is_flag=True, expose_value=False, callback=_set, is_eager=True,
         help="Show the traceback of an error.",
     ),
+)  # fmt: skip
+common = _together(
+    click.option(
+        "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True,
+        help="What goes to standard output: text for people, JSON for scripts.",
+    ),
+    remarks,
 )  # fmt: skip
 
 # Files that show a report.

@@ -33,12 +33,14 @@ def compiled(
     sequence: int | None,
     rows: int | None,
     schedule: str | None,
+    real: bool = False,
     **decisions: Any,
 ) -> Program:
     """The program. Raises what `compile` raises, and InputError for paths and models.
 
-    What is not typed is None; `decisions` are other arguments of `compile`. What is wrong with an
-    option by itself is found before the model is made, which may take longer than all that follows.
+    What is not typed is None; `decisions` are other arguments of `compile`. An hf: model has values
+    where it is `real`. What is wrong with an option by itself is found before the model is made,
+    which may take longer than all that follows.
     """
     if model is None and checkpoint is None:
         message = "Missing argument 'MODEL': see --help"
@@ -92,7 +94,7 @@ def compiled(
     with result_only(), remarks_left_out(model or HF):
         with Progress(progress) as steps, steps("model"):
             if saved is None or (model is not None and not model.startswith(HF)):
-                module, inputs = load(cast("str", model), sequence, rows)
+                module, inputs = load(cast("str", model), sequence, rows, real=real)
             else:
                 module, inputs = _configured(model, saved, sequence, rows)
         if saved is not None and plan is None and "microbatches" not in arguments:

@@ -17,6 +17,7 @@ from parcompiler.runtime.axis import piece
 from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import rank_among, rank_device
+from parcompiler.runtime.metrics import Metrics
 from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
@@ -41,6 +42,7 @@ from parcompiler.runtime.tensor import (
     reduce_scatter,
     take,
 )
+from parcompiler.runtime.tokens import TokenRows, write_tokens
 from parcompiler.runtime.vocabulary import Head, Lookup, Vocabulary, rows
 from parcompiler.runtime.worker import TIMEOUT, Worker
 
@@ -53,11 +55,13 @@ __all__ = [
     "Layer",
     "Linear",
     "Lookup",
+    "Metrics",
     "RankProgram",
     "Samples",
     "Shard",
     "Stage",
     "Tied",
+    "TokenRows",
     "Value",
     "Vocabulary",
     "Worker",
@@ -85,4 +89,5 @@ __all__ = [
     "run",
     "sync_batch_norm",
     "take",
+    "write_tokens",
 ]

@@ -1,8 +1,8 @@
 """The checkpoints of an emitted script: where it goes on, when it saves, and how it is preempted.
 
-    SIGTERM on any rank ─► the step ends ─► all ranks save ─► exit code 143
+    SIGTERM or Ctrl-C on any rank ─► the step ends ─► all ranks save ─► exit code 143 or 130
 
-That is the code of a process that the signal ended (128 + 15), which schedulers start again.
+Those are the codes of a process that the signal ended (128 + 15), which schedulers start again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parcompiler.runtime.checkpoint.folder import complete, find
 from parcompiler.runtime.checkpoint.saving import check_keep
 from parcompiler.runtime.worker import Worker
 
-PREEMPTED = 128 + signal.SIGTERM
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, worker: Worker, options: argparse.Namespace) -> None:
         self._worker, self._options = worker, options
-        self._terminated = False
+        self._told = 0  # the signal that asks for the end
         self._saved = -1  # the step of the last checkpoint
         check_keep(options.keep)
         for name in ("every", "keep"):
@@ -72,32 +72,38 @@ class Run:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it, SIGTERM asks for a checkpoint instead of ending the process."""
+        """Within it, SIGTERM and SIGINT ask for a checkpoint instead of ending the process; they
+        end it when they come again."""
         if self._options.save is None or threading.current_thread() is not threading.main_thread():
             yield
             return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
 
-        def terminate(*_: object) -> None:
-            self._terminated = True
+        def end(number: int, _: object) -> None:
+            self._told = number
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
-        before = signal.signal(signal.SIGTERM, terminate)
+        for number in SIGNALS:
+            signal.signal(number, end)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def after_step(self) -> None:
         """Save if it is time. Raises SystemExit on all ranks when any was told to end."""
         if self._options.save is None:
             return
         step = self._worker.step_count
-        terminated = self._worker.any_rank(self._terminated)
-        if terminated or (self._options.every is not None and step % self._options.every == 0):
+        told = max(number for (number,) in self._worker.gather_numbers(self._told))
+        if told or (self._options.every is not None and step % self._options.every == 0):
             self._save()
-        if terminated and step < self._options.steps:
+        if told and step < self._options.steps:
             if self._worker.rank == 0:
-                print(f"SIGTERM: saved after step {step}", flush=True)
-            raise SystemExit(PREEMPTED)
+                print(f"{signal.Signals(told).name}: saved after step {step}", flush=True)
+            raise SystemExit(128 + told)
 
     def end(self) -> None:
         """Save what the last steps have made."""

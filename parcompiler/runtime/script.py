@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 out/main.py --steps 10 --data batches.safetensors
 torchrun --nproc-per-node 2 out/main.py --steps 1000 --save run/ --every 100 --resume auto --keep 3
+torchrun --nproc-per-node 2 out/main.py --data tokens.bin --warmup 100 --decay cosine --log-every 10
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime import files
+from parcompiler.runtime import files, training
 from parcompiler.runtime.program import Input, RankProgram
 from parcompiler.runtime.resuming import Run, add_options
 from parcompiler.runtime.rng import mixed
@@ -30,30 +31,16 @@ def run(make: Callable[..., Worker], arguments: list[str] | None = None) -> None
     with make(options.timeout, **compiled) as worker:
         worker.check_batches = options.check_batches
         worker.flight.folder = options.flight or (options.save or Path()) / "flight"
-        worker.set_optimizer(
-            torch.optim.AdamW,
-            max_norm=options.max_norm,
-            error_if_nonfinite=options.error_if_nonfinite,
-            lr=options.lr,
-        )
         checkpoints = Run(worker, options)
+        steps = training.Training(worker, options, checkpoints)
         checkpoints.resume()
-        batches = _batches(worker, options.data)
-        with checkpoints.listening():
-            for number in range(worker.step_count, options.steps):
-                loss = worker.train_step(next(batches))
-                if worker.rank == 0:
-                    print(f"step {number} loss {loss.item():.8f}", flush=True)
-                checkpoints.after_step()
-            checkpoints.end()
+        steps.run(_batches(worker, options))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="train this rank of an exported program")
     parser.add_argument("--steps", type=int, default=10, help="training steps in all (10)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
-    parser.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
     parser.add_argument(
         "--error-if-nonfinite",
         action="store_true",
@@ -97,14 +84,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--data",
         type=Path,
         help="safetensors file with a tensor per input, its rows one sample after another (read "
-        "round and round); without it batches are random. The data ranks share each step's samples",
+        "round and round), or a file of tokens (.bin), whose rows are shuffled; without it batches "
+        "are random. The data ranks share each step's samples",
     )
+    training.add_options(parser)
     add_options(parser)
     return parser.parse_args(arguments)
 
 
-def _batches(worker: Worker, data: Path | None) -> Iterator[object]:
+def _batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:
     """This data rank's batches from where training is, for ever: of a file, or random ones."""
+    data: Path | None = options.data
+    if data is not None and data.suffix == ".bin":
+        yield from training.token_batches(worker, options)
     if data is not None:
         yield from _from_file(worker, data)
     program, generator = worker.program, torch.Generator()

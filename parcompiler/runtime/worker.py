@@ -116,6 +116,7 @@ class Worker:
         self._records: list[InstructionTime] | None = None
         self._hooks = hooks or {}
         self._count_targets = counted
+        self.folder = folder
         self._closed = ""  # why nothing runs any more
         self._refused = ""  # why this rank does not take part in the call that others may be in
         self.check_batches = CHECK_BATCHES
@@ -549,8 +550,12 @@ class Worker:
 
     def any_rank(self, says: bool) -> bool:
         """Whether any rank says so. Collective."""
+        return any(answer for (answer,) in self.gather_numbers(int(says)))
+
+    def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
+        """Some integers of every rank, by rank: how long it took, what it holds. Collective."""
         with self._failing_together():
-            return any(answer for (answer,) in self._channels.gather_numbers(int(says)))
+            return self._channels.gather_numbers(*numbers)
 
     def save(
         self,

@@ -1,5 +1,6 @@
 """Which samples each data rank takes: every one once an epoch, whatever is interrupted."""
 
+from argparse import Namespace
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -86,7 +87,7 @@ def test_data_smaller_than_a_step_is_refused() -> None:
 def test_random_samples_are_the_same_for_any_number_of_data_ranks() -> None:
     def batch(data: int) -> list[torch.Tensor]:
         ranks: list[Any] = [Rank(data, k, microbatches=4 // data, seen=24) for k in range(data)]
-        batches: list[Any] = [next(_batches(rank, None)) for rank in ranks]
+        batches: list[Any] = [next(_batches(rank, Namespace(data=None))) for rank in ranks]
         assert all(one["f"].shape == () for one in batches)
         return [torch.cat([one["x"] for one in batches])]
 

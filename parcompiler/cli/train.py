@@ -1,0 +1,206 @@
+"""`train`: compile a model, make tokens of a text, and train on it, all ranks of this machine.
+
+    text files ──► save/tokens.bin        MODEL ──► save/program/        main.py on every rank
+    Ctrl-C ──► SIGTERM to the ranks ──► they save ──► the same line goes on
+
+Started as a rank itself (by torchrun, srun or a PyTorchJob), the first compiles into the folder
+that all see, the others wait for it, and each runs its script in place.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from parcompiler.cli import options, output
+from parcompiler.cli.commands import MODEL_FORMS
+from parcompiler.cli.output import DONE, Settings
+from parcompiler.cli.request import compiled, source
+from parcompiler.cli.words import HF
+
+PATIENCE = 1800.0  # s that a rank waits for the first to have compiled
+INTERRUPTED = 130
+
+
+@click.command("train", epilog=MODEL_FORMS, short_help="Train on a text, on this machine's ranks.")
+@options.planning
+@click.option(
+    "--data", "data", type=options.PATH, required=True, multiple=True, metavar="PATH",
+    help="Text files and folders of them, a data set that datasets saved, or a file of tokens.",
+)  # fmt: skip
+@click.option(
+    "--tokenizer", type=options.PATH, metavar="FILE",
+    help="A tokenizer.json. Default: that beside an hf: configuration; else one is made of the "
+    "text, for the model's vocabulary (or, without the package tokenizers, bytes are tokens).",
+)  # fmt: skip
+@click.option(
+    "--save", type=options.PATH, required=True, metavar="DIR",
+    help="The run's folder: tokens, scripts, checkpoints, metrics, weights.",
+)  # fmt: skip
+@click.option("--steps", type=options.COUNT, default=200, show_default=True, help="Steps in all.")
+@click.option("--lr", type=float, default=6e-4, show_default=True, help="Learning rate of AdamW.")
+@click.option("--warmup", type=options.NUMBER, default=20, show_default=True,
+              help="Steps up to that rate, which falls to a tenth as a cosine.")  # fmt: skip
+@click.option("--weight-decay", type=float, default=0.1, show_default=True, help="Of matrices.")
+@click.option("--max-norm", type=float, default=1.0, show_default=True, help="Of the gradients.")
+@click.option("--hold-out", type=click.FloatRange(0, 1, max_open=True), default=0.05,
+              show_default=True, help="Share of the rows for evaluations.")  # fmt: skip
+@click.option("--evaluate-every", type=options.COUNT, default=50, show_default=True, metavar="N",
+              help="Steps from one evaluation to the next.")  # fmt: skip
+@click.option("--every", type=options.COUNT, default=100, show_default=True, metavar="N",
+              help="Steps from one checkpoint to the next.")  # fmt: skip
+@click.option("--keep", type=options.COUNT, default=3, show_default=True, help="Checkpoints kept.")
+@click.option("--log-every", type=options.COUNT, default=10, show_default=True, metavar="N",
+              help="Steps from one line of metrics to the next.")  # fmt: skip
+@click.option("--resume", default="auto", show_default=True, metavar="auto|no|PATH",
+              help="auto: from the newest checkpoint of the folder, if any.")  # fmt: skip
+@click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard, too.")
+@click.option("--profile", metavar="FIRST-LAST",
+              help="Write torch's profile of these steps beside the predicted trace.")  # fmt: skip
+@click.option(
+    "--pretrained", type=options.PATH, metavar="FOLDER",
+    help="Published weights to begin from. Default: those that MODEL makes.",
+)  # fmt: skip
+@click.option("--seed", type=options.NUMBER, default=0, show_default=True,
+              help="Of the model's first weights, the order of the data, and dropout.")  # fmt: skip
+@options.remarks
+@click.pass_obj
+def train_command(
+    settings: Settings, /, data: tuple[Path, ...], tokenizer: Path | None, save: Path, steps: int,
+    lr: float, warmup: int, weight_decay: float, max_norm: float, hold_out: float,
+    evaluate_every: int, every: int, keep: int, log_every: int, resume: str, tensorboard: bool,
+    profile: str | None, pretrained: Path | None, seed: int, **request: Any,
+) -> int:  # fmt: skip
+    """Train MODEL on a text, with live metrics, checkpoints, and weights for from_pretrained.
+
+    Ctrl-C saves and ends; the same line goes on from there. Metrics are in DIR/metrics.jsonl, the
+    weights of the end in DIR/weights, and DIR/program is an export as `compile` writes it.
+
+    \b
+    parcompiler train hf:config.json --rows 4 --mesh pipeline=2 --data docs/ --save run/
+    parcompiler train model.py:make --mesh data=4 --data corpus.txt --save run/ --steps 1000
+    torchrun --nnodes 2 --nproc-per-node 8 -m parcompiler train ... (or srun, or a PyTorchJob)
+    """
+    output.check_folder(save / "program")
+    program = save / "program"
+    model = request["model"] or ""
+    shifts = model.startswith(HF)
+    ready = save / f".ready-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    size = 0
+    if os.environ.get("RANK", "0") == "0":
+        ready.unlink(missing_ok=True)
+        with output.writing(save):
+            save.mkdir(parents=True, exist_ok=True)
+        import torch
+
+        torch.manual_seed(seed)
+        made = compiled(settings, real=pretrained is None, **request)
+        report, size = made.report(), made.problem.mesh.size
+        with output.writing(program):
+            made.write(
+                program, report, weights=True if pretrained is None else pretrained,
+                **source(request["model"], request["checkpoint"]),
+            )  # fmt: skip
+        if profile is not None:
+            (save / "profile").mkdir(exist_ok=True)
+            report.to_trace(save / "profile" / "predicted.json")
+        from parcompiler.cli.text import tokens_of
+
+        with output.result_only():
+            rank_program = made.rank_program(0)
+            tokens = tokens_of(data, tokenizer, model, save, rank_program, settings.quiet)
+        ready.write_text(str(tokens), encoding="utf-8")
+    else:
+        _await(ready)
+    tokens = Path(ready.read_text(encoding="utf-8"))
+    arguments = [
+        "--data", tokens, "--labels", "same" if shifts else "next", "--save", save,
+        "--steps", steps, "--lr", lr, "--warmup", warmup, "--decay", "cosine",
+        "--weight-decay", weight_decay, "--max-norm", max_norm, "--every", every, "--keep", keep,
+        "--log-every", log_every,
+        "--metrics", save / "metrics.jsonl", "--seed", seed, "--publish", save / "weights",
+    ]  # fmt: skip
+    arguments += ["--resume", resume] if resume != "no" else []
+    arguments += ["--hold-out", hold_out, "--evaluate-every", evaluate_every] if hold_out else []
+    arguments += ["--tensorboard", save / "tensorboard"] if tensorboard else []
+    arguments += ["--profile", profile] if profile else []
+    line = [str(program / "main.py"), *map(str, arguments)]
+    if "RANK" in os.environ:
+        sys.argv = line
+        runpy.run_path(line[0], run_name="__main__")
+        return DONE
+    ready.unlink()
+    code = _ranks(line, size)
+    tokenizer_file = save / "tokenizer.json"
+    if code == DONE and tokenizer_file.exists():
+        shutil.copy(tokenizer_file, save / "weights" / "tokenizer.json")
+    return code
+
+
+def _await(ready: Path) -> None:
+    """Wait until the first rank has compiled."""
+    from parcompiler.errors import LaunchError
+
+    end = time.monotonic() + PATIENCE
+    while not ready.exists():
+        if time.monotonic() > end:
+            message = (
+                f"rank 0 has not compiled in {PATIENCE:g} s ({ready} is not there): all ranks must "
+                "see the folder of --save"
+            )
+            raise LaunchError(message)
+        time.sleep(0.2)
+
+
+def _ranks(line: Sequence[str], size: int) -> int:
+    """Run a script as all ranks on this machine; Ctrl-C lets them save, a second one ends them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        **os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *line], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,  # Ctrl-C is for this process, which tells them
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):  # a solver has left its own handler behind
+        signal.signal(number, signal.default_int_handler)
+    try:
+        codes = [process.wait() for process in processes]
+    except KeyboardInterrupt:
+        click.echo("saving ... (Ctrl-C again ends at once)", err=True)
+        _signal(processes, signal.SIGTERM)
+        try:
+            for process in processes:
+                process.wait()
+        except KeyboardInterrupt:
+            _signal(processes, signal.SIGKILL)
+        return INTERRUPTED
+    except BaseException:
+        _signal(processes, signal.SIGKILL)
+        raise
+    return next((code for code in codes if code), DONE)
+
+
+def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to those that still run."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)

@@ -1,0 +1,115 @@
+"""A file of tokens, mapped into memory, as rows of a model's inputs.
+
+    tokens      5 9 2 7 4 8 1 3 6 ...        one text behind the other
+    row 0       5 9 2 7                      tokens
+                9 2 7 4                      labels: the tokens that follow (or the same, for models
+    row 1               4 8 1 3                      that shift by themselves, as transformers' do)
+
+Beside `tokens.bin` stands `tokens.bin.json`: the dtype of its integers, and how many there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.program import RankProgram
+
+DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
+LABELS = ("next", "same")
+
+
+def write_tokens(path: Path, tokens: torch.Tensor, **facts: object) -> None:
+    """Write a file of tokens, in the narrowest integers that hold them; `facts` are kept in the
+    JSON beside it."""
+    most = int(tokens.max()) if len(tokens) else 0
+    kind = next(name for name, dtype in DTYPES.items() if most <= torch.iinfo(dtype).max)
+    data = tokens.to(DTYPES[kind]).contiguous()
+    size = data.nbytes
+    path.write_bytes(bytes((ctypes.c_char * size).from_address(data.data_ptr())))
+    described = {"dtype": kind, "tokens": len(data), "largest": most, **facts}
+    Path(f"{path}.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+class TokenRows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of `length` tokens with their labels, as the inputs that a worker's program has.
+
+    `part` is which of all rows: (0.0, 0.95) are those of the first 95 %. With `labels` "next" they
+    are the tokens that follow, with "same" the tokens themselves. Raises InputError where the file
+    is none of tokens, or the program has other inputs than rows of tokens and labels.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        program: RankProgram,
+        labels: str = "next",
+        part: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        facts, self._keys = described(Path(path)), columns(program)
+        spec = next(s for s in program.inputs.values() if s.key == self._keys[0])
+        if spec.high is not None and facts["largest"] >= spec.high:
+            message = (
+                f"{path} has tokens up to {facts['largest']}, and the model knows those below "
+                f"{spec.high}: take a tokenizer of its vocabulary"
+            )
+            raise InputError(message)
+        self.length, self._shift = spec.shape[1], int(labels == "next")
+        self._tokens = torch.from_file(
+            str(path), size=facts["tokens"], dtype=DTYPES[facts["dtype"]]
+        )
+        rows = max(0, (len(self._tokens) - self._shift) // self.length)
+        first, end = (round(rows * place) for place in part)
+        self._rows = range(first, end)
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        """One row: tokens and labels [length]."""
+        return {key: tensor[0] for key, tensor in self.batch([number]).items()}
+
+    def batch(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Several rows: tokens and labels [rows, length]."""
+        starts = [self._rows[number] * self.length for number in numbers]
+        rows = torch.stack([self._tokens[s : s + self.length + self._shift] for s in starts]).long()
+        tokens, labels = self._keys
+        found = {tokens: rows[:, : self.length].contiguous()}
+        return found | ({labels: rows[:, self._shift :].contiguous()} if labels else {})
+
+
+def described(path: Path) -> Mapping[str, Any]:
+    """What stands beside a file of tokens. Raises InputError where that is no such file."""
+    try:
+        facts = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+        size = DTYPES[facts["dtype"]].itemsize * facts["tokens"]
+        if path.stat().st_size == size and isinstance(facts["largest"], int):
+            return dict(facts)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    message = f"{path} is no file of tokens with its {path.name}.json (parcompiler train makes one)"
+    raise InputError(message)
+
+
+def columns(program: RankProgram) -> tuple[str, str]:
+    """The inputs that have tokens and labels, "" for no labels. Raises InputError where there are
+    others."""
+    rows = [s for s in program.inputs.values() if len(s.shape) == 2 and s.dtype == torch.int64]
+    if len(rows) not in (1, 2) or len(rows) != len(program.inputs):
+        listed = ", ".join(f"{s.key} {s.shape} {s.dtype}" for s in program.inputs.values())
+        message = (
+            f"a file of tokens fills inputs of tokens and labels, both [rows, tokens] of int64 "
+            f"(this model: {listed}): give a file of safetensors, or feed a worker of yours"
+        )
+        raise InputError(message)
+    named = [s.key for s in rows if "label" in s.key or "target" in s.key] or [rows[-1].key]
+    labels = named[0] if len(rows) == 2 else ""
+    return next(s.key for s in rows if s.key != labels), labels

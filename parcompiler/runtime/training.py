@@ -1,0 +1,203 @@
+"""The training loop of emitted scripts: data, learning rate, evaluation, metrics, profile.
+
+The learning rate is a function of the step alone, so that a run that goes on has it:
+
+    step    0 ── W ───────── N
+    rate    up to 1 │ down to a tenth, as a cosine or a line
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcompiler.errors import InputError
+from parcompiler.runtime.files import request_of
+from parcompiler.runtime.metrics import Metrics
+from parcompiler.runtime.resuming import Run
+from parcompiler.runtime.samples import Samples
+from parcompiler.runtime.tokens import LABELS, TokenRows
+from parcompiler.runtime.worker import Worker
+
+LEAST = 0.1  # of the learning rate, where a decay ends
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a command line."""
+    group = parser.add_argument_group("training")
+    group.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (0.001)")
+    group.add_argument("--warmup", type=int, default=0, help="steps up to that rate (0)")
+    group.add_argument(
+        "--decay", choices=("none", "cosine", "linear"), default="none",
+        help="how the rate falls to a tenth at the last step (none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--weight-decay", type=float,
+        help="of parameters with two dimensions or more alone; otherwise AdamW's own, of all",
+    )  # fmt: skip
+    group.add_argument("--max-norm", type=float, help="clip the gradients to this norm")
+    group.add_argument(
+        "--labels", choices=LABELS, default="next",
+        help="of a file of tokens: those that follow, or the same for models that shift themselves",
+    )  # fmt: skip
+    group.add_argument(
+        "--hold-out", type=float, default=0.0, metavar="SHARE",
+        help="of the rows of a file of tokens, for evaluations (0)",
+    )  # fmt: skip
+    group.add_argument("--evaluate-every", type=int, metavar="N", help="evaluate after every N-th")
+    group.add_argument(
+        "--evaluate-steps", type=int, default=10, help="batches of an evaluation (10)"
+    )
+    group.add_argument(
+        "--log-every", type=int, metavar="N",
+        help="tell loss, speed, MFU, memory and more after every N-th step, instead of each loss",
+    )  # fmt: skip
+    group.add_argument("--metrics", type=Path, metavar="FILE", help="tell them as JSON lines, too")
+    group.add_argument("--tensorboard", type=Path, metavar="DIR", help="and to TensorBoard")
+    group.add_argument(
+        "--profile", metavar="FIRST-LAST",
+        help="write torch's profile of these steps of each rank into profile/ of --save, or here",
+    )  # fmt: skip
+    group.add_argument(
+        "--publish", type=Path, metavar="DIR",
+        help="write the weights at the end, as from_pretrained of Hugging Face opens them",
+    )  # fmt: skip
+
+
+def rate_at(step: int, options: argparse.Namespace) -> float:
+    """The share of the learning rate in a step, counted from 0."""
+    if step < options.warmup:
+        return float((step + 1) / options.warmup)
+    if options.decay == "none":
+        return 1.0
+    done = min(1.0, (step - options.warmup) / max(1, options.steps - options.warmup))
+    curve = (1 + math.cos(math.pi * done)) / 2 if options.decay == "cosine" else 1 - done
+    return LEAST + (1 - LEAST) * curve
+
+
+def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW as the options say."""
+    decay = options.weight_decay
+    more: dict[str, Any] = {}
+    if decay is not None:
+        more = {
+            "weight_decay": 0.0,
+            "groups": lambda _, p: {"weight_decay": decay} if p.dim() >= 2 else {},
+        }
+    return worker.set_optimizer(
+        torch.optim.AdamW, max_norm=options.max_norm, lr=options.lr,
+        error_if_nonfinite=options.error_if_nonfinite, **more,
+    )  # fmt: skip
+
+
+class Training:
+    """The steps of one worker from where it is to the last, with all that is between them."""
+
+    def __init__(self, worker: Worker, options: argparse.Namespace, checkpoints: Run) -> None:
+        self._worker, self._options, self._checkpoints = worker, options, checkpoints
+        self._optimizer = optimizer_of(worker, options)
+        self._metrics: Metrics | None = None
+        if options.log_every is not None:
+            self._metrics = Metrics(
+                worker, options.log_every, options.metrics, options.tensorboard, options.steps
+            )
+        self._held: TokenRows | None = None
+        if options.evaluate_every is not None:
+            if options.data is None or options.data.suffix != ".bin" or not options.hold_out:
+                message = "--evaluate-every needs --data FILE.bin and --hold-out SHARE of its rows"
+                raise InputError(message)
+            part = (1 - options.hold_out, 1.0)
+            self._held = TokenRows(options.data, worker.program, options.labels, part)
+
+    def run(self, batches: Iterator[object]) -> None:
+        """Train to the last step, and write what the options want of it."""
+        worker, options, metrics = self._worker, self._options, self._metrics
+        scheduled = options.warmup or options.decay != "none"
+        first, last = steps_of(options.profile)
+        profiler: Any = None
+        with self._checkpoints.listening():
+            for number in range(worker.step_count, options.steps):
+                share = rate_at(number, options) if scheduled else 1.0
+                for group in self._optimizer.param_groups if scheduled else ():
+                    group["lr"] = options.lr * share
+                if number == first:
+                    profiler = torch.profiler.profile(acc_events=True)
+                    profiler.__enter__()
+                if metrics is not None:
+                    metrics.before_step()
+                loss = worker.train_step(next(batches))
+                if number == last and profiler is not None:
+                    self._write_profile(profiler)
+                if metrics is None and worker.rank == 0:
+                    print(f"step {number} loss {loss.item():.8f}", flush=True)
+                if metrics is not None:
+                    metrics.after_step(loss, float(self._optimizer.param_groups[0]["lr"]))
+                with nullcontext() if metrics is None else metrics.paused():
+                    if self._held is not None and worker.step_count % options.evaluate_every == 0:
+                        self._evaluate(self._held)
+                    self._checkpoints.after_step()
+            self._checkpoints.end()
+        if metrics is not None:
+            metrics.close()
+        if options.publish is not None:
+            folder = worker.folder
+            known = {} if folder is None else request_of(folder)
+            worker.save_pretrained(options.publish, config=known.get("configuration"))
+            if worker.rank == 0:
+                print(f"weights: {options.publish}", flush=True)
+
+    def _evaluate(self, held: TokenRows) -> None:
+        """The mean loss of the rows that are held out, or of the first of them."""
+        worker, program = self._worker, self._worker.program
+        each = program.samples * program.data
+        count = min(program.microbatches, len(held) // each)
+        if not count:
+            message = f"--hold-out leaves {len(held)} rows, and an evaluation takes {each}"
+            raise InputError(message)
+        own, losses = count * program.samples, []
+        for k in range(min(self._options.evaluate_steps, len(held) // (count * each))):
+            start = (k * program.data + worker.data_rank) * own
+            batch = program.in_form(held.batch(range(start, start + own)))
+            losses.append(worker.evaluate(batch))
+        loss = float(torch.stack(losses).mean())
+        if self._metrics is not None:
+            self._metrics.tell(worker.step_count, {"evaluation_loss": loss})
+        elif worker.rank == 0:
+            print(f"step {worker.step_count} evaluation loss {loss:.8f}", flush=True)
+
+    def _write_profile(self, profiler: Any) -> None:
+        """Write torch's profile of this rank."""
+        profiler.__exit__(None, None, None)
+        folder = (self._options.save or Path()) / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank_{self._worker.rank}.json"))
+        if self._worker.rank == 0:
+            print(f"profile: {folder}", flush=True)
+
+
+def token_batches(worker: Worker, options: argparse.Namespace) -> Iterator[object]:
+    """This data rank's batches of a file of tokens from where training is, for ever."""
+    rows = TokenRows(options.data, worker.program, options.labels, (0.0, 1 - options.hold_out))
+    for numbers in Samples(len(rows), worker, seed=options.seed):
+        yield worker.program.in_form(rows.batch(numbers))
+
+
+def steps_of(text: str | None) -> tuple[int, int]:
+    """The first and the last step of a profile: 10-12, or 10. Raises InputError.
+
+    >>> steps_of("10-12"), steps_of("10"), steps_of(None)
+    ((10, 12), (10, 10), (-1, -1))
+    """
+    if text is None:
+        return -1, -1
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        message = f"--profile takes steps, as 10-12 ({text!r} given)"
+        raise InputError(message)
+    return int(first), int(last) if dash else int(first)
