@@ -16,17 +16,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parcompiler.cost import collective
-from parcompiler.passes.divide import Load
 from parcompiler.passes.divide.relaxed import least_slowest_rank
-from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.passes.estimate import orders_of
-from parcompiler.passes.forced import joint_task
-from parcompiler.passes.loads import data, data_under, reserved
+from parcompiler.passes.forced import division_task
+from parcompiler.passes.loads import data
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
-from parcompiler.schedules.planned import held, identity, outline, trunk
+from parcompiler.schedules.planned import identity, outline, trunk
 from parcompiler.timeline import Message, StageCost, step_time, timing
 
 TINY = 1e-9  # sums of the same numbers in another order
@@ -83,11 +81,11 @@ def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
     besides take what the slowest rank takes."""
     trial = as_asked(problem, few, level)
     priced = problem.recomputing(level, trial.recompute or ())
-    task, again = task_of(problem, trial, level)
-    slowest = least_slowest_rank(task, again)
+    task = division_task(problem, trial, level)
+    slowest = least_slowest_rank(task)
     if slowest == math.inf:
         return Even(math.inf, is_forced=True)
-    pace = float(sum(task.worth))  # the ranks, where all are alike
+    pace = float(task.pace(range(task.ranks)))  # the ranks, where all are alike
     even = sum((*priced.forward, *priced.backward)) / pace
     more = max(0.0, slowest - even)
     spread = vocabulary_cost(problem, few)
@@ -101,17 +99,6 @@ def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
     wanted = problem.options.recompute
     names = () if wanted == "auto" else chosen(problem, level, wanted)
     return dataclasses.replace(plan, recompute=names)
-
-
-def task_of(problem: Problem, plan: Plan, level: int) -> tuple[DivisionTask, list[Load | None]]:
-    """The blocks as the stage pass divides them, and as they are when they run twice."""
-    limits = [memory - reserved(problem, plan) for memory in problem.memories]
-    if problem.options.recompute == "auto":
-        return joint_task(problem, plan, level, limits)
-    schedule, given = outline(plan), data_under(problem, plan, level)
-    rooms = [float(max(1, limit)) for limit in limits]
-    task = DivisionTask(*given, schedule.placement, plan.microbatches, held(plan), rooms)
-    return task, [None] * len(task.loads)
 
 
 def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:

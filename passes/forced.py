@@ -1,84 +1,79 @@
-"""What memory forces to be recomputed: chosen together with the stages, or for stages as they are.
+"""What is divided into stages: the blocks, and what they are where memory may have them recomputed.
 
-The programme is in `divide/joint`. A block that is recomputed keeps what it reads. Where it is the
-only one to keep that, the block that made it keeps its output: the programme counts that in any
-case, and so never too little.
+A block that is recomputed keeps what it reads. Where it is the only one to keep that, the block
+that made it keeps its output: that is counted in any case, and so never too little.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from parcompiler.graph import nbytes_of
-from parcompiler.passes.divide import Load, StageDivision
-from parcompiler.passes.divide.again import Repeatable
-from parcompiler.passes.divide.joint import divide_twice
-from parcompiler.passes.divide.task import DivisionTask
-from parcompiler.passes.loads import data_under
+from parcompiler.passes.divide import DivisionTask, Flow, Load
+from parcompiler.passes.loads import data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.planned import held, identity, outline
 
 
-def jointly(
-    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[StageDivision, tuple[str, ...]]:
-    """The best division at a granularity where ranks have so many bytes for their blocks, and the
-    blocks that it recomputes. Raises as `divide_twice`."""
-    task, again = joint_task(problem, plan, level, limits)
-    found = divide_twice(
-        task.loads, again, task.flows, task.placement, task.microbatches, task.held, task.limits
-    )
-    return found.division, names_of(problem, level, found.twice)
+def division_task(
+    problem: Problem,
+    plan: Plan,
+    level: int,
+    limits: Sequence[int] | None = None,
+    *,
+    is_free: bool | None = None,
+) -> DivisionTask:
+    """The blocks at a granularity as they are divided under the schedule of a plan, where ranks
+    have so many bytes for them (None: all but what is reserved).
+
+    Where recomputation is free, left to memory (None: as in the options), any block may run twice;
+    else those do that the plan recomputes. Found once for a schedule: who bounds it, divides it
+    quickly and divides it well asks for it.
+    """
+    if limits is None:
+        limits = [memory - reserved(problem, plan) for memory in problem.memories]
+    if is_free is None:
+        is_free = problem.options.recompute == "auto"
+    rooms = tuple(float(max(1, limit)) for limit in limits)
+    given = outline(plan).placement, plan.microbatches, held(plan), rooms
+    if not is_free:
+        loads, flows = data_under(problem, plan, level)
+        return DivisionTask(loads, flows, *given)
+    key = "division task", level, rooms, identity(plan)
+
+    def find() -> DivisionTask:
+        loads, again, flows = _free(problem, plan, level)
+        return DivisionTask(loads, flows, *given, again)
+
+    return problem.once(key, find)
 
 
-def spared(
-    problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], limits: Sequence[float]
-) -> tuple[str, ...] | None:
-    """The blocks to recompute with these stages, at the least time; None when nothing fits."""
-    task, again = joint_task(problem, plan, level, limits)
-    found = Repeatable(task, tuple(again)).spared(stage_of)
-    return None if found is None else names_of(problem, level, found)
-
-
-def names_of(problem: Problem, level: int, blocks: frozenset[int]) -> tuple[str, ...]:
+def names_of(problem: Problem, level: int, blocks: Collection[int]) -> tuple[str, ...]:
     """The names of blocks, in their order."""
     names = [block.name for block in problem.priced(level).cut.blocks]
     return tuple(names[b] for b in sorted(blocks))
 
 
-def joint_task(
-    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[DivisionTask, list[Load | None]]:
-    """The blocks as they are, and as they are when recomputed; None where that does not help.
-
-    Found once for a schedule: who bounds it, divides it quickly and divides it well asks for it.
-    """
-    key = "joint task", level, tuple(limits), identity(plan)
-    return problem.once(key, lambda: _joint_task(problem, plan, level, limits))
-
-
-def _joint_task(
-    problem: Problem, plan: Plan, level: int, limits: Sequence[float]
-) -> tuple[DivisionTask, list[Load | None]]:
-    """The same, for the first time."""
-    schedule = outline(plan)
+def _free(
+    problem: Problem, plan: Plan, level: int
+) -> tuple[tuple[Load, ...], tuple[Load | None, ...], tuple[Flow, ...]]:
+    """The blocks as they are, and as they are when recomputed, None where that does not help; and
+    the values between them."""
     every = chosen(problem, level, "full")
     loads, flows = data_under(problem, dataclasses.replace(plan, recompute=()), level)
     full, _ = data_under(problem, dataclasses.replace(plan, recompute=every), level)
-    kept = list(_keeping(problem, level, every, loads))
+    kept = tuple(_keeping(problem, level, every, loads))
     names = [block.name for block in problem.priced(level).cut.blocks]
-    again = [
+    again = (
         other
         if name in every and (other.saved < load.saved or other.moment < load.moment)
         else None
         for name, load, other in zip(names, kept, full, strict=True)
-    ]
-    rooms = [float(max(1, limit)) for limit in limits]
-    given = kept, flows, schedule.placement, plan.microbatches, held(plan), rooms
-    return DivisionTask(*given), again
+    )
+    return kept, tuple(again), flows
 
 
 def _keeping(

@@ -21,11 +21,11 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.divide.again import Repeatable
-from parcompiler.passes.divide.improve import even_runs, lean_runs
+from parcompiler.passes.divide import spared
+from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import as_asked, even_step, task_of
-from parcompiler.passes.forced import names_of
+from parcompiler.passes.even import as_asked, even_step
+from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.stage import StagePass, placed
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
@@ -219,12 +219,12 @@ def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float |
     """
     level = problem.levels[0]
     trial = as_asked(problem, plan, level)
-    task, again = task_of(problem, trial, level)
+    task = division_task(problem, trial, level)
     if task.stages > len(task.loads):
         return None
     for start in (even_runs, lean_runs):
         stage_of = start(task)
-        twice = Repeatable(task, tuple(again)).spared(stage_of)
+        twice = spared(task, stage_of)
         if twice is not None:
             names = (*(trial.recompute or ()), *names_of(problem, level, twice))
             found = dataclasses.replace(trial, recompute=names)

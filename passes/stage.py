@@ -22,11 +22,11 @@ from parcompiler.capture.blocks import why_so_few
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import given
 from parcompiler.passes.base import Pass
-from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts
-from parcompiler.passes.divide.improve import even_runs, lean_runs
+from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
+from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import TINY, as_asked, task_of
-from parcompiler.passes.forced import jointly, spared
+from parcompiler.passes.even import TINY, as_asked
+from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
@@ -189,7 +189,7 @@ def _alternatives(
         counts = (each + (j in more) for j in range(stages))
         yield coarsest, tuple(j for j, count in enumerate(counts) for _ in range(count))
     if level is None:
-        task = task_of(problem, as_asked(problem, plan, coarsest), coarsest)[0]
+        task = division_task(problem, as_asked(problem, plan, coarsest), coarsest)
         yield from ((coarsest, start(task)) for start in (even_runs, lean_runs))
 
 
@@ -342,31 +342,29 @@ def _divide(
 ) -> tuple[StageDivision, Plan]:
     """The best division at a granularity that leaves some bytes of each rank free, and a plan with
     what is recomputed in it."""
-    schedule, memories = outline(plan), problem.memories
+    memories = problem.memories
     besides = [reserved(problem, plan) + kept for kept in free]
     limits = [memory - kept for memory, kept in zip(memories, besides, strict=True)]
-    if wanted == "auto":
-        division, names = jointly(problem, plan, level, limits)
-        return division, dataclasses.replace(plan, recompute=names)
-    plan = _recomputing(problem, plan, level, wanted)
+    is_free = wanted == "auto"
+    if not is_free:
+        plan = _recomputing(problem, plan, level, wanted)
+    blocks = problem.priced(level).cut.blocks
     try:
         division = divide(
-            *data_under(problem, plan, level),
-            schedule.placement,
-            plan.microbatches,
-            held(plan),
-            [float(max(1, limit)) for limit in limits],
-            names=[block.name for block in problem.priced(level).cut.blocks],
+            division_task(problem, plan, level, limits, is_free=is_free),
+            names=[block.name for block in blocks],
             explain=explain,
             besides=besides,
             memory=memories,
         )
     except InfeasibleError as error:
         most = max(besides)
-        if most and len(schedule.placement) <= len(problem.priced(level).cut.blocks):
+        if most and len(outline(plan).placement) <= len(blocks):
             kept = f"{most:,} bytes" if most == min(besides) else f"up to {most:,} bytes"
             error.add_note(f"{kept} of it are kept free for messages, batch and vocabulary")
         raise
+    if is_free:
+        plan = dataclasses.replace(plan, recompute=names_of(problem, level, division.twice))
     return division, plan
 
 
@@ -392,11 +390,11 @@ def _forced(
     free = [reserved(problem, plan)] * len(memories)
     while True:
         limits = [memory - kept for memory, kept in zip(memories, free, strict=True)]
-        names = spared(problem, plan, level, stage_of, limits)
-        if names is None:  # by the programme's bytes, which may be too many
+        twice = spared(division_task(problem, plan, level, limits, is_free=True), stage_of)
+        if twice is None:  # by the programme's bytes, which may be too many
             trial = _recomputing(problem, plan, level, "full")
             return _evaluated(problem, trial, level, stage_of), trial
-        trial = dataclasses.replace(plan, recompute=names)
+        trial = dataclasses.replace(plan, recompute=names_of(problem, level, twice))
         division = _priced(problem, trial, level, stage_of)
         over = _over(problem, _decided(problem, trial, level, division))
         if max(over) <= 0:

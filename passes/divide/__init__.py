@@ -1,9 +1,10 @@
-"""Divide the blocks of a graph into pipeline stages: exactly, as an integer programme.
+"""Divide the blocks of a graph into pipeline stages, and choose those that run twice.
 
 Given       c[i,r]      seconds of block i on rank r, forward and backward of one micro-batch;
                         blocks are listed in topological order
             m[i], s[i]  its resident bytes; its bytes saved for the backward, per micro-batch
             e[i]        bytes that it takes while it computes only
+            and the same, with c', m', s' and e', when block i runs twice, if it may
             f           values that cross blocks: producer p, consumers q, seconds d[f] to receive
                         one and to return its gradient, bytes s[f] of a received copy
             g           tensors that several blocks use, of b[g] bytes
@@ -12,55 +13,51 @@ Given       c[i,r]      seconds of block i on rank r, forward and backward of on
             K(r)        vectors k of micro-batches in flight at once on the stages of rank r
 Decide      y[i,j]      1 iff block i is on stage j or a later one
             x[i,j]      1 iff block i is on stage j: y[i,j] - y[i,j+1]             `_place`
+            w[i,j]      1 iff it runs twice there: w[i,j] <= x[i,j]                `_place`
             r[f,j]      1 iff value f is received on stage j: the first of its rank to consume it
             u[g,r]      1 iff tensor g is held on rank r
             a[r]        bytes that rank r takes while it computes a block
             T           seconds of the slowest rank
-Minimize    (sum over j of t[j]) / v + (M - 1) T                                   `minimize_time`
+Minimize    (sum over j of t[j]) / v + (M - 1) T                                   `_minimize_time`
             with t[j] = sum(c[i,r] x[i,j]) + sum(d[f] r[f,j]) for j in J(r)
 Subject to  data flows forward         y[p,j] <= y[q,j]                            `_flow_forward`
             no stage is empty          sum(x[i,j]) >= 1                            `_fill_stages`
-            values are received        x[q,j] - sum(x[p,e] + r[f,e] for other      `_receive_values`
-                                       e in J(r), of the r[f,e] those before j)
-                                       - x[p,j] <= r[f,j] <= sum(x[q,j])
+            values are received        x[q,j] - x[p,j] <= r[f,j] <= sum(x[q,j])    `_receive_values`
             shared tensors are held    u[g,r] >= x[i,j] for each user i            `_hold_shared`
-            blocks can compute         a[r] >= e[i] x[i,j]                         `_hold_moments`
-            no rank is slower than T   sum(t[j] for j in J(r)) <= T                `minimize_time`
-            memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,r])         `limit_memory`
+            blocks can compute         a[r] >= e[i] x[i,j]                         `_hold_moment`
+            no rank is slower than T   sum(t[j] for j in J(r)) <= T                `_minimize_time`
+            memory suffices            sum(m[i] x[i,j]) + sum(b[g] u[g,r])         `_limit_memory`
                                        + a[r] + sum(k[j] s[i] x[i,j])
                                        + sum((k[j] + 1) s[f] r[f,j]) <= L[r]
                                        for each k in K(r), the sums over j in J(r)
+and with w[i,j] stand the numbers of the block that runs twice less those of one that runs once.
 
-The sum over r[f,e] makes a value received once per rank. Its copies are those of the micro-batches
-in flight on the first stage that consumes it, which has it longest, and one more, because a receive
-is posted before its use. Between stages of one rank it takes neither seconds nor a copy.
+Copies of a value are those of the micro-batches in flight on the first stage of a rank that
+consumes it, which has it longest, and one more, because a receive is posted before its use. Between
+stages of one rank it takes neither seconds nor a copy.
 
-Little of the proof needs search. With one stage per rank, a dynamic programme finds a good division
-into runs of consecutive blocks; with several, runs become good by moving cuts (`improve`, `pairs`).
-Every better division has each block on one of a few stages, its window; often the windows
-contradict each other, or the blocks do not fit into the ranks however they are put (`bounds`), and
-the runs are optimal. Else the programme is solved inside the windows; but with several stages per
-rank only a small one: there the gap is told, and the stage pass improves the runs on the timeline.
-
-Where ranks differ in speed, a bound that counts a block where it takes least is weak. A chain with
-one stage per rank is then divided by the exact dynamic programme of `spans`.
+With one stage per rank a dynamic programme finds the best runs of consecutive blocks (`runs`).
+Where every block reads of the one before it all divisions are runs, and that is all. Else the
+integer programme (`programme`) looks for something better, among the few stages on which each block
+can be then. With several stages per rank, runs become good by moving cuts (`improve`), each rank
+spares what it can (`twice.spared`), and how far that may be from the best is told: the stage pass
+moves blocks further, on the timeline, and that finds shorter steps in less time than the integer
+programme did.
 
 Bytes are exact; the rounding of seconds to whole numbers is below 1e-9 of the slowest stage.
 
-Ties: the runs found win when nothing is strictly better. With one stage per rank, of runs with that
-slowest stage they have the least total, then the least sum of squared seconds (the most even), then
-the earliest cuts. With several, no move of neighbouring cuts by one block lowers the sum of squares
-at the same step. Where runs are not optimal, the solver's fixed seed decides.
+Ties: nothing runs twice where that is as good, and the runs found win when nothing is strictly
+better. Of runs with one stage per rank they have the least sum of squared seconds (the most even),
+then the earliest cuts. Where runs are not optimal, the solver's fixed seed decides.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from parcompiler.errors import InfeasibleError
-from parcompiler.passes.divide.again import Repeatable
-from parcompiler.passes.divide.bounds import crowded, least_slowest
 from parcompiler.passes.divide.data import (
     Evaluation,
     Flow,
@@ -70,30 +67,24 @@ from parcompiler.passes.divide.data import (
     evaluate,
     memory_parts,
 )
-from parcompiler.passes.divide.improve import balanced_runs
-from parcompiler.passes.divide.programme import is_large, lay_out, limit_memory, minimize_time
+from parcompiler.passes.divide.improve import moved_runs
+from parcompiler.passes.divide.programme import searched
 from parcompiler.passes.divide.refusal import too_little_memory
-from parcompiler.passes.divide.runs import fastest_runs, nothing_better
-from parcompiler.passes.divide.spans import Spans
+from parcompiler.passes.divide.runs import StagesTwice, fastest_runs
 from parcompiler.passes.divide.task import DivisionTask, check_task
-from parcompiler.passes.divide.windows import find_windows
-from parcompiler.solver import EFFORT, UndecidedError, relative_gap, solve
+from parcompiler.passes.divide.twice import spared
+from parcompiler.solver import EFFORT, relative_gap
 
-SHORTER = 0.2  # of the effort, where there is a division to begin with that is rarely improved
+KEPT = 3  # good runs that the timeline compares where memory is no matter
 
 __all__ = [
-    "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide", "evaluate",
-    "memory_parts",
+    "DivisionTask", "Evaluation", "Flow", "Load", "MemoryPart", "StageDivision", "divide",
+    "evaluate", "memory_parts", "spared",
 ]  # fmt: skip
 
 
 def divide(
-    loads: Sequence[Load],
-    flows: Sequence[Flow],
-    placement: Sequence[int],
-    microbatches: int,
-    held: Sequence[Sequence[tuple[int, ...]]],
-    limits: Sequence[float],
+    task: DivisionTask,
     *,
     names: Sequence[str] = (),
     effort: float = EFFORT,
@@ -104,16 +95,10 @@ def divide(
     """The division of blocks into stages whose step takes the fewest seconds.
 
     Args:
-        loads: one per block, in topological order.
-        flows: the values between blocks; producers come before consumers.
-        placement: the rank of each stage; no stage stays empty, each rank has equally many.
-        microbatches: those of a step.
-        held: per rank, how many micro-batches' saved values its stages hold at once: one vector
-            for each moment that may be the fullest, one count for each of its stages.
-        limits: bytes of memory of each rank; may be infinite.
+        task: what is to be divided.
         names: of the blocks, for messages.
         effort: limit of the search, in the solver's deterministic units.
-        explain: whether to search for what would do when memory does not (that may take longer).
+        explain: whether to say what would do when memory does not.
         besides: bytes that each rank has in use besides; the message adds them.
         memory: bytes of each rank, the ones in use among them, for the message.
 
@@ -123,57 +108,62 @@ def divide(
         UndecidedError: the search ended with no division and no proof that there is none.
         InputError: the data are no such problem.
     """
-    task = DivisionTask(loads, flows, placement, microbatches, held, limits)
     check_task(task)
-    try:
-        stage_of, bound, runs = _fastest(task, effort)
-    except InfeasibleError:
+    others: list[tuple[int, ...]] = []
+    least: float | None = None
+    if task.each > 1:
+        best, least = _moved(task, others), 0.0
+    else:
+        runs = fastest_runs(task)
+        best = runs and runs[0]
+        others += [best[0]] if best else []
+        if not task.is_linked:
+            best, least = searched(task, runs, effort)
+    if best is None:
         if not explain:
-            raise
-        raise too_little_memory(task, names, effort, besides, memory) from None
-    objective = task.evaluate(stage_of).objective
-    others = () if runs in (None, stage_of) else (runs,)
-    if bound is None:
-        return StageDivision(stage_of, "optimal", objective, objective, 0.0, others)
-    least = min(objective, bound * task.unit / task.each)
-    gap = relative_gap(objective, least)
-    return StageDivision(stage_of, "feasible", objective, least, gap, others)
+            message = "no division satisfies the limits, whatever runs twice"
+            raise InfeasibleError(message)
+        raise too_little_memory(task, names, besides, memory)
+    stage_of, twice = best
+    seconds = task.evaluate(stage_of, twice).objective
+    bound = seconds
+    if least is not None:
+        units = max(least, sum(task.compute) + task.further * task.even)
+        bound = min(seconds, units * task.unit / task.each)
+    gap = relative_gap(seconds, bound)
+    status = "feasible" if gap else "optimal"
+    tried = tuple(dict.fromkeys(item for item in others if item != stage_of))
+    return StageDivision(stage_of, status, seconds, bound, gap, tried, twice)
 
 
-def _fastest(
-    task: DivisionTask, effort: float
-) -> tuple[tuple[int, ...], float | None, tuple[int, ...] | None]:
-    """The best division; a lower bound of the objective in units, None when it is optimal; and the
-    runs that the search began with."""
-    if crowded(task) or find_windows(task, math.inf) is None:  # look for no good division then
-        return nothing_better(None), None, None
-    least = least_slowest(task) if task.each > 1 else 0
-    runs, best = balanced_runs(task, least) if task.each > 1 else fastest_runs(task)
-    if not task.is_uniform and task.each == 1 and task.links is not None:
-        better = Spans(Repeatable(task, (None,) * len(task.loads))).best(best)
-        return (nothing_better(runs) if better is None else better[0]), None, runs
-    windows = find_windows(task, best)
-    if windows is None or windows.slowest < least:
-        return nothing_better(runs), None, runs
-    bound = sum(task.compute) + sum(windows.received) + task.further * least
-    if runs is not None and is_large(task, windows):
-        return runs, bound, runs
-    layout = lay_out(task, windows)
-    limit_memory(layout)
-    minimize_time(layout, least)
-    if runs is not None and task.each > 1:
-        layout.hint(runs)
-        if layout.is_large:
-            return runs, bound, runs
-        effort *= SHORTER
-    try:
-        solution = solve(layout.model, effort=effort)
-    except InfeasibleError:
-        return nothing_better(runs), None, runs
-    except UndecidedError as undecided:
-        if runs is None:
-            raise
-        return runs, min(best, undecided.bound), runs
-    is_proven = solution.status == "optimal" or solution.bound >= best
-    stage_of = runs if runs and best <= solution.objective else layout.read(solution.values)
-    return stage_of, None if is_proven else solution.bound, runs
+def _moved(task: DivisionTask, tried: list[tuple[int, ...]]) -> StagesTwice | None:
+    """The best of some good runs with what must run twice in them; all are `tried`."""
+    given = tuple(task.loads), tuple(task.flows), tuple(task.placement), task.microbatches
+    free = _unlimited(*given)
+    best = sorted(free, key=lambda stage_of: task.objective(stage_of, ()))[:KEPT]
+    if task.fits(best[0]):
+        tried += best
+        return best[0], frozenset()
+    tried.append(free[0])
+    every = [i for i, twice in enumerate(task.again) if twice is not None]
+    for lean in (task, task.under(every)) if every else (task,):
+        tried += moved_runs(lean)
+    found = []
+    for stage_of in dict.fromkeys(tried):
+        twice = spared(task, stage_of)
+        if twice is not None:
+            found.append((task.objective(stage_of, twice), len(twice), (stage_of, twice)))
+    return min(found)[2] if found else None
+
+
+@lru_cache(maxsize=64)  # schedules of one placement differ in what they hold alone
+def _unlimited(
+    loads: tuple[Load, ...],
+    flows: tuple[Flow, ...],
+    placement: tuple[int, ...],
+    microbatches: int,
+) -> list[tuple[int, ...]]:
+    """Good runs if memory were no matter."""
+    ranks = max(placement) + 1
+    held = [((1,) * (len(placement) // ranks),)] * ranks
+    return moved_runs(DivisionTask(loads, flows, placement, microbatches, held, [math.inf] * ranks))

@@ -53,9 +53,9 @@ class Flow:
 class StageDivision:
     """The stage of each block. No division has an objective (seconds) below `bound`.
 
-    `status` is "optimal", or "feasible" when the work limit came before the proof; `gap` is
-    (objective - bound) / objective. `others` are divisions that were tried on the way, which may be
-    faster on the timeline.
+    `status` is "optimal", or "feasible" when there is no proof of that; `gap` is (objective -
+    bound) / objective. The blocks in `twice` run twice. `others` are divisions that were tried on
+    the way, which may be faster on the timeline.
     """
 
     stage_of: tuple[int, ...]
@@ -64,6 +64,7 @@ class StageDivision:
     bound: float
     gap: float
     others: tuple[tuple[int, ...], ...] = ()
+    twice: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

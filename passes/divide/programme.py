@@ -1,4 +1,4 @@
-"""The integer programme inside the windows; a function for each line of its statement."""
+"""The integer programme; a function for each line of its statement in `divide`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.data import Load
+from parcompiler.passes.divide.runs import StagesTwice
 from parcompiler.passes.divide.task import DivisionTask
-from parcompiler.passes.divide.windows import Windows
-from parcompiler.solver import SolverModel, Term, Variable
+from parcompiler.solver import SolverModel, Term, UndecidedError, Variable, solve
 
-# Variables. With several stages per rank, moving blocks on the timeline then finds shorter steps
-# than the search, in less time: of 40 problems none was slower, and planning took half as long.
-LARGE = 150
-LARGEST = 1500  # with one stage per rank
+LARGEST = 1500  # variables that are worth a search where a division is known
+SHORTER = 0.2  # of the effort there
 
 
 @dataclass(frozen=True)
@@ -22,45 +22,26 @@ class Layout:
     """The programme and its variables, which exist only where they can be 1."""
 
     task: DivisionTask
-    windows: Windows
+    windows: Sequence[range]
     model: SolverModel
+    slowest: Variable
     free: dict[tuple[int, int], Variable]
     always: Variable
     never: Variable
     x: dict[tuple[int, int], Variable]
+    w: dict[tuple[int, int], Variable]
     r: dict[tuple[int, int], Variable]
     u: dict[tuple[tuple[str, int], int], Variable]
-    moment: dict[int, Variable]
 
     def y(self, i: int, j: int) -> Variable:
         """Whether block i is on stage j or a later one."""
-        return self.always if j <= self.windows.first[i] else self.free.get((i, j), self.never)
+        return self.always if j <= self.windows[i][0] else self.free.get((i, j), self.never)
 
-    def seconds(self, rank: int) -> list[Term]:
-        """The units of time of all stages of a rank."""
-        compute, move = list(enumerate(self.task.cost[rank])), list(enumerate(self.task.move))
-        return [
-            term
-            for j in self.task.on[rank]
-            for term in (*_sum(self.x, compute, j), *_sum(self.r, move, j))
-        ]
-
-    def memory(self, rank: int, counts: Sequence[int]) -> list[Term]:
-        """The bytes on a rank with so many micro-batches in flight on its stages."""
-        terms: list[Term] = []
-        for k, j in zip(counts, self.task.on[rank], strict=True):
-            blocks = [load.resident + k * load.saved for load in self.task.loads]
-            copies = [(k + 1) * flow.saved for flow in self.task.flows]
-            terms += _sum(self.x, enumerate(blocks), j)
-            terms += _sum(self.r, enumerate(copies), j)
-        held = [(size, here) for ((_, size), at), here in self.u.items() if at == rank]
-        moment = [(1, self.moment[rank])] if rank in self.moment else []
-        return [*terms, *held, *moment]
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a few seconds of search would do nothing: with several stages per rank only."""
-        return self.task.each > 1 and len(self.model.variables) > LARGE
+    def again(self, i: int) -> Load:
+        """What a block is when it runs twice."""
+        load = self.task.again[i]
+        assert load is not None
+        return load
 
     def hint(self, stage_of: Sequence[int]) -> None:
         """Say where to look first: near this division."""
@@ -69,10 +50,120 @@ class Layout:
         for (i, j), later in self.free.items():
             self.model.hint(later, stage_of[i] >= j)
 
-    def read(self, values: Sequence[float]) -> tuple[int, ...]:
-        """The stage of each block."""
+    def read(self, values: Sequence[float]) -> StagesTwice:
+        """The stage of each block, and what runs twice."""
         at = {i: j for (i, j), variable in self.x.items() if values[variable.index]}
-        return tuple(at[i] for i in range(len(self.task.loads)))
+        twice = frozenset(i for (i, _), variable in self.w.items() if values[variable.index])
+        return tuple(at[i] for i in range(len(self.task.loads))), twice
+
+
+def searched(
+    task: DivisionTask, known: tuple[StagesTwice, int] | None, effort: float
+) -> tuple[StagesTwice | None, float | None]:
+    """The best division of a task with one stage per rank, and units that none is below; None
+    where that is proven to be the best.
+
+    Raises UndecidedError when nothing is known, and the search finds nothing and no proof.
+    """
+    best, units = known or (None, math.inf)
+    slowest = _slowest(task, units)
+    windows = _windows(task, slowest)
+    if slowest < 0 or not all(windows):
+        return best, None
+    layout = lay_out(task, windows, slowest)
+    if best is not None:
+        if len(layout.model.variables) > LARGEST:
+            return best, 0.0
+        layout.hint(best[0])
+        effort *= SHORTER
+    try:
+        solution = solve(layout.model, effort=effort)
+    except InfeasibleError:
+        return best, None
+    except UndecidedError as undecided:
+        if best is None:
+            raise
+        return best, undecided.bound
+    is_proven = solution.status == "optimal" or solution.bound >= units
+    if solution.objective < units:
+        best = layout.read(solution.values)
+    return best, None if is_proven else solution.bound
+
+
+def _slowest(task: DivisionTask, units: float) -> int:
+    """The most units of a rank in a division of fewer units; negative when there is none."""
+    if units == math.inf:
+        again = (max(own[i] for own in task.extra) for i in range(len(task.loads)))
+        return max(map(sum, task.cost)) + sum(again) + sum(task.move)
+    slack = math.ceil(units) - 1 - sum(task.compute)
+    if task.microbatches > 1:
+        return slack // task.further
+    return math.ceil(units) - 1 if slack >= 0 else -1
+
+
+def _windows(task: DivisionTask, slowest: int) -> list[range]:
+    """The stages of each block where no rank takes longer than `slowest`: the blocks above it, and
+    those below, have as many stages as they need, and no stage is empty."""
+    blocks, stages = len(task.loads), task.stages
+    above: list[set[int]] = [{i} for i in range(blocks)]
+    below: list[set[int]] = [{i} for i in range(blocks)]
+    edges = sorted({(flow.producer, q) for flow in task.flows for q in flow.consumers})
+    for p, q in sorted(edges, key=lambda edge: edge[1]):
+        above[q] |= above[p]
+    for p, q in reversed(edges):
+        below[p] |= below[q]
+
+    def least(group: set[int]) -> int:
+        units = sum(task.compute[q] for q in group)
+        return max(1, -(-units // max(1, slowest)), stages - blocks + len(group))
+
+    return [range(least(above[i]) - 1, stages - least(below[i]) + 1) for i in range(blocks)]
+
+
+def lay_out(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout:
+    """The whole programme."""
+    layout = _place(task, windows, slowest)
+    _flow_forward(layout)
+    _fill_stages(layout)
+    _receive_values(layout)
+    _hold_shared(layout)
+    _limit_memory(layout)
+    _minimize_time(layout)
+    return layout
+
+
+def _place(task: DivisionTask, windows: Sequence[range], slowest: int) -> Layout:
+    """The variables inside the windows."""
+    model = SolverModel()
+    pace = model.integer("T", task.even, max(slowest, task.even))
+    always, never = model.integer("1", 1, 1), model.integer("0", 0, 0)
+    places = [(i, j) for i, window in enumerate(windows) for j in window]
+    again = task.again or [None] * len(windows)
+    users = {(item, j) for i, j in places for item in task.loads[i].shared}
+    received = {
+        (f, j) for f, flow in enumerate(task.flows) for q in flow.consumers for j in windows[q]
+    }  # fmt: skip
+    layout = Layout(
+        task, windows, model, pace,
+        free={(i, j): model.binary(f"y[{i},{j}]") for i, j in places if j > windows[i][0]},
+        always=always,
+        never=never,
+        x={(i, j): model.binary(f"x[{i},{j}]") for i, j in places},
+        w={(i, j): model.binary(f"w[{i},{j}]") for i, j in places if again[i] is not None},
+        r={
+            (f, j): model.binary(f"r[{f},{j}]")
+            for f, j in sorted(received)
+            if j > windows[task.flows[f].producer][0]
+        },
+        u={(item, j): model.binary(f"u[{item[0]},{j}]") for item, j in sorted(users)},
+    )  # fmt: skip
+    # A block is on stage j iff it is on j or later, but not on j + 1 or later.
+    for (i, j), here in layout.x.items():
+        model.constrain([(1, here), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
+    # It runs twice only where it is.
+    for place, twice in layout.w.items():
+        model.constrain([(1, layout.x[place]), (-1, twice)], low=0)
+    return layout
 
 
 def _sum(
@@ -80,51 +171,6 @@ def _sum(
 ) -> list[Term]:
     """The terms of stage j, of items with their coefficients, whose variable exists."""
     return [(a, variables[i, j]) for i, a in coefficients if a and (i, j) in variables]
-
-
-def is_large(task: DivisionTask, windows: Windows) -> bool:
-    """Whether the layout would be large by the places of its blocks alone: quickly said."""
-    places = sum(b - a + 1 for a, b in zip(windows.first, windows.last, strict=True))
-    return task.each > 1 and 2 * places - len(task.loads) > LARGE
-
-
-def lay_out(task: DivisionTask, windows: Windows) -> Layout:
-    """The variables, and what every division satisfies."""
-    layout = _place(task, windows)
-    _flow_forward(layout)
-    _fill_stages(layout)
-    _receive_values(layout)
-    _receive_something(layout)
-    _hold_shared(layout)
-    _hold_moments(layout)
-    return layout
-
-
-def _place(task: DivisionTask, windows: Windows) -> Layout:
-    """The variables inside the windows."""
-    model = SolverModel()
-    always, never = model.integer("1", 1, 1), model.integer("0", 0, 0)
-    spans = [range(a, b + 1) for a, b in zip(windows.first, windows.last, strict=True)]
-    free = {(i, j): model.binary(f"y[{i},{j}]") for i, span in enumerate(spans) for j in span[1:]}
-    x = {(i, j): model.binary(f"x[{i},{j}]") for i, span in enumerate(spans) for j in span}
-    r = {
-        (f, j): model.binary(f"r[{f},{j}]")
-        for f, flow in enumerate(task.flows)
-        for j in sorted({j for q in flow.consumers for j in spans[q]})
-        if j > windows.first[flow.producer]
-    }
-    users = {
-        (item, task.placement[j])
-        for i, span in enumerate(spans)
-        for item in task.loads[i].shared
-        for j in span
-    }
-    u = {(item, rank): model.binary(f"u[{item[0]},{rank}]") for item, rank in sorted(users)}
-    layout = Layout(task, windows, model, free, always, never, x, r, u, {})
-    # A block is on stage j iff it is on j or later, but not on j + 1 or later.
-    for (i, j), variable in x.items():
-        model.constrain([(1, variable), (-1, layout.y(i, j)), (1, layout.y(i, j + 1))], 0, 0)
-    return layout
 
 
 def _flow_forward(layout: Layout) -> None:
@@ -143,74 +189,73 @@ def _fill_stages(layout: Layout) -> None:
 
 
 def _receive_values(layout: Layout) -> None:
-    """A value is received where a consumer is, unless the rank has it already; nowhere else."""
-    task, model = layout.task, layout.model
+    """A value is received where a consumer is and its producer is not; nowhere else."""
     for (f, j), received in layout.r.items():
-        flow, stages = task.flows[f], task.on[task.placement[j]]
-        earlier = [term for e in stages if e < j for term in _sum(layout.r, [(f, 1)], e)]
-        produced = [term for e in stages for term in _sum(layout.x, [(flow.producer, 1)], e)]
+        flow = layout.task.flows[f]
+        produced = _sum(layout.x, [(flow.producer, 1)], j)
         consumed = [_sum(layout.x, [(q, -1)], j) for q in flow.consumers]
         for term in consumed:
-            model.constrain([(1, received), *earlier, *produced, *term], low=0)
-        model.constrain([(1, received), *itertools.chain(*consumed)], high=0)
-
-
-def _receive_something(layout: Layout) -> None:
-    """The first block of a stage receives something, or consumes nothing.
-
-    This is implied; the bound of the objective needs it. With several stages per rank, the rank
-    may have it all; but not what comes from the block before, when that is on another rank.
-    """
-    task = layout.task
-    sources = [(i, 1) for i, arriving in enumerate(task.arriving) if not arriving]
-    flows: Sequence[int] = range(len(task.flows))
-    if task.each > 1:
-        flows = sorted(set().union(*task.links or []))
-    for j in range(task.stages):
-        if task.each == 1 or (task.links and j and task.placement[j] != task.placement[j - 1]):
-            values = _sum(layout.r, ((f, 1) for f in flows), j)
-            layout.model.constrain([*values, *_sum(layout.x, sources, j)], low=1)
+            layout.model.constrain([(1, received), *produced, *term], low=0)
+        layout.model.constrain([(1, received), *itertools.chain(*consumed)], high=0)
 
 
 def _hold_shared(layout: Layout) -> None:
     """A shared tensor is on every rank with a block that uses it."""
     for (i, j), here in layout.x.items():
         for item in layout.task.loads[i].shared:
-            held = layout.u[item, layout.task.placement[j]]
-            layout.model.constrain([(1, held), (-1, here)], low=0)
+            layout.model.constrain([(1, layout.u[item, j]), (-1, here)], low=0)
 
 
-def _hold_moments(layout: Layout) -> None:
-    """A rank has room for what each of its blocks takes while it computes."""
+def _limit_memory(layout: Layout) -> None:
+    """A rank takes no more bytes than it has, whatever is in flight on its stage."""
     task = layout.task
-    for (i, j), here in layout.x.items():
-        rank, size = task.placement[j], task.loads[i].moment
-        if size:
-            if rank not in layout.moment:
-                most = max(load.moment for load in task.loads)
-                layout.moment[rank] = layout.model.integer(f"a[{rank}]", 0, most)
-            layout.model.constrain([(1, layout.moment[rank]), (-size, here)], low=0)
+    for j, k in enumerate(task.in_flight):
+        room = task.room[task.placement[j]]
+        blocks = [load.resident + k * load.saved for load in task.loads]
+        more = [
+            (layout.again(i).resident + k * layout.again(i).saved - blocks[i], twice)
+            for (i, at), twice in layout.w.items()
+            if at == j
+        ]
+        copies = [(k + 1) * flow.saved for flow in task.flows]
+        shared = [(size, held) for ((_, size), at), held in layout.u.items() if at == j]
+        terms = _sum(layout.x, enumerate(blocks), j) + _sum(layout.r, enumerate(copies), j)
+        terms += [*more, *shared, (1, _hold_moment(layout, j))]
+        if sum(max(a * v.low, a * v.high) for a, v in terms) > room:
+            layout.model.constrain(terms, high=room)
 
 
-def limit_memory(layout: Layout) -> None:
-    """A rank takes no more bytes than it has, whatever is in flight on its stages."""
-    for rank, limit in enumerate(layout.task.room):
-        for counts in layout.task.held[rank]:
-            terms = layout.memory(rank, counts)
-            if sum(a * variable.high for a, variable in terms) > limit:
-                layout.model.constrain(terms, high=limit)
-
-
-def minimize_time(layout: Layout, least: int) -> Variable:
-    """The step time: all stages once, and the slowest rank for every further micro-batch.
-
-    `least` are units that the slowest rank takes at least. Returns the variable of the slowest one.
-    """
+def _hold_moment(layout: Layout, j: int) -> Variable:
+    """What a rank takes while it computes one of its blocks, in the way that this one runs."""
     task, model = layout.task, layout.model
-    slowest = model.integer("T", least, layout.windows.slowest)
+    loads = [*task.loads, *filter(None, task.again)]
+    moment = model.integer(f"a[{j}]", 0, max(load.moment for load in loads))
+    for (i, at), here in layout.x.items():
+        size = task.loads[i].moment
+        if at != j:
+            continue
+        if (i, j) in layout.w:
+            twice = layout.w[i, j]
+            model.constrain([(1, moment), (-size, here), (size, twice)], low=0)
+            model.constrain([(1, moment), (-layout.again(i).moment, twice)], low=0)
+        elif size:
+            model.constrain([(1, moment), (-size, here)], low=0)
+    return moment
+
+
+def _minimize_time(layout: Layout) -> None:
+    """The step time: all stages once, and the slowest rank for every further micro-batch."""
+    task, model, slowest = layout.task, layout.model, layout.slowest
+    extra: list[Term] = []
     # No rank takes longer than the slowest.
-    for rank in range(task.ranks):
-        model.constrain([*layout.seconds(rank), (-1, slowest)], high=0)
+    for j, rank in enumerate(task.placement):
+        own = [(task.extra[rank][i], twice) for (i, at), twice in layout.w.items() if at == j]
+        received = _sum(layout.r, enumerate(task.move), j)
+        work = [*_sum(layout.x, enumerate(task.cost[rank]), j), *received, *own]
+        model.constrain([*work, (-1, slowest)], high=0)
+        # What a block takes on its rank beyond the least that it takes anywhere.
+        beyond = [c - least for c, least in zip(task.cost[rank], task.compute, strict=True)]
+        extra += [*received, *own, *_sum(layout.x, enumerate(beyond), j)]
     # Nor do the blocks before stage j, or from j on, together (implied; propagation needs it).
     for j in range(1, task.stages):
         behind, before = ({*part} for part in (task.placement[j:], task.placement[:j]))
@@ -219,12 +264,4 @@ def minimize_time(layout: Layout, least: int) -> Variable:
         cost = task.least_on(before)
         later = [(c, layout.y(i, j)) for i, c in enumerate(cost)]
         model.constrain([*later, (math.ceil(task.pace(before)), slowest)], low=sum(cost))
-    received = [(task.move[f], variable) for (f, _), variable in layout.r.items()]
-    # What a block takes on its rank beyond the least that it takes anywhere.
-    beyond = [
-        (more, here)
-        for (i, j), here in layout.x.items()
-        if (more := task.cost[task.placement[j]][i] - task.compute[i])
-    ]
-    model.minimize([*received, *beyond, (task.further, slowest)], sum(task.compute))
-    return slowest
+    model.minimize([*extra, (task.further, slowest)], sum(task.compute))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from parcompiler.errors import InfeasibleError
 from parcompiler.passes.divide.data import memory_parts
-from parcompiler.passes.divide.improve import lean_runs, slimmed
-from parcompiler.passes.divide.programme import Layout, lay_out, limit_memory
-from parcompiler.passes.divide.runs import nothing_better
+from parcompiler.passes.divide.improve import slim_runs
 from parcompiler.passes.divide.task import DivisionTask
-from parcompiler.passes.divide.windows import find_windows
-from parcompiler.solver import UndecidedError, solve
 
 SHOWN = 8  # ranks that an error lists: those that take most
 
@@ -22,7 +16,6 @@ SHOWN = 8  # ranks that an error lists: those that take most
 def too_little_memory(
     task: DivisionTask,
     names: Sequence[str],
-    effort: float,
     besides: Sequence[int] = (),
     memory_of: Sequence[int] = (),
 ) -> InfeasibleError:
@@ -30,7 +23,7 @@ def too_little_memory(
 
     Where ranks have `memory_of` bytes, `besides` of them are not for blocks.
     """
-    stage_of, proven = _leanest(task, effort)
+    stage_of, proven = slim_runs(task), task.each == 1 and task.is_linked
     names = names or [f"block {i}" for i in range(len(task.loads))]
     memory = task.evaluate(stage_of).memory
     worst = max(range(task.ranks), key=lambda rank: Fraction(memory[rank], task.room[rank]))
@@ -43,10 +36,11 @@ def too_little_memory(
     needed = memory[worst] + besides[worst]
     given = f"{room:,} bytes {f'a {place}' if alike else f'on {place} {worst}'}"
     least = f"the least {'that would' if proven else 'found to'} do is {needed:,} bytes"
+    fits = "fits" if task.each == 1 else "was found that fits"
     missing = max(1, memory[worst] + besides[worst] - room)
     more = "add stages" if task.each == 1 else "add ranks"
     error = InfeasibleError(
-        f"no division into {task.stages} stages fits the memory limit ({given}; {least}"
+        f"no division into {task.stages} stages {fits} the memory limit ({given}; {least}"
         f"{'' if alike else ', when all limits grow alike'}): {place} {worst} lacks {missing:,} "
         f"bytes. Raise the limit, {more}, or recompute activations. The largest part there is "
         f"{largest.what} ({largest.size:,} bytes)"
@@ -72,50 +66,3 @@ def _in_short(names: Sequence[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{', '.join(names[:2])}, ..., {names[-1]} ({len(names)} blocks)"
-
-
-def _leanest(task: DivisionTask, effort: float) -> tuple[tuple[int, ...], bool]:
-    """The division that needs the smallest multiple of the limits; and whether that is proven.
-
-    Each round asks for a division strictly below the last, until there is none.
-    """
-    stage_of, finished = lean_runs(task), True
-    if task.each > 1:
-        stage_of = slimmed(task, stage_of)
-    while finished:
-        memory = task.evaluate(stage_of).memory
-        scale = max(map(Fraction, memory, task.room))
-        below = [math.ceil(scale * limit) - 1 for limit in task.room]
-        try:
-            stage_of, finished = _leaner(dataclasses.replace(task, limits=below), effort)
-        except (InfeasibleError, UndecidedError) as end:
-            return stage_of, isinstance(end, InfeasibleError)
-    return stage_of, False
-
-
-def _leaner(task: DivisionTask, effort: float) -> tuple[tuple[int, ...], bool]:
-    """A division of little memory within the limits; and whether the solver finished."""
-    windows = find_windows(task, math.inf)
-    if windows is None:
-        return nothing_better(None), True
-    layout = lay_out(task, windows)
-    if layout.is_large:
-        raise UndecidedError(effort, 0)
-    limit_memory(layout)
-    _minimize_memory(layout)
-    solution = solve(layout.model, effort=effort)
-    return layout.read(solution.values), solution.status == "optimal"
-
-
-def _minimize_memory(layout: Layout) -> None:
-    """The largest multiple of a limit: exactly when they are equal, else to a few per cent."""
-    task = layout.task
-    limits = [max(1, limit) for limit in task.room]
-    weights = [min(16 * max(limits) // limit, 2**60 // task.most) for limit in limits]
-    common = math.gcd(*weights)
-    largest = layout.model.integer("L", 0, task.most * max(weights) // common)
-    for rank, weight in enumerate(weights):
-        for counts in task.held[rank]:
-            terms = [(weight // common * a, here) for a, here in layout.memory(rank, counts)]
-            layout.model.constrain([*terms, (-1, largest)], high=0)
-    layout.model.minimize([(1, largest)])

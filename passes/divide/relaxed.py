@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
@@ -39,16 +38,14 @@ class _Way(NamedTuple):
         return self.seconds[rank if len(self.seconds) > 1 else 0]
 
 
-def least_slowest_rank(task: DivisionTask, again: Sequence[Load | None]) -> float:
+def least_slowest_rank(task: DivisionTask) -> float:
     """Seconds of a micro-batch on the slowest rank at least; infinite when nothing fits.
 
-    `again` has, for each block, what it is when it runs twice; None for one that must not.
-
     >>> heavy, twice = Load(1.0, resident=0, saved=4), Load(1.5, resident=0, saved=1)
-    >>> task = DivisionTask([heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0])
-    >>> least_slowest_rank(task, [None] * 4)
+    >>> given = [heavy] * 4, [], (0, 1), 4, [[(2,)], [(1,)]], [8.0, 8.0]
+    >>> least_slowest_rank(DivisionTask(*given))
     inf
-    >>> round(least_slowest_rank(task, [twice] * 4), 6)
+    >>> round(least_slowest_rank(DivisionTask(*given, [twice] * 4)), 6)
     2.333333
     """
     total = math.fsum(load.seconds for load in task.loads)
@@ -58,7 +55,7 @@ def least_slowest_rank(task: DivisionTask, again: Sequence[Load | None]) -> floa
         return total / task.ranks
     model = SolverModel()
     slowest = model.continuous("T")
-    here = _divide(model, task, again)
+    here = _divide(model, task)
     for rank, limit in enumerate(task.limits):
         counts = max(task.held[rank], key=sum)
         work: list[Term] = [(-1, slowest)]
@@ -87,11 +84,9 @@ def _even_parts_fit(task: DivisionTask) -> bool:
     return all(resident + in_flight * saved <= limit for in_flight, limit in pairs)
 
 
-def _divide(
-    model: SolverModel, task: DivisionTask, again: Sequence[Load | None]
-) -> list[list[tuple[_Way, Variable]]]:
+def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Variable]]]:
     """The blocks of every kind are somewhere: by stage, how many of them run in which way."""
-    pairs = zip(task.loads, again, strict=True)
+    pairs = zip(task.loads, task.again or [None] * len(task.loads), strict=True)
     kinds = Counter((_way(load), _way(twice) if twice else None) for load, twice in pairs)
     found: list[list[tuple[_Way, Variable]]] = [[] for _ in range(task.stages)]
     for k, (ways, count) in enumerate(kinds.items()):

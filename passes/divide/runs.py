@@ -1,60 +1,235 @@
-"""The best division into runs of consecutive blocks: a dynamic programme."""
+"""The best division into runs of consecutive blocks: dynamic programmes over their ends.
+
+    blocks   | a b c | d e | f g h |      the labels of f are the best ways to divide a ... e into
+    stages       0      1      2          two stages; each becomes longer by every run that fits
+
+A run costs its seconds and those of the cheapest blocks to run twice until it fits (`twice`). Of
+the labels of the same blocks on the same stages those are kept that no other beats in the sum and
+in the slowest stage, and whose bound is below the best division known. So the division is the best
+of all with one stage per rank where every block reads of the one before it.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, overload
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.data import Flow, Load
 from parcompiler.passes.divide.task import DivisionTask
+from parcompiler.passes.divide.twice import Choice, cheapest_of
+
+StagesTwice = tuple[tuple[int, ...], frozenset[int]]
+"""The stage of each block, and the blocks that run twice."""
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks as one stage: units of time, and bytes fixed + in_flight * scaled.
+    """Consecutive blocks as one stage: units of time to receive what comes from outside, bytes
+    resident + in_flight * saved, and what one block takes for a moment."""
 
-    All that comes from outside counts as received; what one block takes for a moment is fixed.
-    `ranks` are the units on each rank where these differ, and `seconds` those where all is fastest.
-    """
+    moved: int = 0
+    resident: int = 0
+    saved: int = 0
+    moment: int = 0
 
-    seconds: int
-    fixed: int
-    scaled: int
-    ranks: tuple[int, ...] = ()
+    def memory(self, in_flight: int) -> int:
+        """Bytes with so many micro-batches in flight."""
+        return self.resident + in_flight * self.saved + self.moment
 
-    def on(self, rank: int) -> int:
-        """Units on a rank."""
-        return self.ranks[rank] if self.ranks else self.seconds
+
+class BlockRuns:
+    """The runs of a task, found when they are asked for."""
+
+    def __init__(self, task: DivisionTask) -> None:
+        self._task = task
+        self._known: list[list[BlockRun]] = [[] for _ in task.loads]
+        sums = [list(itertools.accumulate(own, initial=0)) for own in task.cost[: task.ranks]]
+        self._sums = [sums[rank] for rank in task.placement]
+        # What a block reads, with the block that made or read it before: a run that begins behind
+        # that one receives it here.
+        self._read: list[list[tuple[int, int, int]]] = [[] for _ in task.loads]
+        for flow, units in zip(task.flows, task.move, strict=True):
+            for before, q in itertools.pairwise((flow.producer, *sorted(flow.consumers))):
+                self._read[q].append((before, units, flow.saved))
+        self._shared: list[list[tuple[int, int]]] = [[] for _ in task.loads]
+        last: dict[tuple[str, int], int] = {}
+        for i, load in enumerate(task.loads):
+            for item in set(load.shared):
+                self._shared[i].append((last.get(item, -1), item[1]))
+                last[item] = i
+
+    def __call__(self, a: int, b: int) -> BlockRun:
+        """The blocks from a to before b."""
+        known = self._known[a]
+        while len(known) < b - a:
+            i, run = a + len(known), known[-1] if known else BlockRun()
+            load = self._task.loads[i]
+            received = [(units, size) for before, units, size in self._read[i] if before < a]
+            copies = sum(size for _, size in received)
+            shared = sum(size for before, size in self._shared[i] if before < a)
+            known.append(
+                BlockRun(
+                    run.moved + sum(units for units, _ in received),
+                    run.resident + load.resident + copies + shared,
+                    run.saved + load.saved + copies,
+                    max(run.moment, load.moment),
+                )
+            )
+        return known[b - a - 1]
+
+    def seconds(self, j: int, a: int, b: int) -> int:
+        """Units of the blocks from a to before b on stage j, when nothing runs twice."""
+        return self._sums[j][b] - self._sums[j][a] + self(a, b).moved
 
 
 class _Label(NamedTuple):
-    """The weights of the stages so far: their sum, the largest, and the sum of squares."""
+    """The first `end` blocks on stages: the sum of their weights, the largest, their squares."""
 
     total: float
     largest: float
     squares: float
+    end: int
+    before: _Label | None = None
 
 
-def fastest_runs(task: DivisionTask) -> tuple[tuple[int, ...] | None, float]:
-    """A good division into runs, as even as its slowest stage allows; its objective in units."""
+Weigh = Callable[[int, int, int], float | None]  # stage, begin and end of a run; None: too much
 
-    def objective(label: _Label) -> float:
-        return label.total + (task.microbatches - 1) * label.largest
 
-    runs = all_runs(task)
-    for cap in (snug(task), generous(task), math.inf):
-        weigh, ends = _seconds(task, cap), ends_within(task.compute, task.stages, cap)
-        found = best_runs(task.stages, runs, weigh, lambda label: (objective(label),), ends)
-        if found is None or (cap < generous(task) and cap < _slowest(task, objective(found[1]))):
-            continue
-        cap = found[1].largest
-        weigh, ends = _seconds(task, cap), ends_within(task.compute, task.stages, cap)
-        even = best_runs(task.stages, runs, weigh, lambda label: (label.total, label.squares), ends)
-        assert even is not None
-        return even[0], objective(even[1])
-    return None, math.inf
+def _labels(
+    task: DivisionTask,
+    weigh: Weigh,
+    keep: Callable[[list[_Label]], list[_Label]],
+    is_good: Callable[[_Label, int], bool] = lambda label, j: True,
+    lows: Sequence[int] = (),
+) -> list[_Label]:
+    """The labels of all blocks that are kept. Where a run weighs too much, no longer one is tried;
+    `is_good` says whether one with stages up to j may become the best. `lows` are the least ends of
+    stages."""
+    blocks, best = len(task.loads), {0: [_Label(0, 0, 0, 0)]}
+    for j in range(task.stages):
+        reached: dict[int, list[_Label]] = {}
+        behind = task.stages - 1 - j
+        for a, labels in best.items():
+            for b in range(max(a + 1, lows[j] if lows else 0), blocks - behind + 1):
+                weight = weigh(j, a, b)
+                if weight is None:
+                    break
+                if behind or b == blocks:
+                    longer = (
+                        _Label(
+                            x.total + weight, max(x.largest, weight), x.squares + weight**2, b, x
+                        )
+                        for x in labels
+                    )
+                    reached.setdefault(b, []).extend(x for x in longer if is_good(x, j))
+        best = {b: keep(found) for b, found in reached.items() if found}
+    return best.get(blocks, [])
+
+
+def _ends(label: _Label) -> list[int]:
+    """Where each stage ends."""
+    ends = []
+    at: _Label | None = label
+    while at is not None and at.before is not None:
+        ends.append(at.end)
+        at = at.before
+    return ends[::-1]
+
+
+def _stage_of(ends: Sequence[int]) -> tuple[int, ...]:
+    """The stage of each block.
+
+    >>> _stage_of([2, 3])
+    (0, 0, 1)
+    """
+    sizes = (b - a for a, b in itertools.pairwise([0, *ends]))
+    return tuple(j for j, size in enumerate(sizes) for _ in range(size))
+
+
+def fastest_runs(task: DivisionTask) -> tuple[StagesTwice, int] | None:
+    """The fastest runs of a task with one stage per rank and what runs twice in them, and their
+    units of a step; None when none fit. Of equals those with the most even stages."""
+    runs, further = BlockRuns(task), task.further
+    known: dict[tuple[object, ...], Choice | None] = {}
+    rest, slowest = _behind(task)
+
+    def choice(j: int, a: int, b: int) -> Choice | None:
+        run, rank = runs(a, b), task.placement[j]
+        over = run.memory(task.in_flight[j]) - task.room[rank]
+        if over <= 0:
+            return Choice(0, ())
+        if not task.again:
+            return None
+        kinds = tuple(sorted(Counter(task.kind_of[a:b]).items()))
+        key = kinds, over, task.in_flight[j], 0 if task.is_uniform else rank
+        if key not in known:
+            groups = [(kind, count, [task.in_flight[j]]) for kind, count in kinds]
+            known[key] = cheapest_of(task, rank, groups, [over - run.moment])
+        return known[key]
+
+    def units_of(label: _Label) -> float:
+        return label.total + further * label.largest
+
+    def search(below: float, cap: float, *, one: bool) -> list[_Label]:
+        def weigh(j: int, a: int, b: int) -> float | None:
+            units = runs.seconds(j, a, b)
+            twice = choice(j, a, b) if units <= cap else None
+            return None if twice is None or units + twice.seconds > cap else units + twice.seconds
+
+        def is_good(x: _Label, j: int) -> bool:
+            most = max(x.largest, slowest[j][x.end])
+            return x.total + rest[j][x.end] + further * most < below
+
+        def best(labels: list[_Label]) -> list[_Label]:
+            return [min(labels, key=lambda x: (units_of(x), x.squares))]
+
+        return _labels(task, weigh, best if one else _unbeaten, is_good, _lows(slowest, cap))
+
+    for cap in (snug(task), math.inf):
+        if first := search(math.inf, cap, one=True):
+            below = units_of(first[0]) + 1
+            cap = (below - sum(task.compute)) // further if further else math.inf
+            found = [*first, *search(below, cap, one=False)]
+            label = min(found, key=lambda x: (units_of(x), x.squares, _ends(x)))
+            ends = _ends(label)
+            twice: set[int] = set()
+            for j, (a, b) in enumerate(itertools.pairwise([0, *ends])):
+                made, kinds = choice(j, a, b), sorted(set(task.kind_of[a:b]))
+                assert made is not None
+                for kind, count in zip(kinds, made.counts, strict=False):
+                    twice.update([i for i in range(a, b) if task.kind_of[i] == kind][:count])
+            return (_stage_of(ends), frozenset(twice)), int(units_of(label))
+    return None
+
+
+def _behind(task: DivisionTask) -> tuple[list[list[int]], list[list[int]]]:
+    """By stage and block, units at least of the blocks from there on behind the stage, and of the
+    slowest rank there."""
+    rests, slowest = [], []
+    for j in range(task.stages):
+        ranks = task.placement[j + 1 :]
+        least, pace = task.least_on(ranks), task.pace(ranks)
+        rests.append([*itertools.accumulate(reversed(least), initial=0)][::-1])
+        slowest.append([int(-(-units // pace)) if pace else 0 for units in rests[-1]])
+    return rests, slowest
+
+
+def _lows(slowest: Sequence[Sequence[int]], cap: float) -> list[int]:
+    """The least end of each stage if no rank behind it takes longer than `cap`."""
+    return [bisect.bisect_left(own, True, key=lambda units: units <= cap) for own in slowest]
+
+
+def _unbeaten(labels: list[_Label]) -> list[_Label]:
+    """The labels that no other is as good as in the sum and in the slowest stage."""
+    found: list[_Label] = []
+    for label in sorted(labels, key=lambda label: label[:3]):
+        if not found or label.largest < found[-1].largest:
+            found.append(label)
+    return found
 
 
 def snug(task: DivisionTask) -> int:
@@ -67,164 +242,49 @@ def snug(task: DivisionTask) -> int:
     return average + max(map(max, costs)) + max(task.move, default=0)
 
 
-def _slowest(task: DivisionTask, objective: float) -> float:
-    """Units that no stage is above in a division that is as good."""
-    if task.microbatches == 1:
-        return math.inf
-    return (objective - sum(task.compute)) / (task.microbatches - 1)
+def even_runs(task: DivisionTask) -> tuple[int, ...]:
+    """The runs whose seconds are most even, whatever their memory."""
+    placement = tuple(task.placement)
+    if task.is_uniform:  # then it is no matter which rank a stage is on
+        placement = tuple(j % task.ranks for j in range(task.stages))
+    bare = tuple(Load(load.seconds, 0, 0, by_rank=load.by_rank) for load in task.loads)
+    return _even_runs(bare, tuple(task.flows), placement)
 
 
-def ends_within(weights: Sequence[int], stages: int, cap: float) -> list[range]:
-    """How many blocks each stage and those before it may have, if none weighs more than `cap`.
+@lru_cache(maxsize=64)  # schedules differ in what they hold, mostly
+def _even_runs(
+    loads: tuple[Load, ...], flows: tuple[Flow, ...], placement: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Uncached body of `even_runs`, of blocks without bytes."""
+    task = DivisionTask(loads, flows, placement, 1, (), ())
+    seconds, slowest = BlockRuns(task).seconds, _behind(task)[1]
 
-    >>> ends_within([1, 1, 1, 1, 1, 1], stages=3, cap=2), ends_within([1, 1, 1], 2, math.inf)
-    ([range(2, 3), range(4, 5), range(6, 7)], [range(1, 3), range(3, 4)])
-    """
-    blocks, sums = len(weights), list(itertools.accumulate(weights, initial=0))
-    found = []
-    for done in range(1, stages + 1):
-        left = stages - done
-        low = bisect.bisect_left(sums, sums[-1] - left * cap) if left else blocks
-        high = bisect.bisect_right(sums, done * cap) - 1
-        found.append(range(max(low, done), min(high, blocks - left) + 1))
-    return found
+    def search(cap: float) -> list[_Label]:
+        def weigh(j: int, a: int, b: int) -> float | None:
+            units = seconds(j, a, b)
+            return units if units <= cap else None
 
+        def most_even(labels: list[_Label]) -> list[_Label]:
+            return [min(labels, key=lambda x: x.squares)]
 
-def generous(task: DivisionTask) -> int:
-    """Units of a stage that no good division is above, as a rule: longer runs are tried last."""
-    costs = [task.compute] if task.is_uniform else task.cost
-    average = sum(map(sum, costs)) // len(costs) // task.stages
-    return 2 * average + max(map(max, costs)) + max(task.move, default=0)
+        return _labels(task, weigh, most_even, lows=_lows(slowest, cap))
+
+    return _stage_of(_ends((search(snug(task)) or search(math.inf))[0]))
 
 
-def _seconds(task: DivisionTask, cap: float) -> Callable[[int, BlockRun], float | None]:
-    """Units of time of a run on a stage, where they and its bytes are within the limits."""
+def lean_runs(task: DivisionTask) -> tuple[int, ...]:
+    """The runs whose largest share of a memory limit is smallest."""
+    runs, blocks, stages = BlockRuns(task), len(task.loads), task.stages
 
-    def weigh(j: int, run: BlockRun) -> float | None:
-        fits = run.fixed + task.in_flight[j] * run.scaled <= task.room[task.placement[j]]
-        return run.seconds if fits and run.seconds <= cap else None
+    def share(j: int, a: int, b: int) -> float:
+        return runs(a, b).memory(task.in_flight[j]) / task.limits[task.placement[j]]
 
-    def by_rank(j: int, run: BlockRun) -> float | None:
-        rank = task.placement[j]
-        units, fits = run.on(rank), run.fixed + task.in_flight[j] * run.scaled <= task.room[rank]
-        return units if fits and units <= cap else None
+    evenly = [blocks * (j + 1) // stages for j in range(stages)]
+    most = max(share(j, a, b) for j, (a, b) in enumerate(itertools.pairwise([0, *evenly])))
 
-    return weigh if task.is_uniform else by_rank
+    def weigh(j: int, a: int, b: int) -> float | None:
+        part = share(j, a, b)
+        return part if part <= most else None
 
-
-class Longer(Sequence[BlockRun]):
-    """The runs that begin with a block, each longer than the one before; found when asked for."""
-
-    def __init__(self, task: DivisionTask, a: int) -> None:
-        self._size = len(task.loads) - a
-        self._known: list[BlockRun] = []
-        self._more = _runs_from(task, a)
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, n: int) -> BlockRun: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[BlockRun]: ...
-    def __getitem__(self, n: int | slice) -> BlockRun | list[BlockRun]:
-        last = n.indices(self._size)[1] if isinstance(n, slice) else n
-        self._find(last if last >= 0 else self._size)
-        return self._known[n]
-
-    def __iter__(self) -> Iterator[BlockRun]:
-        yield from self._known
-        for n in range(len(self._known), self._size):
-            self._find(n)
-            yield self._known[n]
-
-    def _find(self, n: int) -> None:
-        """Know the runs up to number n."""
-        self._known += itertools.islice(self._more, max(0, n + 1 - len(self._known)))
-
-
-def all_runs(task: DivisionTask) -> Sequence[Sequence[BlockRun]]:
-    """`runs[a][n]` are the blocks a … a + n. Each number grows with n."""
-    if task.is_uniform:
-        return [Longer(task, a) for a in range(len(task.loads))]
-    return [_by_rank(task, a, list(_runs_from(task, a))) for a in range(len(task.loads))]
-
-
-def _by_rank(task: DivisionTask, a: int, runs: Sequence[BlockRun]) -> list[BlockRun]:
-    """The runs that begin with block a, with their units on each rank."""
-    sums = [list(itertools.accumulate(own[a:])) for own in (task.compute, *task.cost)]
-    moved = [run.seconds - units for run, units in zip(runs, sums[0], strict=True)]
-    return [
-        run._replace(ranks=tuple(units + more for units in own))
-        for run, more, *own in zip(runs, moved, *sums[1:], strict=True)
-    ]
-
-
-def _runs_from(task: DivisionTask, a: int) -> Iterator[BlockRun]:
-    seconds = fixed = scaled = moment = 0
-    received: set[int] = set()
-    held: set[tuple[str, int]] = set()
-    for i in range(a, len(task.loads)):
-        load = task.loads[i]
-        new = {f for f in task.arriving[i] if task.flows[f].producer < a} - received
-        seconds += task.compute[i] + sum(task.move[f] for f in new)
-        copies = sum(task.flows[f].saved for f in new)
-        fixed += load.resident + sum(size for _, size in set(load.shared) - held) + copies
-        scaled += load.saved + copies
-        moment = max(moment, load.moment)
-        received |= new
-        held.update(load.shared)
-        yield BlockRun(seconds, fixed + moment, scaled)
-
-
-def best_runs(
-    stages: int,
-    runs: Sequence[Sequence[BlockRun]],
-    weigh: Callable[[int, BlockRun], float | None],
-    rank: Callable[[_Label], tuple[float, ...]],
-    ends: Sequence[range] = (),
-) -> tuple[tuple[int, ...], _Label] | None:
-    """The division into so many runs whose label has the least rank: a dynamic programme.
-
-    `weigh` says what a run weighs on a stage; None when it does not fit, as then no longer one
-    does. Only the best label for the same blocks on the same stages is kept. `ends` are the numbers
-    of blocks that may be on each stage and those before it; all where there are none.
-    """
-    best = {0: _Label(0, 0, 0)}  # by the number of blocks on the stages so far
-    cuts: list[dict[int, int]] = []
-    for j in range(stages):
-        low, high = j + 1, len(runs) - (stages - 1 - j)
-        if ends:
-            low, high = ends[j].start, ends[j].stop - 1
-        if j == stages - 1:  # nothing less is a division
-            low = len(runs)
-        reached: dict[int, _Label] = {}
-        ranked: dict[int, tuple[float, ...]] = {}
-        cut: dict[int, int] = {}
-        for a, (total, largest, squares) in best.items():
-            for b in range(max(a + 1, low), high + 1):
-                weight = weigh(j, runs[a][b - a - 1])
-                if weight is None:
-                    break
-                label = _Label(total + weight, max(largest, weight), squares + weight**2)
-                found = rank(label)
-                if b not in ranked or found < ranked[b]:
-                    reached[b], ranked[b], cut[b] = label, found, a
-        best = reached
-        cuts.append(cut)
-    if len(runs) not in best:
-        return None
-    stage_of: list[int] = []
-    b = len(runs)
-    for j in reversed(range(stages)):
-        stage_of += [j] * (b - cuts[j][b])
-        b = cuts[j][b]
-    return tuple(reversed(stage_of)), best[len(runs)]
-
-
-def nothing_better(runs: tuple[int, ...] | None) -> tuple[int, ...]:
-    """There is nothing better than `runs`; and without those, nothing at all."""
-    if runs is None:
-        message = "no division satisfies the limits"
-        raise InfeasibleError(message)
-    return runs
+    best = _labels(task, weigh, lambda labels: [min(labels, key=lambda x: x.largest)])
+    return _stage_of(_ends(best[0]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -16,7 +17,14 @@ RESOLUTION = 2**56  # sums of whole seconds stay below it, and well inside 64 bi
 
 @dataclass(frozen=True)
 class DivisionTask:
-    """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes."""
+    """A division problem, also in whole numbers: seconds in multiples of `unit`, and bytes.
+
+    Blocks are in topological order, and stage j is on rank `placement[j]`: each rank has equally
+    many, and none stays empty. `held` has for each rank the micro-batches in flight on its stages:
+    one vector for each moment that may be the fullest. `limits` are bytes of each rank, maybe
+    infinite. `again` has for each block what it is when it runs twice (longer, with less saved),
+    None for one that must not; where it is empty, none may.
+    """
 
     loads: Sequence[Load]
     flows: Sequence[Flow]
@@ -24,6 +32,7 @@ class DivisionTask:
     microbatches: int
     held: Sequence[Sequence[tuple[int, ...]]]
     limits: Sequence[float]
+    again: Sequence[Load | None] = ()
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -74,20 +83,6 @@ class DivisionTask:
             return [self.compute] * self.ranks
         return [[round(load.on(r) / self.unit) for load in self.loads] for r in range(self.ranks)]
 
-    @cached_property
-    def longest(self) -> int:
-        """Units that the blocks take on no rank more than, even all of them."""
-        return sum(self.compute) if self.is_uniform else max(map(sum, self.cost))
-
-    @cached_property
-    def worth(self) -> Sequence[int | Fraction]:
-        """Units of `compute` that a rank does in one of its own, at most: 1 where all are alike.
-
-        A block takes at least `compute[i] / worth[r]` units on rank r: so all bounds that count in
-        `compute` hold when a rank's units are multiplied by this.
-        """
-        return [1] * self.ranks if self.is_uniform else _worth(self.compute, self.cost)
-
     def least_on(self, ranks: Collection[int]) -> list[int]:
         """Units of each block where it takes least of some ranks; of none, where it does at all."""
         if self.is_uniform or not ranks:
@@ -99,16 +94,43 @@ class DivisionTask:
 
         >>> slow = Load(1.0, 0, 0, by_rank=(1.0, 2.0, 4.0))
         >>> task = DivisionTask([slow] * 6, [], range(3), 1, [[(1,)]] * 3, [1] * 3)
-        >>> [round(float(pace), 9) for pace in (*task.worth, task.pace([0, 1]), task.pace([1, 2]))]
-        [1.0, 0.5, 0.25, 1.5, 1.5]
+        >>> [round(float(pace), 9) for pace in map(task.pace, ([0], [1], [0, 1], [1, 2]))]
+        [1.0, 1.0, 1.5, 1.5]
         """
         if self.is_uniform:
             return len(ranks)
         return sum(_worth(self.least_on(ranks), [self.cost[r] for r in ranks]))
 
-    def capacity(self, rank: int, units: int) -> int:
-        """Units of `compute` that a rank does at most in so many of its own."""
-        return units if self.is_uniform else math.floor(units * self.worth[rank])
+    @cached_property
+    def even(self) -> int:
+        """Units of the slowest rank at least: those of blocks that may be cut anywhere."""
+        return int(-(-sum(self.compute) // self.pace(range(self.ranks))))
+
+    @cached_property
+    def extra(self) -> list[list[int]]:
+        """Units more that each block takes on each rank when it runs twice."""
+        again = self.again or [None] * len(self.loads)
+        pairs = [*zip(again, self.loads, strict=True)]
+        times = [
+            [
+                0 if twice is None else max(0, round((twice.on(r) - load.on(r)) / self.unit))
+                for twice, load in pairs
+            ]
+            for r in range(1 if self.is_uniform else self.ranks)
+        ]
+        return times * self.ranks if self.is_uniform else times
+
+    @cached_property
+    def kind_of(self) -> list[int]:
+        """Of each block, the first that is like it in all that decides which of them run twice."""
+        again = self.again or [None] * len(self.loads)
+        first: dict[Hashable, int] = {}
+        found = []
+        for i, (load, twice) in enumerate(zip(self.loads, again, strict=True)):
+            sizes = [(one.resident, one.saved, one.moment) for one in (load, twice) if one]
+            key = tuple(sizes), tuple(own[i] for own in self.extra[: len(load.by_rank) or 1])
+            found.append(first.setdefault(key, i))
+        return found
 
     @cached_property
     def move(self) -> list[int]:
@@ -147,39 +169,10 @@ class DivisionTask:
         return arriving
 
     @cached_property
-    def above(self) -> list[Collection[int]]:
-        """The blocks that each block depends on, itself included."""
-        producers = [[self.flows[f].producer for f in flows] for flows in self.arriving]
-        return _closed(producers)
-
-    @cached_property
-    def below(self) -> list[Collection[int]]:
-        """The blocks that depend on each block, itself included."""
-        last = len(self.loads) - 1
-        consumers: list[list[int]] = [[] for _ in self.loads]
-        for flow in self.flows:
-            consumers[last - flow.producer] += [last - q for q in flow.consumers]
-        return [mirrored(group, last) for group in reversed(_closed(consumers))]
-
-    @cached_property
-    def links(self) -> list[set[int]] | None:
-        """The flows from each block to the next when no two lack one: all divisions are runs."""
-        links = [
-            {f for f in self.arriving[i] if self.flows[f].producer == i - 1}
-            for i in range(len(self.loads))
-        ]
-        return links if all(links[1:]) else None
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether every value goes to the next block, and to no other."""
-        return all(flow.consumers == (flow.producer + 1,) for flow in self.flows)
-
-    @cached_property
-    def entry(self) -> list[int]:
-        """Units that each block of a chain receives when it is the first of its stage; and none
-        behind the last."""
-        return [*(sum(self.move[f] for f in flows) for flows in self.arriving), 0]
+    def is_linked(self) -> bool:
+        """Whether every block consumes a value of the one before: all divisions are runs then."""
+        links = {(flow.producer, q) for flow in self.flows for q in flow.consumers}
+        return all((i - 1, i) in links for i in range(1, len(self.loads)))
 
     @cached_property
     def flows_of(self) -> list[list[int]]:
@@ -189,37 +182,33 @@ class DivisionTask:
             made[flow.producer].append(f)
         return [[*arriving, *own] for arriving, own in zip(self.arriving, made, strict=True)]
 
-    def evaluate(self, stage_of: Sequence[int]) -> Evaluation:
-        """What a division costs."""
-        return evaluate(
-            self.loads, self.flows, stage_of, self.placement, self.microbatches, self.held
-        )
+    def under(self, twice: Collection[int]) -> DivisionTask:
+        """The task in which these blocks run twice, and no others may."""
+        loads = [
+            (self.again[i] if i in twice else None) or load for i, load in enumerate(self.loads)
+        ]
+        return dataclasses.replace(self, loads=loads, again=())
 
+    def objective(self, stage_of: Sequence[int], twice: Collection[int]) -> int:
+        """Units of a step, times the stages per rank."""
+        busy = [0] * self.ranks
+        for i, j in enumerate(stage_of):
+            rank = self.placement[j]
+            busy[rank] += self.cost[rank][i] + (self.extra[rank][i] if i in twice else 0)
+        for flow, units in zip(self.flows, self.move, strict=True):
+            here = {self.placement[stage_of[q]] for q in flow.consumers}
+            for rank in here - {self.placement[stage_of[flow.producer]]}:
+                busy[rank] += units
+        return sum(busy) + self.further * max(busy)
 
-def mirrored(group: Collection[int], last: int) -> Collection[int]:
-    """The same blocks when they are counted from the last."""
-    if isinstance(group, range):
-        return range(last - group[-1], last - group[0] + 1)
-    return {last - q for q in group}
+    def evaluate(self, stage_of: Sequence[int], twice: Collection[int] = ()) -> Evaluation:
+        """What a division costs when these blocks run twice."""
+        loads = self.under(twice).loads if twice else self.loads
+        return evaluate(loads, self.flows, stage_of, self.placement, self.microbatches, self.held)
 
-
-def _closed(before: Sequence[Sequence[int]]) -> list[Collection[int]]:
-    """All that comes before each block, itself included, from what comes directly before it.
-
-    A range where that is every block so far: sets of the blocks of a chain would grow with the
-    square of its length.
-
-    >>> _closed([[], [], [0], [1, 2], [3]])
-    [range(0, 1), {1}, {0, 2}, range(0, 4), range(0, 5)]
-    """
-    found: list[Collection[int]] = []
-    for i, near in enumerate(before):
-        if i and i - 1 in near and isinstance(found[i - 1], range):
-            found.append(range(i + 1))
-        else:
-            group = {i}.union(*(found[q] for q in near))
-            found.append(range(i + 1) if len(group) == i + 1 else group)
-    return found
+    def fits(self, stage_of: Sequence[int]) -> bool:
+        """Whether a division takes no more memory than there is when nothing runs twice."""
+        return all(map(float.__le__, map(float, self.evaluate(stage_of).memory), self.limits))
 
 
 def _worth(least: Sequence[int], costs: Sequence[Sequence[int]]) -> list[int | Fraction]:

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parcompiler.errors import InfeasibleError
+from parcompiler.passes.divide.data import blocks_on, received_on, sizes
+from parcompiler.passes.divide.task import DivisionTask
 from parcompiler.solver import SolverModel, Variable, solve
 
 CHOICES = 4096  # that are tried one by one
@@ -90,7 +92,7 @@ def _fits(kinds: Sequence[BlockKind], over: Sequence[int], counts: Sequence[int]
 
 
 def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
-    """The same by the solver."""
+    """`cheapest` by the solver."""
     model = SolverModel()
     most = max(max(kind.moment, kind.moment_again) for kind in kinds)
     a = model.integer("a", 0, most)
@@ -116,3 +118,48 @@ def _solved(kinds: Sequence[BlockKind], over: Sequence[int]) -> Choice | None:
         return None
     counts = tuple(int(found[variable]) for variable in n)
     return Choice(_seconds(kinds, counts), counts)
+
+
+def cheapest_of(
+    task: DivisionTask, rank: int, groups: Sequence[tuple[int, int, Sequence[int]]], over: list[int]
+) -> Choice | None:
+    """`cheapest` on a rank for blocks of a task: a block of each kind, how many there are, and the
+    micro-batches in flight on their stage in each vector."""
+    kinds = []
+    for i, count, in_flight in groups:
+        load, twice = task.loads[i], task.again[i] if task.again else None
+        if twice is None:
+            kinds.append(BlockKind(count, None, (0,) * len(in_flight), load.moment, 0))
+            continue
+        resident, saved = load.resident - twice.resident, load.saved - twice.saved
+        freed = tuple(resident + k * saved for k in in_flight)
+        kinds.append(BlockKind(count, task.extra[rank][i], freed, load.moment, twice.moment))
+    return cheapest(kinds, over)
+
+
+def spared(task: DivisionTask, stage_of: Sequence[int]) -> frozenset[int] | None:
+    """The cheapest blocks to run twice on these stages; None when nothing fits.
+
+    Ranks do not depend on each other then. Of blocks of one kind the first ones are taken.
+    """
+    blocks = blocks_on(stage_of, task.stages)
+    received = received_on(task.flows, stage_of, task.placement)
+    found: set[int] = set()
+    for rank, stages in enumerate(task.on):
+        alike: dict[tuple[int, int], list[int]] = {}  # blocks by kind and place of their stage
+        for i, place in sorted((i, place) for place, j in enumerate(stages) for i in blocks[j]):
+            alike.setdefault((task.kind_of[i], place), []).append(i)
+        vectors = task.held[rank]
+        groups = [
+            (kind, len(own), [vector[place] for vector in vectors])
+            for (kind, place), own in alike.items()
+        ]
+        here, values = [blocks[j] for j in stages], [received[j] for j in stages]
+        besides = task.room[rank] + max(task.loads[i].moment for own in here for i in own)
+        over = [size - besides for size in sizes(task.loads, here, values, vectors)]
+        choice = cheapest_of(task, rank, groups, over)
+        if choice is None:
+            return None
+        for count, own in zip(choice.counts, alike.values(), strict=True):
+            found.update(own[:count])
+    return frozenset(found)
