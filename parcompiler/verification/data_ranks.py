@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from parcompiler.lower import Lowered
-from parcompiler.pieces import own_rows, rows
+from parcompiler.pieces import rows
 from parcompiler.runtime.compression import DTYPES, summed
 from parcompiler.runtime.powersgd import first_factor, is_factored
 from parcompiler.verification.pool import Outcome
@@ -61,15 +61,15 @@ def trained_apart(
     outer = torch.optim.SGD(anchors.values(), rate, momentum, nesterov=momentum > 0)
     each = [(_values(weights), original.updated()) for _ in steps]
     for number, batch in enumerate(batches):
-        for r, own in enumerate(steps):
+        for r, of_rank in enumerate(steps):
             original.set_masters(each[r][0])
             original.set_values(each[r][1])
             with original.accumulating():
-                loss = torch.stack(own.go(batch, r, lowered.microbatches)).mean()
+                loss = torch.stack(of_rank.go(batch, r, lowered.microbatches)).mean()
             gradients = original.gradients()
             first = first or gradients
             losses += [loss] if r == 0 else []
-            own.update()
+            of_rank.update()
             each[r] = _values(weights), original.updated()
         if (number + 1) % updates.every == 0:
             with torch.no_grad():
@@ -166,14 +166,8 @@ class _Steps:
 
     def go(self, batch: Mapping[str, torch.Tensor], r: int, count: int) -> list[torch.Tensor]:
         """Add the gradients of data rank `r`, each micro-batch's over `count`; their losses."""
-        original, own = self._original, self._lowered.microbatches
-        losses = []
-        for i in range(r * own, (r + 1) * own):
-            with original.computing():
-                loss = original.loss(batch, i)
-                torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
-            losses.append(loss.detach())
-        return losses
+        each = self._lowered.microbatches
+        return self._original.backward(batch, range(r * each, (r + 1) * each), count)
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Give parameters these gradients, and the others none."""
@@ -183,28 +177,29 @@ class _Steps:
     def packed(self, each: Sequence[Gradients]) -> Gradients:
         """The gradients that the data ranks make of what each of them adds."""
         dtype = DTYPES.get(self._lowered.updates.compression or "")
-        names = dict.fromkeys(name for own in each for name in own)
-        whole = {name: sum_of([own[name] for own in each if name in own]) for name in names}
-        found = {
+        names = dict.fromkeys(name for gradients in each for name in gradients)
+        of_ranks = {name: [g[name] for g in each if name in g] for name in names}
+        whole = {name: sum_of(gradients) for name, gradients in of_ranks.items()}
+        packed = {
             name: whole[name]
             if name in self._tied
-            else summed([own[name] for own in each if name in own], dtype)
+            else summed(gradients, dtype)
             if dtype is not None
-            else self._factored(name, [own[name] for own in each if name in own])
-            for name in names
+            else self._factored(name, gradients)
+            for name, gradients in of_ranks.items()
         }
-        self.compression_error = max(self.compression_error, _distance(found, whole))
-        return found
+        self.compression_error = max(self.compression_error, _distance(packed, whole))
+        return packed
 
     def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradient that PowerSGD makes of those of all data ranks, piece by piece as ranks
         hold it (1905.13727, algorithm 1)."""
         pieces = zip(*(self._pieces(name, gradient) for gradient in each), strict=True)
-        found = [self._product(name, k, parts) for k, parts in enumerate(pieces)]
-        return self._joined(name, found, each[0].shape)
+        products = [self._product(name, k, parts) for k, parts in enumerate(pieces)]
+        return self._joined(name, products, each[0].shape)
 
     def _product(self, name: str, k: int, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same of a piece."""
+        """The product of the factors of one piece, of which `each` data rank has its gradient."""
         rank, shape, dtype = self._lowered.updates.rank, each[0].shape, each[0].dtype
         wide = torch.promote_types(dtype, torch.float32)
         if dtype.is_complex or not is_factored(shape, rank):
@@ -217,9 +212,9 @@ class _Steps:
             q = first_factor(name, matrices[0].shape[1], rank, matrices[0])
         p: torch.Tensor = torch.linalg.qr(sum_of([matrix @ q for matrix in matrices])).Q
         q = sum_of([matrix.T @ p for matrix in matrices])
-        found: torch.Tensor = p @ q.T
-        self._kept[name, k] = [matrix - found / len(each) for matrix in matrices], q
-        return found.to(dtype).view(shape)
+        product: torch.Tensor = p @ q.T
+        self._kept[name, k] = [matrix - product / len(each) for matrix in matrices], q
+        return product.to(dtype).view(shape)
 
     def _pieces(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
         """A gradient as the ranks of one data coordinate hold it, padding included."""
@@ -227,15 +222,9 @@ class _Steps:
         shard, size = lowered.graph.by_name[name].shard, self._rows.get(name)
         if size is not None:
             dim, width = gradient.shape.index(size), rows(size, ranks)
-            found = []
-            for k in range(ranks):
-                span = own_rows(size, ranks, k)
-                shape = [*gradient.shape[:dim], width, *gradient.shape[dim + 1 :]]
-                padded = gradient.new_zeros(shape)
-                own = gradient.narrow(dim, span.start, span.size)
-                padded.narrow(dim, 0, span.size).copy_(own)
-                found.append(padded)
-            return found
+            padding = [*gradient.shape[:dim], width * ranks - size, *gradient.shape[dim + 1 :]]
+            padded = torch.cat([gradient, gradient.new_zeros(padding)], dim)
+            return [*padded.split(width, dim)]
         if shard is None or lowered.tensor == 1:
             return [gradient]
         return [shard.take(gradient, lowered.tensor, k) for k in range(lowered.tensor)]
@@ -265,12 +254,12 @@ def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _distance(found: Gradients, wanted: Gradients) -> float:
-    """The norm of the difference over that of what was wanted."""
+def _distance(packed: Gradients, whole: Gradients) -> float:
+    """The norm of the difference over that of the whole gradients."""
 
     def norm(tensors: list[torch.Tensor]) -> float:
         squares = [torch.linalg.vector_norm(t).double().square() for t in tensors]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
-    difference = norm([found[name] - wanted[name] for name in wanted])
-    return difference / (norm([*wanted.values()]) or 1.0)
+    difference = norm([packed[name] - whole[name] for name in whole])
+    return difference / (norm([*whole.values()]) or 1.0)

@@ -138,6 +138,18 @@ class Original:
         counts = [int(module(*(each[keys[name].key] for name in read))) for each in pieces]
         return counts[i] * number / sum(counts)
 
+    def backward(
+        self, batch: Mapping[str, torch.Tensor], numbers: Iterable[int], count: int
+    ) -> list[torch.Tensor]:
+        """Add the gradients of some micro-batches, each over `count`; their losses."""
+        losses = []
+        for i in numbers:
+            with self.computing():
+                loss = self.loss(batch, i)
+                torch.autograd.backward(loss, torch.full_like(loss, self.scale / count))
+            losses.append(loss.detach())
+        return losses
+
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of the parameters and of the buffers that the model had before it ran, by name.
 
@@ -224,18 +236,15 @@ def accumulated(
     buffers of the model, and those of the first are the state's. Hooks of parameters see the
     gradients of the mean loss, as if one backward had made them.
     """
-    losses = []
+    losses, each = list[torch.Tensor](), count // ranks
     before = original.updated() if ranks > 1 else {}
     first: dict[str, torch.Tensor] = {}
     with original.accumulating():
-        for i in range(count):
-            if i and i % (count // ranks) == 0:
+        for r in range(ranks):
+            if r:
                 first = first or original.updated()
                 original.set_values(before)
-            with original.computing():
-                loss = original.loss(batch, i)
-                torch.autograd.backward(loss, torch.full_like(loss, original.scale / count))
-            losses.append(loss.detach())
+            losses += original.backward(batch, range(r * each, (r + 1) * each), count)
     original.set_values(first)
     mean = torch.stack(losses).mean()
     gradients = original.gradients()
