@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from parcompiler.verifier import verify
 from tests import zoo
 
 
-def compiled(mesh: dict[str, Any], *, tied: bool = False, **options: Any) -> pc.Program:
+@cache
+def captured(tied: bool, precision: str | None) -> pc.Program:
+    """A model that is compiled for one rank, so that other meshes need not capture it again."""
     torch.manual_seed(0)
     config = gpt.Config(layers=2, heads=2, hidden=8, vocabulary=16, sequence=4, tied=tied)
     tokens = torch.randint(config.vocabulary, (2, config.sequence + 1))
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-    given = {"microbatches": 2, "progress": False, **options}
-    return pc.compile(gpt.GPT(config), pc.Mesh(**mesh), batch, **given)
+    return pc.compile(gpt.GPT(config), pc.Mesh(), batch, precision=precision, progress=False)
+
+
+def compiled(mesh: dict[str, Any], *, tied: bool = False, **options: Any) -> pc.Program:
+    options = {"microbatches": 2, "progress": False, **options}
+    return pc.compile(captured(tied, options.get("precision")), pc.Mesh(**mesh), **options)
 
 
 def exact(program: pc.Program, tmp_path: Path, *words: str) -> Any:
