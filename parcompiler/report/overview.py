@@ -53,7 +53,11 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "mesh", axes if mesh.devices else f"{axes}, {quantity(mesh.memory, BYTES)} each"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
-    yield "precision", choices.precision or f"{model.dtype}, as the model is"
+    own = f"{model.dtype}, as the model is"
+    if model.dtype in ("bfloat16", "float16"):
+        name = {"bfloat16": "bf16", "float16": "fp16"}[model.dtype]
+        own += f", without float32 masters: precision='{name}' keeps some"
+    yield "precision", choices.precision or own
     yield "optimizer", choices.optimizer
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"

@@ -17,7 +17,9 @@ SLOW = {  # they run in the sweep
     "how-to/huggingface.md": "imports transformers",
     "how-to/weights.md": "imports transformers",
     "how-to/mesh.md": "weighs all meshes of a cluster",
+    "how-to/peft.md": "imports transformers",
 }
+NEEDS = {"how-to/peft.md": "peft"}  # packages that no extra of ours installs
 WITH_CODE = [page for page in PAGES if any(examples((DOCS / page).read_text()))]
 
 
@@ -36,7 +38,10 @@ def run(text: str, page: str) -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=[pytest.mark.sweep] if p in SLOW else []) for p in WITH_CODE]
 )
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # by peft
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page: str) -> None:
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page])
     run((DOCS / page).read_text(), page)
 
 
