@@ -96,7 +96,9 @@ def train_command(
     program = save / "program"
     model = request["model"] or ""
     shifts = model.startswith(HF)
-    ready = save / f".ready-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    started = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    names = [os.environ[name] for name in started if name in os.environ] or [str(os.getpid())]
+    ready = save / f".ready-{'-'.join(names)}"
     size = 0
     if os.environ.get("RANK", "0") == "0":
         ready.unlink(missing_ok=True)
@@ -138,7 +140,10 @@ def train_command(
     line = [str(program / "main.py"), *map(str, arguments)]
     if "RANK" in os.environ:
         sys.argv = line
+        sys.path.insert(0, str(program))  # as Python does for a script
         runpy.run_path(line[0], run_name="__main__")
+        if size:  # the others have read it: all have trained
+            ready.unlink(missing_ok=True)
         return DONE
     ready.unlink()
     code = _ranks(line, size)

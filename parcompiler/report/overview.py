@@ -56,7 +56,7 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     own = f"{model.dtype}, as the model is"
     if model.dtype in ("bfloat16", "float16"):
         name = {"bfloat16": "bf16", "float16": "fp16"}[model.dtype]
-        own += f", without float32 masters: precision='{name}' keeps some"
+        own += f"; {name} would keep float32 masters"
     yield "precision", choices.precision or own
     yield "optimizer", choices.optimizer
     for form in model.attention:

@@ -18,8 +18,12 @@ SLOW = {  # they run in the sweep
     "how-to/weights.md": "imports transformers",
     "how-to/mesh.md": "weighs all meshes of a cluster",
     "how-to/peft.md": "imports transformers",
+    "how-to/trainer.md": "imports transformers",
 }
-NEEDS = {"how-to/peft.md": "peft"}  # packages that no extra of ours installs
+NEEDS = {
+    "how-to/peft.md": "peft",
+    "how-to/trainer.md": "accelerate",
+}  # packages that no extra of ours installs
 WITH_CODE = [page for page in PAGES if any(examples((DOCS / page).read_text()))]
 
 
