@@ -6,11 +6,13 @@ built from configurations.
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+import parcompiler as pc
 from parcompiler.models import bert, dlrm, gpt, llama, moe, resnet, t5
 
 Case = tuple[nn.Module, dict[str, Any]]
@@ -206,3 +208,14 @@ def build(name: str) -> Case:
     torch.manual_seed(0)
     model, inputs = ALL[name]()
     return model.train(), inputs
+
+
+def captured(name: str, precision: str | None = None) -> pc.Program:
+    """A model compiled for one rank: a test that compiles it for another mesh captures nothing."""
+    return _captured(name, precision)
+
+
+@cache
+def _captured(name: str, precision: str | None) -> pc.Program:
+    model, inputs = build(name)
+    return pc.compile(model, pc.Mesh(), inputs, microbatches=1, precision=precision)

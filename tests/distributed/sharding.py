@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 import parcompiler as pc
@@ -48,13 +47,6 @@ def lowered(graph: Graph, plan: Plan, chooser: Chooser) -> Lowered:
     return made
 
 
-@cache
-def captured(name: str) -> pc.Program:
-    """The model compiled for one rank."""
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1)
-
-
 def sharded(
     name: str | pc.Program,
     chooser: Chooser,
@@ -65,7 +57,7 @@ def sharded(
     recompute: Sequence[str] = (),
 ) -> Sharded:
     """A model on a mesh: even stages, and the strategies that `chooser` takes."""
-    whole = captured(name) if isinstance(name, str) else name
+    whole = zoo.captured(name) if isinstance(name, str) else name
     graph = whole.problem.graph
     plan = dataclasses.replace(
         whole.plan,

@@ -48,19 +48,12 @@ WAYS = {
 Ranks = list[dict[str, Any]]
 
 
-@cache
-def captured(name: str) -> pc.Program:
-    """The model compiled for one rank, so that other meshes need not capture it again."""
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1)
-
-
 @pytest.mark.parametrize(("name", "pipeline", "data", "schedule", "microbatches"), CASES)
 def test_the_mean_over_data_ranks_equals_one_process(
     name: str, pipeline: int, data: int, schedule: str, microbatches: int
 ) -> None:
     mesh = pc.Mesh(pipeline=pipeline, data=data)
-    program = pc.compile(captured(name), mesh, schedule=schedule, microbatches=microbatches)
+    program = pc.compile(zoo.captured(name), mesh, schedule=schedule, microbatches=microbatches)
     found = program.verify()
     assert found.ok, str(found)
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
@@ -88,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in replicas.NAMES:
         mesh = pc.Mesh(pipeline=2, data=2)
         program = pc.compile(
-            captured(name), mesh, schedule="1f1b", microbatches=MICROBATCHES, precision="fp64"
+            zoo.captured(name), mesh, schedule="1f1b", microbatches=MICROBATCHES, precision="fp64"
         )
         program.export(made / name, standalone=True)
     return made
@@ -207,7 +200,7 @@ def test_a_loaded_program_has_the_instructions_of_every_rank(folder: Path) -> No
 def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     """What each rank raised, for each way to fail."""
     mesh = pc.Mesh(pipeline=2, data=2)
-    program = pc.compile(captured("gpt"), mesh, microbatches=2, schedule="1f1b")
+    program = pc.compile(zoo.captured("gpt"), mesh, microbatches=2, schedule="1f1b")
     made = program.export(tmp_path_factory.mktemp("failing") / "out")
     text = forked.run(4, replicas.main, str(made), *WAYS)
     found: dict[str, list[dict[str, str]]] = {way: [] for way in WAYS}

@@ -3,8 +3,6 @@
 Real processes on this machine, one pool for all tests; see parcompiler/verification.py.
 """
 
-from functools import cache
-
 import pytest
 
 import parcompiler as pc
@@ -18,16 +16,9 @@ CROSSING = ("gpt", "t5", "hf-gpt2")  # tied weights, values that skip stages, tr
 BITWISE = {"gpt", "gpt-dropout", "llama", "resnet", "hf-vit", "hf-resnet"}
 
 
-@cache
-def captured(name: str) -> pc.Program:
-    """The model compiled for one rank, so that other meshes need not capture it again."""
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1)
-
-
 def check(name: str, pipeline: int, schedule: str, microbatches: int) -> None:
     program = pc.compile(
-        captured(name), pc.Mesh(pipeline=pipeline), schedule=schedule, microbatches=microbatches
+        zoo.captured(name), pc.Mesh(pipeline=pipeline), schedule=schedule, microbatches=microbatches
     )
     found = program.verify()
     assert found.ok, str(found)

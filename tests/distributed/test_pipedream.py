@@ -1,6 +1,6 @@
 """PipeDream on real processes is its sequential re-enactment, step after step."""
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,14 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 }
 
 
-@cache
-def captured(name: str) -> pc.Program:
-    """The model compiled for one rank, so that other meshes need not capture it again."""
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1, precision="fp64")
-
-
 def compiled(name: str, pipeline: int, microbatches: int, schedule: str) -> pc.Program:
     mesh = pc.Mesh(pipeline=pipeline)
     return pc.compile(
-        captured(name), mesh, microbatches=microbatches, schedule=schedule, precision="fp64"
+        zoo.captured(name, "fp64"),
+        mesh,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision="fp64",
     )
 
 

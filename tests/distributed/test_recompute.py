@@ -1,7 +1,6 @@
 """Programs with recomputation compute what the original model computes; see test_parity."""
 
 import dataclasses
-from functools import cache
 
 import pytest
 
@@ -12,17 +11,11 @@ from tests import zoo
 BITWISE = {"gpt-dropout", "llama", "resnet"}  # as without recomputation: see test_parity
 
 
-@cache
-def captured(name: str) -> pc.Program:
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("name", ["gpt-dropout", "llama", "resnet", "t5"])
 def test_a_program_that_recomputes_equals_one_process(name: str, schedule: str) -> None:
     program = pc.compile(
-        captured(name), pc.Mesh(pipeline=2), schedule=schedule, microbatches=3, recompute="full"
+        zoo.captured(name), pc.Mesh(pipeline=2), schedule=schedule, microbatches=3, recompute="full"
     )
     assert program.plan.recompute
     found = program.verify()
@@ -36,7 +29,7 @@ def test_what_memory_forces_to_be_recomputed_equals_one_process() -> None:
     """The programme chooses some layers, not all: dropout in both sorts is that of one process."""
     small = dataclasses.replace(device("cpu"), name="small", memory=250_000)
     program = pc.compile(
-        captured("gpt-dropout"),
+        zoo.captured("gpt-dropout"),
         pc.Mesh(pipeline=2, device=small),
         schedule="1f1b",
         vocabulary="whole",
@@ -55,7 +48,7 @@ def test_what_memory_forces_to_be_recomputed_equals_one_process() -> None:
 def test_some_layers_may_be_recomputed() -> None:
     patterns = {"layers.*": True, "layers.1": False, "layers.3.ffn": False}
     program = pc.compile(
-        captured("gpt-dropout"), pc.Mesh(pipeline=2), microbatches=3, recompute=patterns
+        zoo.captured("gpt-dropout"), pc.Mesh(pipeline=2), microbatches=3, recompute=patterns
     )
     assert program.plan.recompute
     assert not any(name.startswith("layers.1") for name in program.plan.recompute)

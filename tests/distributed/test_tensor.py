@@ -22,8 +22,9 @@ from parcompiler.models import gpt
 from parcompiler.spmd.placement import S
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import Strategy
+from tests import zoo
 from tests.distributed import failing, forked, totals
-from tests.distributed.sharding import captured, sharded
+from tests.distributed.sharding import sharded
 from tests.distributed.torchrun import torchrun
 from tests.spmd import choosing
 
@@ -118,7 +119,7 @@ def test_uneven_pieces_cross_stages(seed: int) -> None:
 
 def compiled(name: str, pipeline: int, tensor: int, data: int) -> None:
     mesh = pc.Mesh(pipeline=pipeline, tensor=tensor, data=data, device=CHEAP)
-    program = pc.compile(captured(name), mesh, microbatches=2)
+    program = pc.compile(zoo.captured(name), mesh, microbatches=2)
     assert exchanges(program), "nothing is split"
     check(program)
 
@@ -133,7 +134,7 @@ def test_a_compiled_model_equals_one_process(
 def test_experts_of_one_grouped_product_are_on_two_ranks() -> None:
     pins = {"*.experts.*": "S(0)"}
     mesh = pc.Mesh(tensor=2, device=CHEAP)
-    program = pc.compile(captured("hf-mixtral"), mesh, microbatches=2, sharding=pins)
+    program = pc.compile(zoo.captured("hf-mixtral"), mesh, microbatches=2, sharding=pins)
     targets = [str(node.target) for node in program.lowered.graph.fx_graph.nodes]
     assert targets.count("runtime.own_experts") >= 4  # layers
     held = program.lowered.graph.by_name["model.layers.0.mlp.experts.gate_up_proj"]
@@ -148,7 +149,7 @@ def test_experts_are_split_over_any_ranks(name: str, tensor: int) -> None:
     """Four experts do not divide by three: there the rest decides."""
     pins = {"*.experts.*": "S(0)"} if 4 % tensor == 0 else "auto"
     mesh = pc.Mesh(tensor=tensor, device=CHEAP)
-    check(pc.compile(captured(name), mesh, microbatches=2, sharding=pins))
+    check(pc.compile(zoo.captured(name), mesh, microbatches=2, sharding=pins))
 
 
 @pytest.mark.sweep
@@ -167,7 +168,7 @@ def test_schedules_and_recomputation_work_on_pieces(schedule: str, recompute: st
     name = "gpt" if schedule == "pipedream" else "gpt-dropout"
     mesh = pc.Mesh(pipeline=2, tensor=2, device=CHEAP)
     program = pc.compile(
-        captured(name), mesh, microbatches=3, schedule=schedule, recompute=recompute
+        zoo.captured(name), mesh, microbatches=3, schedule=schedule, recompute=recompute
     )
     assert exchanges(program)
     check(program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
 ]
 
 
-@cache
-def captured(name: str, precision: str | None) -> pc.Program:
-    """The model compiled for one rank, so that other meshes need not capture it again."""
-    model, inputs = zoo.build(name)
-    return pc.compile(model, pc.Mesh(), inputs, microbatches=1, precision=precision)
-
-
 def microbatches(options: dict[str, Any]) -> int:
     """One where the schedule can have it, so that pieces are added up in the same order."""
     return 2 if options.get("schedule") in ("zb-h1", "interleaved") else 1
@@ -57,7 +49,9 @@ def outcome(
     precision = options.get("precision")
     precise = {**options, "precision": precision}
     count = microbatches(options)
-    program = pc.compile(captured(name, precision), mesh, microbatches=count, zero=zero, **precise)
+    program = pc.compile(
+        zoo.captured(name, precision), mesh, microbatches=count, zero=zero, **precise
+    )
     assert program.plan.zero == zero
     program.export(folder / f"zero-{zero}")
     inputs = zoo.build(name)[1]
@@ -143,7 +137,7 @@ def test_bytes_in_memory_are_those_of_the_level(
 @pytest.mark.parametrize("zero", LEVELS)
 @pytest.mark.parametrize("name", ["gpt-tied", "llama", "t5", "resnet", "moe"])
 def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
-    program = captured(name, None)
+    program = zoo.captured(name)
     schedules = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
     for pipeline, tensor, data, schedule, vocabulary in product(
         (1, 2), (1, 2), (2, 3, 4), schedules, ("whole", "vocab-2")
