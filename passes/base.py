@@ -9,6 +9,9 @@ from typing import ClassVar
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 
+MARGIN = 0.02  # of a step: the plainest plan is taken of those that take so much longer at most
+GAIN = 0.01  # of a step: a schedule, method or level of ZeRO that saves less is not weighed
+
 
 @dataclass(frozen=True)
 class Pass(ABC):

@@ -1,18 +1,29 @@
-"""A plan from a problem: nothing is decided at the start, then every pass decides its part."""
+"""A plan from a problem: every pass decides its part; of nearly equal plans the plainest is taken.
+
+    start     nothing is decided
+    fastest   what the passes decide, for every level of ZeRO, method and schedule in question
+    plainest  of all that take at most MARGIN longer: predictions are no nearer to what is measured
+
+Plainer is, in this order: fewer pipeline ranks, the schedule that stands first in CANDIDATES, fewer
+stages on a rank, nothing recomputed, a whole vocabulary.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 from parcompiler.data_updates import ALL_REDUCE
-from parcompiler.passes import zero
-from parcompiler.passes.base import Pass
-from parcompiler.passes.schedule import SchedulePass
+from parcompiler.errors import InfeasibleError, InputError, PlanError
+from parcompiler.passes import DEFAULT, zero
+from parcompiler.passes.base import MARGIN, Pass
+from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
-from parcompiler.passes.vocabulary import VocabularyPass
-from parcompiler.plan import Plan, Shape
+from parcompiler.passes.vocabulary import VocabularyPass, choices_for
+from parcompiler.plan import MeshChoice, Plan, Shape
 from parcompiler.problem import Problem
 
 Observer = Callable[[str], AbstractContextManager[None]]
@@ -38,9 +49,129 @@ def decide(
 ) -> Plan:
     """What the passes decide, one after the other; nothing is lowered or verified.
 
-    What data ranks share out is weighed with all of them. Raises InfeasibleError when nothing fits,
-    InputError for options that the model cannot have.
+    Raises InfeasibleError when nothing fits, InputError for options that the model cannot have.
     """
+    plan = fastest(problem, passes, observer)
+    with suppress(PlanError):  # an order that never ends: the verifier says why
+        return plainest(problem, passes, plan, observer=observer)
+    return plan
+
+
+def fastest(
+    problem: Problem,
+    passes: Sequence[Pass],
+    observer: Observer = lambda name: nullcontext(),
+    below: float = math.inf,
+) -> Plan:
+    """The plan of the passes, with about the shortest step; one of `below` seconds is known, and
+    longer ones are of no use. What data ranks share out is weighed with all of them.
+
+    Raises InfeasibleError when nothing fits, or nothing is below that.
+    """
+    complete = _completing(problem, passes, observer)
+    return zero.weighed(problem, start(problem), complete, below)
+
+
+def plainest(
+    problem: Problem,
+    passes: Sequence[Pass],
+    plan: Plan,
+    enough: float | None = None,
+    observer: Observer = lambda name: nullcontext(),
+) -> Plan:
+    """The plainest plan with the mesh and the level of ZeRO of a plan whose step is at most
+    `enough` seconds (None: MARGIN longer than that of the plan). Raises PlanError where the order
+    of the plan never ends."""
+    if tuple(passes) != DEFAULT or plan.mesh.pipeline == 1 or plan.orders is not None:
+        return plan
+    seconds = step_of(problem, plan)
+    enough = (1 + MARGIN) * seconds if enough is None else enough
+    best = plan
+    for trial in _plainer(problem, plan):
+        if trial.key >= plainness(best):
+            continue
+        named = dataclasses.replace(problem, options=trial.options(problem))
+        complete = _completing(named, passes, observer)
+        with suppress(InfeasibleError, InputError):
+            found = complete(dataclasses.replace(start(named), zero=plan.zero), enough)
+            if step_of(named, found) <= enough and plainness(found) < plainness(best):
+                best = found
+    if best is plan:
+        return plan
+    weighed = tuple(
+        dataclasses.replace(item, seconds=step_of(problem, best), reason=None)
+        if (item.schedule, item.virtual_stages) == (best.schedule, best.virtual_stages)
+        else item
+        for item in plan.weighed or ()
+    )
+    vocabulary = best.vocabulary
+    if vocabulary is not None and plan.vocabulary is not None:
+        vocabulary = dataclasses.replace(vocabulary, weighed=plan.vocabulary.weighed)
+    return dataclasses.replace(
+        best, weighed=weighed or None, vocabulary=vocabulary, runner_up=choice_of(plan, seconds)
+    )
+
+
+def step_of(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step of a plan, with what data ranks exchange behind the last compute."""
+    return zero.share_of(local(problem, plan), plan, plan.zero or 0).step
+
+
+def plainness(plan: Plan) -> tuple[int, ...]:
+    """How plain a plan is: less comes first."""
+    name = plan.schedule or ""
+    place = CANDIDATES.index(name) if name in CANDIDATES else len(CANDIDATES)
+    spread = plan.vocabulary is not None and plan.vocabulary.spread
+    return plan.mesh.pipeline, place, plan.virtual_stages, bool(plan.recompute), spread
+
+
+def choice_of(plan: Plan, seconds: float) -> MeshChoice:
+    """A plan in one line."""
+    mesh = plan.mesh
+    return MeshChoice(
+        mesh.pipeline, mesh.tensor, mesh.data, plan.microbatches, seconds=seconds,
+        schedule=plan.schedule, vocabulary=plan.vocabulary.method if plan.vocabulary else None,
+        recomputed=len(plan.recompute or ()), zero=plan.zero,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plainer:
+    """A schedule and a method of the vocabulary; `key` is how plain a plan with them can be."""
+
+    key: tuple[int, ...]
+    schedule: str
+    virtual_stages: int
+    method: str
+
+    def options(self, problem: Problem) -> Any:
+        """The options that ask for them."""
+        return dataclasses.replace(
+            problem.options, schedule=self.schedule, virtual_stages=self.virtual_stages,
+            vocabulary=self.method,
+        )  # fmt: skip
+
+
+def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
+    """What is open in the options and may be plainer than a plan, the plainest first."""
+    auto = problem.options.schedule == "auto"
+    methods = [choice.method for choice in choices_for(problem)]
+    if problem.options.vocabulary != "auto":
+        methods = [problem.options.vocabulary]
+    found = []
+    for candidate in candidates_for(problem, start(problem)) if auto else (plan,):
+        for method in methods:
+            key = (*plainness(candidate)[:3], False, method != "whole")
+            name, stages = candidate.schedule or "", candidate.virtual_stages
+            found.append(Plainer(key, name, stages, method))
+    return sorted(found, key=lambda item: item.key)
+
+
+def _completing(
+    problem: Problem, passes: Sequence[Pass], observer: Observer
+) -> Callable[[Plan, float], Plan]:
+    """What makes a plan whole: every pass in its turn. It may raise InfeasibleError for a plan
+    whose step is not below so many seconds."""
 
     def complete(plan: Plan, below: float) -> Plan:
         for item in passes:
@@ -50,4 +181,4 @@ def decide(
                 plan = item.run(local(problem, plan), plan)
         return plan
 
-    return zero.weighed(problem, start(problem), complete)
+    return complete

@@ -60,10 +60,37 @@ def even_bound(problem: Problem, plan: Plan) -> float:
     return problem.once(key, lambda: min(_bounds(problem, plan)))
 
 
+def roomy_bound(problem: Problem, plan: Plan) -> float:
+    """Seconds that the same is not below, were there memory for everything; without simulating.
+
+    Ranks are busy with their part of the work, and the last one waits until the first micro-batch
+    is there. Under 1F1B and GPipe it also waits for its way back, and when interleaved for that
+    through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """
+    level = problem.levels[0]
+
+    def find() -> float:
+        priced = problem.recomputing(level, as_asked(problem, plan, level).recompute or ())
+        ranks, pace = plan.mesh.pipeline, float(priced.pace or plan.mesh.pipeline)
+        forward, both = sum(priced.forward) / pace, sum((*priced.forward, *priced.backward)) / pace
+        spread = vocabulary_cost(problem, plan)
+        there = both if plan.schedule in ("1f1b", "gpipe", "interleaved") else forward
+        fill = (ranks - 1) * there * ranks / len(outline(plan).placement)
+        shared = spread.compute if spread else 0.0  # it may be done while stages wait
+        return plan.microbatches * both + max(fill, plan.microbatches * shared)
+
+    return problem.once(_key("roomy bound", problem, plan), find)
+
+
+def _few(plan: Plan) -> Plan:
+    """The plan with so many micro-batches that a steady state is reached."""
+    ranks, m = plan.mesh.pipeline, plan.microbatches
+    return dataclasses.replace(plan, microbatches=min(m, STEADY * ranks + m % ranks))
+
+
 def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:
     """The bounds of ever finer blocks, as long as these may be shorter."""
-    ranks, m = plan.mesh.pipeline, plan.microbatches
-    few = dataclasses.replace(plan, microbatches=min(m, STEADY * ranks + m % ranks))
+    few = _few(plan)
     for level in problem.levels:
         found = _even(problem, plan, few, level)
         yield found.seconds
@@ -87,11 +114,19 @@ def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
         return Even(math.inf, is_forced=True)
     pace = float(task.pace(range(task.ranks)))  # the ranks, where all are alike
     even = sum((*priced.forward, *priced.backward)) / pace
-    more = max(0.0, slowest - even)
+    is_forced = slowest - even > even * TINY
+    return Even(_seconds(problem, plan, few, priced, pace, slowest), is_forced)
+
+
+def _seconds(
+    problem: Problem, plan: Plan, few: Plan, priced: Priced, pace: float, slowest: float
+) -> float:
+    """Seconds of a step whose slowest rank takes so many for a micro-batch, at least."""
+    even = sum((*priced.forward, *priced.backward)) / pace
     spread = vocabulary_cost(problem, few)
     busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
     waits = _step(problem, few, priced, pace) + (plan.microbatches - few.microbatches) * even
-    return Even(max(busy, waits + (plan.microbatches - 1) * more), more > even * TINY)
+    return max(busy, waits + (plan.microbatches - 1) * max(0.0, slowest - even))
 
 
 def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:

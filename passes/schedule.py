@@ -2,7 +2,7 @@
 
 "auto" asks the stage pass what it would do under each schedule that may have the shortest step, and
 takes the plainest of those that fit into memory from which no other would save more than `gain` of
-the step, for what a simulation does not see (smaller pieces of work, more messages).
+the step. (Of nearly equal plans, `decide` takes the plainest.)
 
     even_step   zb-h2   zb-v | zb-h1  interleaved  1f1b  ...
     divided     2.67    2.59 |                              even then longer than 2.59: not divided
@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
-from parcompiler.passes.base import Pass
+from parcompiler.passes.base import GAIN, Pass
 from parcompiler.passes.divide import spared
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate
-from parcompiler.passes.even import as_asked, even_step
+from parcompiler.passes.even import as_asked, even_bound, even_step, roomy_bound
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.stage import StagePass, placed
 from parcompiler.plan import Plan, Weighed
@@ -47,7 +47,7 @@ class SchedulePass(Pass):
     """
 
     name: ClassVar[str] = "schedule"
-    gain: float = 0.01
+    gain: float = GAIN
     stages: StagePass = field(default_factory=StagePass)
     below: float = math.inf
 
@@ -115,7 +115,15 @@ class Weighing:
 
     def __post_init__(self) -> None:
         """Say of each candidate what even stages would take."""
-        self.least = [even_step(self.problem, candidate) for candidate in self.candidates]
+        self.least = [self._even(candidate) for candidate in self.candidates]
+
+    def _even(self, candidate: Plan) -> float:
+        """Seconds of even stages, or what they are not below if that is too long already."""
+        for bound in (roomy_bound, even_bound):
+            seconds = bound(self.problem, candidate)
+            if seconds >= self.asked.below:
+                return seconds
+        return even_step(self.problem, candidate)
 
     def order(self) -> list[int]:
         """The shortest steps first; of those about as short, the plainest."""
@@ -253,7 +261,7 @@ def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
 def _named(plan: Plan, name: str, wanted: int) -> Plan:
     """The plan with a named schedule. Raises InputError for stages that it cannot have."""
     virtual_stages = stages_per_rank(name, wanted)
-    build(name, plan.mesh.pipeline, plan.microbatches, virtual_stages)
+    build(name, plan.mesh.pipeline, 1, virtual_stages)  # as many as there are may be thousands
     return dataclasses.replace(plan, schedule=name, virtual_stages=virtual_stages)
 
 

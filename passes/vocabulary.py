@@ -2,7 +2,7 @@
 
 "auto" asks the other passes what they would do with every method and takes the shortest step that
 fits into memory, in one decision with the stages. Methods are listed from the plainest; one further
-down must save more than `gain` of the step, for what a simulation does not see, and is not divided
+down must save more than `gain` of the step, and is not divided
 where even stages would not (`even`). The schedule is chosen for the first method that spreads the
 vocabulary, and the others are tried with that.
 """
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.options import METHODS
-from parcompiler.passes.base import Pass
+from parcompiler.passes.base import GAIN, Pass
 from parcompiler.passes.estimate import estimate
 from parcompiler.passes.recompute import RecomputePass
 from parcompiler.passes.schedule import SchedulePass
@@ -42,7 +42,7 @@ class VocabularyPass(Pass):
     """
 
     name: ClassVar[str] = "vocabulary"
-    gain: float = 0.01
+    gain: float = GAIN
     below: float = math.inf
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 

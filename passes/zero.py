@@ -32,14 +32,13 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
+from parcompiler.passes.base import GAIN
 from parcompiler.passes.estimate import costs, estimate, held
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem
 from parcompiler.schedules.planned import outline
-
-GAIN = 0.01  # of a step: what a higher level, or another plan, must save
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +62,27 @@ class DataShare:
     exposed: float
 
 
-def weighed(problem: Problem, plan: Plan, complete: Callable[[Plan, float], Plan]) -> Plan:
+def weighed(
+    problem: Problem,
+    plan: Plan,
+    complete: Callable[[Plan, float], Plan],
+    most: float = math.inf,
+) -> Plan:
     """The plan with the level that is given, or with that of the shortest step that fits.
 
     `complete` makes a plan whole, and may refuse one with InfeasibleError whose step is not below
-    so many seconds. Raises InfeasibleError when nothing fits.
+    so many seconds; `most` are known to be enough. Raises InfeasibleError when nothing fits, or
+    nothing is below that.
     """
     if plan.zero is not None or problem.mesh.data == 1:
-        return complete(plan, math.inf)
+        return complete(plan, most)
     if not problem.zero:
-        return complete(dataclasses.replace(plan, zero=0), math.inf)
-    lean = complete(plan, math.inf)
+        return complete(dataclasses.replace(plan, zero=0), most)
+    lean = complete(plan, most)
     if lean.stages is None:
         return dataclasses.replace(lean, zero=0)
     try:
-        return _lowest(problem, plan, lean, complete)
+        return _lowest(problem, plan, lean, complete, most)
     except PlanError as error:
         if isinstance(error, InfeasibleError):
             raise
@@ -85,7 +90,11 @@ def weighed(problem: Problem, plan: Plan, complete: Callable[[Plan, float], Plan
 
 
 def _lowest(
-    problem: Problem, start: Plan, lean: Plan, complete: Callable[[Plan, float], Plan]
+    problem: Problem,
+    start: Plan,
+    lean: Plan,
+    complete: Callable[[Plan, float], Plan],
+    most: float,
 ) -> Plan:
     """The lowest level at which the lean plan takes about as long as at any, or a faster plan."""
     rank_problem = local(problem, lean)
@@ -103,7 +112,7 @@ def _lowest(
         apart = share.exposed if share.level < 3 else 0.0  # gathers are a part of compute
         if share.fits and share.exposed - apart <= GAIN * share.step:
             continue  # the lean plan is the best of this level
-        below = math.inf if best is None else (1 - GAIN) * best[0] - apart
+        below = min(most, math.inf if best is None else (1 - GAIN) * best[0]) - apart
         if least >= below:
             continue
         try:
@@ -116,8 +125,8 @@ def _lowest(
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
     if best is None:
-        assert refusal is not None, "every level was planned"
-        raise refusal
+        message = f"no level of ZeRO that fits has a step below {most:.6g} s"
+        raise refusal or InfeasibleError(message)
     return best[1]
 
 

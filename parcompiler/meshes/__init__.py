@@ -1,28 +1,31 @@
-"""Which mesh of a cluster: all degrees are weighed, and that with the shortest step is taken.
+"""Which mesh of a cluster: all degrees are weighed, and the plainest of the fastest is taken.
 
     Cluster ── space ──► pipeline x tensor x data, always the same global batch
     inputs ─── sizes ──► x rows of a micro-batch, if asked for: the model captured on them
                              │  bounds    bytes and seconds that no plan of a mesh is below
                              ▼
                          in the order of these seconds: what `compile` would plan      weigh
-                             │  until the next bound is above the best step
+                             │  until no mesh that is left can be the answer
                              ▼
-                         the best plan, and what was weighed                Plan.meshes
+                         the plan, and what was weighed                     Plan.meshes
 
-A mesh that a bound excludes cannot be better, so the best is that of weighing all; the bound `even`
-takes for granted, as the schedule pass does, that no stages are better than even ones. Where a
-bound leaves it open, the passes divide what may be shorter than the best step, and all that they
-would weigh for the mesh alone only if something is. Of equal steps the plainest mesh is taken: that
-with least tensor, then least pipeline ranks, and the micro-batch that is given. Deep pipelines with
-few layers on each rank (`space`) are weighed where nothing else fits; else they are listed as not
-weighed.
+The answer is the plainest mesh whose step is at most MARGIN longer than that of any other: that
+with the fewest pipeline ranks, then tensor ranks, and the micro-batch that is given. So a plainer
+mesh is weighed if its bound is at most MARGIN above the best step, and any other if it is MARGIN
+below the step of the answer so far; the passes divide nothing that these seconds exclude. What they
+exclude stays open: it is weighed when the answer changes so that it matters again. In the end the
+answer is at most MARGIN longer than any plan that is known and than any bound that is left, and so
+is the plainest plan of its mesh, which is taken (`decide.plainest`).
+
+The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
+ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +33,14 @@ from typing import Any
 from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster
-from parcompiler.meshes.bounds import Bounds, even_seconds, is_known
+from parcompiler.meshes.bounds import ROUNDING, Bounds, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
 from parcompiler.meshes.space import Candidate, global_microbatches, space
-from parcompiler.meshes.weigh import Check, may_be_below, on_mesh, planned, unplanned
+from parcompiler.meshes.weigh import Check, figures, on_mesh, unplanned
 from parcompiler.passes import DEFAULT, Pass
-from parcompiler.passes.decide import Observer
+from parcompiler.passes.base import MARGIN
+from parcompiler.passes.decide import Observer, fastest, plainest, step_of
 from parcompiler.passes.schedule import TOO_LARGE
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
@@ -45,6 +49,7 @@ from parcompiler.problem import Problem
 WORK = "its work alone takes that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
+AHEAD = 1.2  # times the lowest bound: a plainer mesh up to that is weighed before
 
 __all__ = [
     "GIVEN",
@@ -77,21 +82,25 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Incumbent:
-    """The best mesh so far."""
+    """A mesh that is planned."""
 
     seconds: float
     candidate: Candidate
     problem: Problem
     plan: Plan
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Its step, and for equal steps the place of its mesh."""
-        return self.seconds, self.candidate.place
+
+@dataclass(slots=True)
+class Unweighed:
+    """A mesh that is not planned, the seconds that no plan of it is below, and why."""
+
+    candidate: Candidate
+    bound: float
+    why: str = WORK
 
 
 class MeshSearch:
-    """The state of a search: the best mesh so far, and what is known of every mesh."""
+    """The state of a search: the meshes that are planned, and what is known of all others."""
 
     def __init__(
         self,
@@ -108,56 +117,116 @@ class MeshSearch:
             possible = [rows for rows, fault in self.faults.items() if fault is None]
             self.bounds = {rows: Bounds(sizes.at(rows)) for rows in possible}
             self.candidates = list(self._candidates())
-        self.best: Incumbent | None = None
+        self.planned: list[Incumbent] = []
+        self.open: list[Unweighed] = []
         self.choices: dict[int, MeshChoice] = {}
         self.problems: dict[int, Problem] = {}  # they keep what a bound has computed
         self.errors: dict[int, InputError] = {}  # of meshes that the options exclude
         self.full = False  # whether memory excluded any
+        self.stopped = False  # whether an interrupt ended the search
 
     def weigh_all(self) -> None:
-        """Weigh all meshes; deep pipelines only where nothing else fits."""
-        candidates = self.candidates
-        self._weigh_by_bounds([candidate for candidate in candidates if not candidate.deep])
-        deep = [candidate for candidate in candidates if candidate.deep]
-        if self.best is None:
-            self._weigh_by_bounds(deep)
-        else:
-            for candidate in self._roomy(deep):
-                stages = candidate.mesh.pipeline
-                self._note(candidate, reason=f"not weighed: few layers on each of {stages} ranks")
-        if self.best is None:
+        """Weigh every mesh that may be the answer, the one with the lowest bound first."""
+        self.open = [
+            Unweighed(candidate, self.bounds[candidate.rows].seconds(candidate))
+            for candidate in self._roomy()
+        ]
+        try:
+            while (item := self._next()) is not None:
+                self._refine(item)
+        except KeyboardInterrupt:
+            if not self.planned:
+                raise
+            self.stopped = True
+        if not self.planned:
             if self.errors and not self.full:
                 raise next(iter(self.errors.values()))
-            possible = [c for c in candidates if c.reason is None and c.place not in self.errors]
+            weighed = [c for c in self.candidates if c.reason is None]
+            possible = [c for c in weighed if c.place not in self.errors]
             if not possible:
-                reasons = list(dict.fromkeys(c.reason for c in candidates if c.reason))
+                reasons = list(dict.fromkeys(c.reason for c in self.candidates if c.reason))
                 message = f"no mesh of the cluster can be: {'; '.join(reasons[:4])}"
                 raise InputError(message)
             raise nothing_fits(self.cluster, self.sizes, possible, self.passes)
 
     def answer(self) -> tuple[Graph, Problem, Plan]:
-        """The captured graph, the problem and the plan of the best mesh.
+        """The captured graph, the problem and the plan of the answer.
 
-        The plan lists planned meshes by their seconds, then those with a bound by it.
+        The plan lists its mesh first, then planned meshes by their seconds, then those with a
+        bound by it; and the fastest of what it was preferred to.
         """
-        assert self.best is not None, "something fits"
+        best = self._plainest()
+        others = [self.choices[one.candidate.place] for one in self.planned if one is not best]
+        others += [best.plan.runner_up] if best.plan.runner_up else []
+        following = min(others, key=lambda choice: choice.seconds or 0.0, default=None)
+        for item in self.open:
+            self._note(item.candidate, seconds=item.bound, reason=item.why)
+        if self.stopped:
+            self._tell_interrupt()
 
         def rank(choice: MeshChoice) -> tuple[int, float]:
             if choice.seconds is None:
-                return (3, 0.0) if choice.memory is None else (2, choice.memory)
-            return (0 if choice.reason is None else 1), choice.seconds
+                return (4, 0.0) if choice.memory is None else (3, choice.memory)
+            if choice is self.choices[best.candidate.place]:
+                return 0, 0.0
+            return (1 if choice.reason is None else 2), choice.seconds
 
-        graph = self.sizes.graphs[self.best.candidate.rows]
-        problem = dataclasses.replace(self.best.problem, explain=True)
+        graph = self.sizes.graphs[best.candidate.rows]
+        problem = dataclasses.replace(best.problem, explain=True)
         meshes = tuple(sorted(self.choices.values(), key=rank))
-        return graph, problem, dataclasses.replace(self.best.plan, meshes=meshes)
+        return graph, problem, dataclasses.replace(best.plan, meshes=meshes, runner_up=following)
+
+    def _plainest(self) -> Incumbent:
+        """The answer with the plainest plan of its mesh that is fast enough."""
+        best = self._best
+        known = [one.seconds for one in self.planned] + [item.bound for item in self.open]
+        enough = (1 + MARGIN) * min(known)
+        if self.stopped or best.plan.stages is None or not self._evenly:
+            return best
+        more = best.seconds - step_of(best.problem, best.plan)  # seen by the simulator alone
+        with self.observer(self._title("plainest plan of", best.candidate)):
+            plan = plainest(best.problem, self.passes, best.plan, enough - more)
+        if plan is best.plan:
+            return best
+        choice = figures(best.problem, plan, best.candidate.rows)
+        assert choice.seconds is not None, "it was simulated"
+        if choice.seconds > enough:
+            return best
+        before = self.choices[best.candidate.place]
+        self.choices[best.candidate.place] = choice
+        plan = dataclasses.replace(plan, runner_up=before)
+        return Incumbent(choice.seconds, best.candidate, best.problem, plan)
+
+    @property
+    def _best(self) -> Incumbent:
+        """The plainest mesh that is planned and takes at most MARGIN longer than any."""
+        enough = (1 + MARGIN) * min(one.seconds for one in self.planned)
+        fast = (one for one in self.planned if one.seconds <= enough)
+        return min(fast, key=lambda one: _plainness(one.candidate))
+
+    def _needed(self, candidate: Candidate) -> float:
+        """The seconds that a step on a mesh must be below for it to be the answer."""
+        if not self.planned:
+            return math.inf
+        best = self._best
+        if _plainness(candidate) < _plainness(best.candidate):
+            return (1 + MARGIN) * min(one.seconds for one in self.planned) / ROUNDING
+        return best.seconds / (1 + MARGIN)
+
+    def _next(self) -> Unweighed | None:
+        """The plainest mesh with about the lowest bound of those that may be the answer: it is
+        planned soonest, and excludes the others."""
+        matters = [item for item in self.open if item.bound < self._needed(item.candidate)]
+        near = AHEAD * min((item.bound for item in matters), default=0.0)
+        first = (item for item in matters if item.bound <= near)
+        return min(first, key=lambda item: _plainness(item.candidate), default=None)
 
     def _candidates(self) -> Iterator[Candidate]:
         """All meshes with micro-batches of all rows; impossible rows with the first mesh alone."""
         counts = self.bounds[self.sizes.given].blocks
         microbatches = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
         refused = set()
-        for candidate in space(self.cluster, microbatches, min(counts), max(counts)):
+        for candidate in space(self.cluster, microbatches, max(counts)):
             fault = self.faults[candidate.rows]
             if fault is None:
                 yield candidate
@@ -165,10 +234,10 @@ class MeshSearch:
                 refused.add(candidate.rows)
                 yield dataclasses.replace(candidate, reason=fault)
 
-    def _roomy(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    def _roomy(self) -> Iterator[Candidate]:
         """The meshes on which the states and the largest block fit; others are noted."""
         memory = self.sizes.problem.device.memory
-        for candidate in candidates:
+        for candidate in self.candidates:
             self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:
                 bounds = self.bounds[candidate.rows]
@@ -183,31 +252,6 @@ class MeshSearch:
                 reason = f"{alone} alone are {nbytes / memory:.1f} times the memory"
                 self._note(candidate, memory=nbytes, reason=reason)
 
-    def _weigh_by_bounds(self, candidates: Sequence[Candidate]) -> None:
-        """Weigh meshes in the order of their bounds, as long as one can be better.
-
-        The bound that takes longer is computed for a mesh that stands first by the other.
-        """
-        heap = [
-            (self.bounds[candidate.rows].seconds(candidate), candidate.place, WORK, candidate)
-            for candidate in self._roomy(candidates)
-        ]
-        heapq.heapify(heap)
-        while heap:
-            bound, place, why, candidate = heapq.heappop(heap)
-            if self.best is not None and (bound, place) > self.best.rank:
-                self._beaten(bound, candidate, why)
-            elif why == EVEN or not self._evenly:
-                self._weigh(candidate)
-            else:
-                with self.observer(self._title("bound of", candidate)):
-                    seconds = even_seconds(self._problem(candidate))
-                if seconds == math.inf:
-                    self.full = True
-                    self._note(candidate, reason=TOO_LARGE)
-                else:
-                    heapq.heappush(heap, (max(bound, seconds), place, EVEN, candidate))
-
     @property
     def _evenly(self) -> bool:
         """Whether it is known what the passes do, how long blocks take, and that no stages are
@@ -221,41 +265,82 @@ class MeshSearch:
             self.problems[candidate.place] = on_mesh(self.sizes.at(candidate.rows), candidate)
         return self.problems[candidate.place]
 
-    def _weigh(self, candidate: Candidate) -> None:
-        """Plan a mesh in full."""
-        problem = self._problem(candidate)
+    def _refine(self, item: Unweighed) -> None:
+        """Find a better bound of a mesh, or its plan."""
+        if item.why != WORK or not self._evenly:
+            self._weigh(item)
+            return
+        with self.observer(self._title("bound of", item.candidate)):
+            enough = self._needed(item.candidate)
+            seconds = even_seconds(self._problem(item.candidate), enough)
+        if seconds == math.inf:
+            self._close(item, TOO_LARGE)
+        else:
+            item.bound, item.why = max(item.bound, seconds), EVEN
+
+    def _weigh(self, item: Unweighed) -> None:
+        """Plan a mesh, as far as that may be the answer."""
+        candidate, problem = item.candidate, self._problem(item.candidate)
+        below = self._needed(candidate)
         try:
             with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
-                if self.best is not None and self._evenly:
-                    if not may_be_below(problem, self.passes, self.best.seconds):
-                        self._beaten(self.best.seconds, candidate, SCHEDULES)
-                        return
-                plan, choice = planned(problem, self.passes, candidate.rows)
+                plan = fastest(problem, self.passes, below=below)
+                choice = figures(problem, plan, candidate.rows)
         except InputError as error:
             self.errors[candidate.place] = error
+            self.open.remove(item)
             self._note(candidate, reason=first_line(error))
             return
-        except PlanError as error:  # nothing fits, or the passes found nothing that does
-            self.full = True
-            self._note(candidate, reason=first_line(error))
+        except PlanError as error:
+            if below < math.inf:
+                item.bound, item.why = below, SCHEDULES
+            else:  # nothing fits, or the passes found nothing that does
+                self._close(item, first_line(error))
             return
         assert choice.seconds is not None, "it was simulated"
         self.choices[candidate.place] = choice
-        if self.best is None or (choice.seconds, candidate.place) < self.best.rank:
-            self.best = Incumbent(choice.seconds, candidate, problem, plan)
+        self.open.remove(item)
+        self.planned.append(Incumbent(choice.seconds, candidate, problem, plan))
 
     def _title(self, step: str, candidate: Candidate) -> str:
-        """A step of the search, for who watches it."""
+        """A step of the search with the answer so far, for who watches it."""
+        text = f"{step} {self._words(candidate)}"
+        if self.planned:
+            best = self._best
+            text += f" (so far {self._words(best.candidate)}: {best.seconds:.4g} s)"
+        return text
+
+    def _words(self, candidate: Candidate) -> str:
+        """A mesh in a few words."""
         mesh = candidate.mesh
-        degrees = f"{step} {mesh.pipeline} x {mesh.tensor} x {mesh.data}"
+        degrees = f"{mesh.pipeline} x {mesh.tensor} x {mesh.data}"
         return f"{degrees}, {candidate.rows} rows" if len(self.bounds) > 1 else degrees
 
-    def _beaten(self, bound: float, candidate: Candidate, why: str) -> None:
-        """Note that no plan of a mesh is as fast as the best, and which bound says so."""
-        self.problems.pop(candidate.place, None)
-        self._note(candidate, seconds=bound, reason=why)
+    def _tell_interrupt(self) -> None:
+        """Say on stderr that the search was not finished."""
+        left = [item for item in self.open if item.bound < self._needed(item.candidate)]
+        message = (
+            f"parcompiler: interrupted: this is the best plan so far ({len(self.planned)} meshes "
+            f"planned, {len(left)} that might be better not weighed)"
+        )
+        print(message, file=sys.stderr)
+        for item in left:
+            reason = f"not weighed: interrupted (at least {item.bound:.4g} s)"
+            self._note(item.candidate, reason=reason)
+
+    def _close(self, item: Unweighed, reason: str) -> None:
+        """Note that a mesh does not fit."""
+        self.full = True
+        self.open.remove(item)
+        self.problems.pop(item.candidate.place, None)
+        self._note(item.candidate, reason=reason)
 
     def _note(self, candidate: Candidate, **known: Any) -> None:
         """Remember why there is no plan of a mesh, and its bound of seconds or memory."""
         self.choices[candidate.place] = dataclasses.replace(unplanned(candidate), **known)
+
+
+def _plainness(candidate: Candidate) -> tuple[int, int, int]:
+    """How plain a mesh is: less comes first."""
+    return candidate.mesh.pipeline, candidate.mesh.tensor, candidate.place

@@ -25,15 +25,16 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 
 from torch import fx
 
-from parcompiler.cost import BlockCost, Operation, seconds
+from parcompiler.cost import BlockCost, Operation, collective, seconds
 from parcompiler.errors import InputError, PlanError
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.passes.decide import start
-from parcompiler.passes.even import even_bound
+from parcompiler.passes.even import even_bound, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES, candidates_for
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
@@ -52,23 +53,29 @@ def is_known(problem: Problem) -> bool:
     return problem.options.schedule in ("auto", *CANDIDATES)
 
 
-def even_seconds(problem: Problem) -> float:
-    """Seconds of a step with even stages under the best schedule and method of the vocabulary.
+def even_seconds(problem: Problem, enough: float = 0.0) -> float:
+    """Seconds that a step with even stages is not below, whatever schedule and method of the
+    vocabulary; below `enough`, as soon as that is known.
 
     Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option is
     wrong: the passes will say so.
     """
-    asked = problem.options.schedule
+    asked, least = problem.options.schedule, math.inf
     try:
-        steps = [
-            even_bound(rank_problem, plan)
+        trials = [
+            (roomy_bound(rank_problem, plan), rank_problem, plan)
             for rank_problem, trial in _trials(problem)
             for plan in candidates_for(rank_problem, trial)
             if asked in ("auto", plan.schedule)
         ]
+        for bound, rank_problem, plan in sorted(trials, key=itemgetter(0)):
+            if least < max(enough, bound):
+                least = min(least, bound)
+                break
+            least = min(least, even_bound(rank_problem, plan))
     except (PlanError, InputError):
         return 0.0
-    return min(steps, default=0.0) * ROUNDING
+    return least * ROUNDING if trials else 0.0
 
 
 def _trials(problem: Problem) -> Iterator[tuple[Problem, Plan]]:
@@ -91,11 +98,14 @@ class Bounds:
     def states_on(self, mesh: Mesh) -> int:
         """Bytes of all parameters and buffers in the optimizer's step, gradients and states too, on
         the ranks of one data coordinate at least."""
-        problem = dataclasses.replace(self.problem, mesh=mesh)
+        return self._states_at(mesh, dataclasses.replace(self.problem, mesh=mesh).zero)
+
+    def _states_at(self, mesh: Mesh, level: int) -> int:
+        """The same at a level of ZeRO."""
         *parts, update = self._states
         levels = zip((3, 2, 1), parts, strict=True)
-        size = sum(math.ceil(n / (mesh.data if problem.zero >= k else 1)) for k, n in levels)
-        return size if problem.zero else size + update
+        size = sum(math.ceil(n / (mesh.data if level >= k else 1)) for k, n in levels)
+        return size if level else size + update
 
     @cached_property
     def _states(self) -> tuple[int, int, int, int]:
@@ -133,13 +143,33 @@ class Bounds:
         )
 
     def seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step without idle time or exchange. 0 where times are measured."""
+        """Seconds of a step without idle time, or those of what data ranks must exchange beside it.
+        0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
+        return max(self._busy(candidate), self._exchanged(candidate)) * ROUNDING
+
+    def _exchanged(self, candidate: Candidate) -> float:
+        """Seconds of the sums behind every backward, where gradients fit in parts alone: those of
+        the mean rank, which the fullest is not below."""
+        mesh, options = candidate.mesh, self.problem.options
+        problem = dataclasses.replace(self.problem, mesh=mesh)
+        room = mesh.pipeline * mesh.tensor * self.problem.device.memory
+        levels = range(problem.most_zero + 1) if options.zero == "auto" else [problem.zero]
+        fit = (k for k in levels if self._states_at(mesh, k) <= room)
+        if mesh.data == 1 or options.asynchronous or next(fit, levels[-1]) < 2:
+            return 0.0
+        trained = sum(item.nbytes for item in problem.graph.parameters if item.trainable)
+        size = trained / (mesh.pipeline * mesh.tensor)
+        once = collective.joined(mesh, "reduce-scatter", size, mesh.grid.replicas([0]))
+        return candidate.microbatches * once
+
+    def _busy(self, candidate: Candidate) -> float:
+        """Seconds of the work of a rank, if all have as much."""
         tensor = candidate.mesh.tensor
         if tensor not in self._works:
             self._works[tensor] = min(self._work(level, tensor) for level in self.problem.levels)
-        return candidate.microbatches * self._works[tensor] / candidate.mesh.pipeline * ROUNDING
+        return candidate.microbatches * self._works[tensor] / candidate.mesh.pipeline
 
     def _work(self, level: int, tensor: int) -> float:
         """Seconds of all blocks at a granularity for a micro-batch that `tensor` devices divide

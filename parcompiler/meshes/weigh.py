@@ -7,61 +7,31 @@ from collections.abc import Callable, Sequence
 
 from parcompiler.cost import seconds
 from parcompiler.cost.operation import EXCHANGE
-from parcompiler.errors import PlanError
 from parcompiler.instruction import COMPUTE
 from parcompiler.lower import lower
 from parcompiler.mesh import Mesh
-from parcompiler.meshes.bounds import ROUNDING
 from parcompiler.meshes.space import Candidate
 from parcompiler.options import Options
 from parcompiler.passes import Pass
-from parcompiler.passes.decide import decide
-from parcompiler.passes.estimate import estimate
-from parcompiler.passes.schedule import SchedulePass
+from parcompiler.passes.decide import fastest
 from parcompiler.passes.shard.local import local
-from parcompiler.passes.vocabulary import VocabularyPass
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 from parcompiler.program import Program
 
-SAVED = (1 - VocabularyPass.gain) * (1 - SchedulePass.gain)  # plainer plans may take more
 Check = Callable[[Mesh, Options], None]
 
 
 def planned(
     problem: Problem, passes: Sequence[Pass], rows: int | None = None
 ) -> tuple[Plan, MeshChoice]:
-    """The plan of a problem, whose micro-batches have so many rows, and its figures.
+    """The fastest plan of a problem, whose micro-batches have so many rows, and its figures.
 
     Raises what the passes raise: InfeasibleError when nothing fits, InputError for options that
     this mesh cannot have.
     """
-    plan = decide(problem, passes)
-    assert plan.granularity is not None, "the passes decide it"
-    rank_problem = local(problem, plan)
-    lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
-    return plan, _figures(Program(problem.graph, problem, plan, lowered), rank_problem, rows)
-
-
-def may_be_below(problem: Problem, passes: Sequence[Pass], seconds: float) -> bool:
-    """Whether the step of some plan may be at most so long: the passes divide nothing of which
-    their bounds say that it is longer. What they decide here they need not decide again.
-
-    Raises InputError for options that this mesh cannot have.
-    """
-    below = seconds / ROUNDING
-    hurried = [
-        dataclasses.replace(item, below=below)
-        if isinstance(item, SchedulePass | VocabularyPass)
-        else item
-        for item in passes
-    ]
-    try:
-        plan = decide(problem, hurried)
-        shortest = estimate(local(problem, plan), plan).step_time * SAVED
-    except PlanError:
-        return False
-    return shortest <= below
+    plan = fastest(problem, passes)
+    return plan, figures(problem, plan, rows)
 
 
 def unplanned(candidate: Candidate) -> MeshChoice:
@@ -77,9 +47,12 @@ def on_mesh(problem: Problem, candidate: Candidate) -> Problem:
     return problem.anew(mesh=candidate.mesh, options=options, explain=False)
 
 
-def _figures(program: Program, rank_problem: Problem, rows: int | None) -> MeshChoice:
-    """The simulated step of a program, and what its ranks do in it, in their mean."""
-    plan, timeline, mesh = program.plan, program.timeline, program.problem.mesh
+def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
+    """The simulated step of a plan, and what its ranks do in it, in their mean."""
+    assert plan.granularity is not None, "the passes decide it"
+    rank_problem = local(problem, plan)
+    lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
+    timeline, mesh = Program(problem.graph, problem, plan, lowered).timeline, problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     late = max(0.0, step - computed)

@@ -96,6 +96,7 @@ def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # an interrupt is ours
     solver.parameters.max_deterministic_time = effort
     solver.parameters.cp_model_presolve = False
     solver.parameters.linearization_level = 0

@@ -7,11 +7,11 @@ import pytest
 
 import parcompiler as pc
 from parcompiler.meshes.bounds import even_seconds
-from parcompiler.meshes.weigh import may_be_below, planned
+from parcompiler.meshes.weigh import planned
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
-from parcompiler.passes.decide import start
-from parcompiler.passes.even import even_bound, even_step
+from parcompiler.passes.decide import fastest, start
+from parcompiler.passes.even import even_bound, even_step, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
@@ -55,5 +55,18 @@ def test_passes_are_asked_only_where_a_step_may_be_shorter(vocabulary: str) -> N
     _, choice = planned(problem, DEFAULT)
     assert choice.seconds is not None
     assert even_seconds(problem) <= choice.seconds
-    assert may_be_below(problem, DEFAULT, choice.seconds)
-    assert not may_be_below(problem, DEFAULT, 0.9 * even_seconds(problem))
+    again = problem.anew()
+    assert fastest(again, DEFAULT, below=choice.seconds * (1 + 1e-6)).stages
+    with pytest.raises(pc.InfeasibleError):
+        fastest(again, DEFAULT, below=0.9 * even_seconds(problem))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_what_is_said_without_simulating_is_below_what_is_said_with_it(name: str) -> None:
+    for ranks, microbatches in ((2, 3), (3, 20), (4, 33)):
+        problem = given(microbatches, ranks)
+        plan = dataclasses.replace(
+            start(problem), schedule=name, virtual_stages=stages_per_rank(name, 1)
+        )
+        least, bound = roomy_bound(problem, plan), even_bound(problem, plan)
+        assert 0.7 * bound <= least <= bound * (1 + 1e-9)

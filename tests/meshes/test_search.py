@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import parcompiler as pc
+from parcompiler import meshes
 from parcompiler.meshes import EVEN, SCHEDULES, WORK
 from parcompiler.meshes.bounds import Bounds, even_seconds
 from parcompiler.meshes.space import Candidate
@@ -19,6 +20,7 @@ from parcompiler.meshes.weigh import planned
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
+from parcompiler.passes.base import MARGIN
 from parcompiler.plan import MeshChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules import build
@@ -93,11 +95,25 @@ def test_the_best_mesh_is_that_of_compiling_for_every_mesh(
     model = captured(config)
     found = pc.compile(model, cluster, microbatches=microbatches, **options)
     every = exhaustive(model, cluster, microbatches, **options)
-    best = min(every, key=lambda item: item.seconds)
-    assert found.problem.mesh == best.mesh
-    assert found.simulate().step_time == best.seconds
-    assert dataclasses.replace(found.plan, meshes=None) == best.plan
+    check_answer(found, every)
     check_told(found.plan.meshes, every)
+
+
+def check_answer(found: pc.Program, every: list[Found]) -> None:
+    """The mesh is the plainest of which a plan takes at most MARGIN longer than any, and so is its
+    plan; what is fastest beside it is named."""
+    enough = (1 + MARGIN) * min(item.seconds for item in every)
+    fast = [item for item in every if item.seconds <= enough]
+    best = min(fast, key=lambda item: (item.mesh.pipeline, item.mesh.tensor))
+    assert found.problem.mesh == best.mesh
+    assert found.simulate().step_time <= enough
+    told, following = found.plan.meshes, found.plan.runner_up
+    assert told is not None
+    assert told[0].seconds == pytest.approx(found.simulate().step_time)
+    known = [item.seconds for item in told[1:] if item.reason is None and item.seconds]
+    assert (following is not None) or not known
+    if following is not None and following.seconds and known:
+        assert following.seconds <= min(known)
 
 
 def check_told(told: tuple[MeshChoice, ...] | None, every: list[Found]) -> None:
@@ -107,7 +123,9 @@ def check_told(told: tuple[MeshChoice, ...] | None, every: list[Found]) -> None:
     for item in told:
         step = steps.get((item.pipeline, item.tensor, item.data, item.rows or 0))
         if item.reason is None:
-            assert item.seconds == step
+            assert item.seconds is not None
+            assert step is not None
+            assert item.seconds == pytest.approx(step, rel=MARGIN)
             assert item.compute is not None
             assert item.exchange is not None
             assert item.idle is not None
@@ -116,7 +134,7 @@ def check_told(told: tuple[MeshChoice, ...] | None, every: list[Found]) -> None:
             assert step is None or item.seconds <= step  # a mesh that fits nothing has no step
         else:
             assert step is None
-    planned = [item.seconds for item in told if item.reason is None]
+    planned = [item.seconds for item in told[1:] if item.reason is None]
     assert planned == sorted(planned, key=lambda seconds: seconds or 0.0)
 
 
@@ -143,10 +161,7 @@ def test_many_clusters_are_searched_as_well_as_exhaustively(seed: int) -> None:
             compiled()
         return
     found = compiled()
-    best = min(every, key=lambda item: item.seconds)
-    chosen = found.captured.inputs[0].shape[0]
-    wanted = best.seconds, best.mesh, best.rows
-    assert (found.simulate().step_time, found.problem.mesh, chosen) == wanted
+    check_answer(found, every)
     check_told(found.plan.meshes, every)
 
 
@@ -228,12 +243,37 @@ def test_a_deep_pipeline_is_weighed_where_nothing_else_can_be() -> None:
     assert only.plan.mesh.pipeline == 32
 
 
-def test_a_deep_pipeline_is_not_weighed_where_others_fit() -> None:
+def test_a_deep_pipeline_is_weighed_like_any_other_mesh() -> None:
     model = captured(dataclasses.replace(SMALL, layers=30))
     found = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=32, schedule="1f1b")
     (deep,) = (item for item in found.plan.meshes or () if item.pipeline == 32)
-    assert deep.reason == "not weighed: few layers on each of 32 ranks"
+    assert deep.seconds is not None
+    assert deep.reason in {None, *BEATEN}
     assert found.plan.mesh.pipeline < 32
+
+
+def test_an_interrupt_ends_a_search_with_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weigh, asked = meshes.MeshSearch._weigh, list[object]()
+
+    def interrupted(self: meshes.MeshSearch, item: meshes.Unweighed) -> None:
+        asked.append(item)
+        if len(asked) > after:
+            raise KeyboardInterrupt
+        weigh(self, item)
+
+    monkeypatch.setattr(meshes.MeshSearch, "_weigh", interrupted)
+    model, after = captured(LARGE), 1
+    found = pc.compile(model, pc.Cluster(2, 2, "h100"), microbatches=8, schedule="1f1b")
+    assert len(asked) == 2
+    assert "interrupted: this is the best plan so far (1 meshes planned" in capsys.readouterr().err
+    reasons = [item.reason or "" for item in found.plan.meshes or ()]
+    assert any(reason.startswith("not weighed: interrupted") for reason in reasons)
+    after = 1 - len(asked[:1])
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):  # nothing to return yet
+        pc.compile(model, pc.Cluster(2, 2, "h100"), microbatches=8, schedule="1f1b")
 
 
 def test_options_that_no_mesh_can_have_are_refused_by_name() -> None:
