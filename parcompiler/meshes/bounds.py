@@ -40,7 +40,7 @@ from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.vocabulary import choices_for
 from parcompiler.plan import Plan, VocabularyChoice
-from parcompiler.problem import Problem
+from parcompiler.problem import LEVELS, Problem
 from parcompiler.vocabulary import find
 from parcompiler.vocabulary.nodes import name_of
 
@@ -155,7 +155,7 @@ class Bounds:
         mesh, options = candidate.mesh, self.problem.options
         problem = dataclasses.replace(self.problem, mesh=mesh)
         room = mesh.pipeline * mesh.tensor * self.problem.device.memory
-        levels = range(problem.most_zero + 1) if options.zero == "auto" else [problem.zero]
+        levels = LEVELS if options.zero == "auto" else [problem.zero]
         fit = (k for k in levels if self._states_at(mesh, k) <= room)
         if mesh.data == 1 or options.asynchronous or next(fit, levels[-1]) < 2:
             return 0.0

@@ -152,6 +152,18 @@ def _part(heading: str, parts: Sequence[float | None], seconds: Sequence[float |
     return number(heading, (percent(p / s) if p is not None and s else NOTHING for p, s in pairs))
 
 
+def runner_up(report: ReportData) -> str:
+    """The fastest plan beside that of the report, and by how much it differs."""
+    other, step = report.runner_up, report.step.seconds
+    if other is None or not other.seconds:
+        return NOTHING
+    degrees = f"{other.pipeline} × {other.tensor} × {other.data}"
+    by = f"{percent(abs(other.seconds / step - 1))} "
+    by += "shorter" if other.seconds < step else "longer"
+    why = ", but less plain" if other.seconds < step else ""
+    return f"{', '.join((degrees, *_plan(other)))}: {quantity(other.seconds, SECONDS)}, {by}{why}"
+
+
 def _plan(mesh: MeshChoice) -> Iterator[str]:
     """What was decided for a mesh, in a few words."""
     if mesh.schedule:
@@ -171,6 +183,8 @@ def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:
     if mesh.reason is not None:
         over = (mesh.memory or 0) - memory
         return f"{mesh.reason} (+{quantity(over, BYTES)})" if over > 0 else mesh.reason
+    if (mesh.seconds or 0.0) < (best.seconds or 0.0):
+        return "hardly faster, and less plain"
     more, part = max(
         ((getattr(mesh, part) or 0.0) - (getattr(best, part) or 0.0), part)
         for part in ("compute", "exchange", "idle")

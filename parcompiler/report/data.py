@@ -368,8 +368,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists,
-    `levels` those of ZeRO with the stages of the plan."""
+    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists, and
+    `runner_up` the fastest that it was preferred to; `levels` those of ZeRO with its stages."""
 
     model: TrainedModel
     mesh: DeviceMesh
@@ -393,6 +393,7 @@ class ReportData:
     exchanged: tuple[TensorCollective, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
+    runner_up: MeshChoice | None = None
     levels: tuple[DataShare, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from parcompiler.report.alternatives import runner_up
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
 from parcompiler.report.names import clean, ranges
@@ -77,6 +78,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
         yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
         if choices.without:
             yield "no recompute", _without(choices.without, mesh)
+    if report.runner_up is not None:
+        yield "runner-up", runner_up(report)
     yield "random operators", "yes" if model.random else "no"
     for name, solver in (("solver", report.solver), ("search", report.search)):
         if solver is not None:

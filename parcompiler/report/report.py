@@ -87,6 +87,7 @@ class Report(ReportData):
             symbols=symbols,
             forms=forms,
             meshes=plan.meshes or (),
+            runner_up=plan.runner_up,
             levels=gather.levels(rank_problem, plan),
         )
         return serial.rounded(report)

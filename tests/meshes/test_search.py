@@ -205,6 +205,9 @@ def test_the_report_says_which_meshes_were_considered() -> None:
     assert any(why in text for why in BEATEN)
     assert pc.Report.from_json(report.to_json()) == report
     assert report.meshes[0].data == program.problem.mesh.data
+    assert report.runner_up == pc.Report.from_json(report.to_json()).runner_up
+    if program.plan.runner_up is not None:
+        assert "runner-up" in text
 
 
 def test_without_a_number_every_device_has_four_microbatches() -> None:
