@@ -105,4 +105,5 @@ def in_order(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.parcompiler.exchange.default:
             node.args = (*node.args[:3], before)
+            node.meta.pop("eager_input_vals", None)  # Inductor compares them with the arguments
             before = node
