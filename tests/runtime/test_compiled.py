@@ -218,7 +218,9 @@ def test_other_processes_help_and_leave_what_they_compile_on_disk(
 
     def helper(template: Template) -> subprocess.Popen[bytes]:
         helpers.append(template.key)
-        return start(template)
+        process = start(template)
+        assert process.wait() == 0  # so that it comes before this process
+        return process
 
     monkeypatch.setattr(build, "_helper", helper)
     counters.clear()
