@@ -3,6 +3,8 @@
 import itertools
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -222,3 +224,24 @@ def test_a_model_prints_as_it_would_be_written() -> None:
 )
 def test_a_gap_is_relative_to_the_objective(objective: float, bound: float, gap: float) -> None:
     assert relative_gap(objective, bound) == gap
+
+
+def test_an_interruption_is_pythons_again_after_a_long_solve() -> None:
+    script = """
+import os, random, signal, time
+from parcompiler.solver import SolverModel, solve
+random.seed(0)
+model = SolverModel()
+x = [model.integer(f"x{i}", 0, 100) for i in range(200)]
+for _ in range(150):
+    model.constrain([(random.randint(1, 9), v) for v in random.sample(x, 20)], high=500)
+model.minimize([(-1, v) for v in x])
+solve(model, effort=1.0)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.stdout == "interrupted\n"

@@ -185,7 +185,7 @@ def _ranks(line: Sequence[str], size: int) -> int:
         )
         for rank in range(size)
     ]  # fmt: skip
-    for number in (signal.SIGINT, signal.SIGTERM):  # a solver has left its own handler behind
+    for number in (signal.SIGINT, signal.SIGTERM):  # both ask for a checkpoint
         signal.signal(number, signal.default_int_handler)
     try:
         codes = [process.wait() for process in processes]

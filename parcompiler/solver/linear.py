@@ -284,7 +284,7 @@ def _exact(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # an interrupt is ours
+    solver.parameters.catch_sigint_signal = False  # it would leave the default handler behind
     solver.parameters.max_deterministic_time = effort
     solver.parameters.linearization_level = linearization
     solver.parameters.cp_model_presolve = False  # in 9.15 it can lose the optimum, see above
