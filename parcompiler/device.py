@@ -43,6 +43,10 @@ class Link:
         """The time of one message in s: latency + bytes / bandwidth."""
         return self.latency + nbytes / self.bandwidth
 
+    def at(self, fraction: float) -> Link:
+        """The link with so much of its bandwidth."""
+        return Link(self.bandwidth * fraction, self.latency)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -50,7 +54,8 @@ class Device:
 
     `flops` are pairs of dtype name and peak FLOP/s, float32 among them; `memory_bandwidth` is in
     B/s, `memory` in bytes, `launch_overhead` in s per kernel. `link` joins ranks of one node,
-    which has `devices_per_node`, `network` ranks of different nodes. `sources` says where each
+    which has `devices_per_node`, `network` ranks of different nodes. `multiprocessors` compute
+    tiles of products, one each at a time; 0 where that is not known. `sources` says where each
     figure comes from; it does not take part in comparisons. Raises InputError for figures that no
     device has.
     """
@@ -64,6 +69,7 @@ class Device:
     link: Link
     network: Link
     devices_per_node: int = DEVICES_PER_NODE
+    multiprocessors: int = 0
     sources: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,10 +95,11 @@ class Device:
         figures.number("memory", self.memory, positive=True)
         figures.number("launch_overhead", self.launch_overhead)
         figures.number("devices_per_node", self.devices_per_node, positive=True)
-        if self.devices_per_node != int(self.devices_per_node):
-            message = "device figure 'devices_per_node' must be a whole number "
-            message += f"({self.devices_per_node!r} given)"
-            raise InputError(message)
+        figures.number("multiprocessors", self.multiprocessors)
+        for name in ("devices_per_node", "multiprocessors"):
+            if (given := getattr(self, name)) != int(given):
+                message = f"device figure {name!r} must be a whole number ({given!r} given)"
+                raise InputError(message)
 
     @property
     def is_cpu(self) -> bool:
@@ -123,7 +130,9 @@ class Device:
         Raises InputError, naming the figure, when one is missing, unknown, negative or no number.
         """
         data = documents.parse(text, "device")
-        found = figures.fields(cls, data, "", optional=("devices_per_node", "sources"))
+        found = figures.fields(
+            cls, data, "", optional=("devices_per_node", "multiprocessors", "sources")
+        )
         found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
         found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
         for name, part in (("efficiency", Efficiency), ("link", Link), ("network", Link)):

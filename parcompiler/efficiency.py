@@ -28,7 +28,8 @@ class Curve:
     """The fraction by size: `points` are pairs of size and fraction, sizes ascending.
 
     `kind` is a kind of operation, or the full name of an operator ("aten.gelu.default"), with the
-    FLOPs of one call as size; or "bandwidth" or a collective ("all-reduce"), with bytes as size.
+    FLOPs of one call as size; or "bandwidth", a collective ("all-reduce"), a "message", the "link"
+    or the "network" for all of them, with bytes as size.
     `dtype` is the name of a torch dtype, or "any". Raises InputError for what is no curve.
     """
 
@@ -99,22 +100,25 @@ class Efficiency:
         fraction: float = getattr(self, kind) if known else self.other
         return fraction
 
-    def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float:
-        """That of one operation: by the curve of its name, else of its kind, else `of`."""
+    def arithmetic(self, name: str, kind: str, dtype: str, flops: float) -> float | None:
+        """That of one operation by the curve of its name, else of its kind; None without one."""
+        if not self.curves:  # the usual case, and asked of every operation
+            return None
         curve = self._curve(name, dtype) or self._curve(kind, dtype)
-        return self.of(kind) if curve is None else curve.at(flops)
+        return None if curve is None else curve.at(flops)
 
     def traffic(self, nbytes: float) -> float:
         """The fraction of the peak memory bandwidth that an operation moving `nbytes` reaches."""
         curve = self._curve("bandwidth", ANY)
         return self.bandwidth if curve is None else curve.at(nbytes)
 
-    def exchange(self, action: str, nbytes: float) -> float:
-        """The fraction of a link's bandwidth that a collective reaches; 1 where none was measured.
+    def exchange(self, action: str, nbytes: float, link: str = "") -> float:
+        """The fraction of a link's bandwidth that a collective reaches: by its curve, else by that
+        of the `link`, else 1.
 
         `nbytes` is what each rank sends.
         """
-        curve = self._curve(action, ANY)
+        curve = self._curve(action, ANY) or self._curve(link, ANY)
         return 1.0 if curve is None else curve.at(nbytes)
 
     def measured(self, action: str) -> bool:

@@ -38,10 +38,16 @@ def division(
 
 def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
     """Equal numbers of layers, as Megatron-LM does: what comes before the first layer goes with
-    it, what comes after a layer with that layer. The first stages take the remainder."""
+    it, what comes after a layer with that layer. The first stages take the remainder.
+
+    Where two more layers would divide evenly, the embedding and the head count as one each: so
+    Llama 3 405B is divided (2407.21783, section 3.3.2), and models in the papers of zero-bubble
+    schedules (2401.10241, section 5.1)."""
     most = 0
     for level in problem.levels:
         layers = [is_layer(block) for block in problem.priced(level).cut.blocks]
+        if level == problem.levels[0]:
+            layers = _with_ends(layers, stages)
         if sum(layers) >= stages:
             return level, _spread(layers, stages)
         most = max(most, sum(layers))
@@ -54,6 +60,20 @@ def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
 def is_layer(block: Block) -> bool:
     """Whether a block is a numbered module of the model or a piece of one."""
     return bool(block.scope)
+
+
+def _with_ends(layers: list[bool], stages: int) -> list[bool]:
+    """Which blocks are dealt out: what comes before the first layer, and after the last, too where
+    only with both the blocks divide evenly.
+
+    >>> _with_ends([False, True, True, False], 4), _with_ends([False, True, True, False], 2)
+    ([True, True, True, True], [False, True, True, False])
+    """
+    count = sum(layers)
+    if count % stages == 0 or (count + 2) % stages or layers[0] or layers[-1]:
+        return layers
+    last = len(layers) - layers[::-1].index(True)
+    return [True, *layers[1:last], True, *layers[last + 1 :]]
 
 
 def _spread(layers: Sequence[bool], stages: int) -> tuple[int, ...]:

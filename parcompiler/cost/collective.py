@@ -3,10 +3,12 @@
     ring    0 -> 1 -> 2 -> 3 -> 0     n - 1 steps, each a piece of the bytes from every rank
     tree    0 <- 1, 2 <- 3; 0 <- 2    as many steps as the ranks halve, pipelined over the bytes
 
-The algorithms are those of NCCL, and the cheaper is taken: the ring of Patarasuk and Yuan (2009,
-section 3), the double binary tree of Sanders, Speck and Träff (2009; NCCL 2.4), and for pieces that
-are gathered or scattered the tree of NCCL 2.23 ("PAT"). Over several nodes there is another way:
-within each node first, then between ranks of the same place, each with an adapter of its own.
+On accelerators the algorithms and their figures are those by which NCCL chooses (NVIDIA/nccl,
+src/graph/tuning.cc, ncclTopoTuneModel and its table of constants), and the cheapest is taken: the
+ring of Patarasuk and Yuan (2009, section 3), for sums that all get the double binary tree of
+Sanders, Speck and Träff (2009), for pieces of ranks alone on their nodes a tree ("PAT"). Each runs
+by the cheapest of three protocols: few bytes go with flags among them, so that nobody waits for
+fences, and many without. On CPUs (gloo) there is one protocol, and trees for all but all-to-all.
 
 >>> from parcompiler.device import device
 >>> eight, two = RankGroup(8), RankGroup(8, nodes=2)
@@ -21,6 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from parcompiler.device import Device, Link
 from parcompiler.mesh import Mesh
@@ -146,23 +149,19 @@ def message(mesh: Mesh, pairs: Iterable[tuple[int, int]], nbytes: float) -> floa
         links = {between(mesh, *pair) for pair in pairs} or {mesh.hardware.link}
         return max(carried(link, nbytes, mesh.hardware) for link in links)
     ways = [(between(mesh, *pair), mesh.devices[pair[0]]) for pair in pairs]
-    return max(
-        (
-            carried(link, nbytes, device) if link is device.link else link.seconds(nbytes)
-            for link, device in ways
-        ),
-        default=0.0,
-    )
+    return max((carried(link, nbytes, device) for link, device in ways), default=0.0)
 
 
 def carried(link: Link, nbytes: float, device: Device) -> float:
-    """The time in s of a message on one of a device's links.
+    """The time in s of a message on the link of a device's node, or on one between nodes.
 
-    Within a node as much of the bandwidth is reached as the device's curve of a "message" says.
+    As much of the bandwidth is reached as the device's curves say: of a "message", else of the
+    "link", within a node, and of the "network".
     """
-    if link is device.network:
-        return link.seconds(nbytes)
-    return link.seconds(nbytes / device.efficiency.exchange("message", nbytes))
+    reached = device.efficiency.exchange
+    if link is device.link:
+        return link.seconds(nbytes / reached("message", nbytes, "link"))
+    return link.seconds(nbytes / reached("network", nbytes))
 
 
 def whole(action: str, sent: float, n: int) -> float:
@@ -170,30 +169,110 @@ def whole(action: str, sent: float, n: int) -> float:
     return sent / SENT[action](1.0, n)
 
 
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How pieces are copied: which part of the bytes is `payload`, of within and between nodes,
+    and latencies as parts of a link's: of the kernel once (`base`), of each step of a ring and of
+    a tree. LL has flags of 4 B behind every 4 B, LL128 of 8 B behind every 120 B; Simple waits.
+
+    LL uses at most `most` of a link's nominal bandwidth, in one node and over several.
+    """
+
+    payload: tuple[float, float] = (1.0, 1.0)
+    tree_payload: tuple[float, float] = (1.0, 1.0)
+    base: tuple[float, float] = (0.0, 0.0)
+    ring: tuple[float, float] = (1.0, 1.0)
+    tree: tuple[float, float] = (1.0, 1.0)
+    most: tuple[float, float] = (math.inf, math.inf)
+
+
+def _nccl(
+    base: float, ring: tuple[float, float], tree: tuple[float, float], **more: Any
+) -> Protocol:
+    """A protocol by NCCL's microseconds, within and between nodes: a link's latency is that of a
+    message by Simple, of 8.4 for the kernel and a step of 3.4 within a node, 14 between nodes."""
+    near, far = 8.4 + 3.4, 8.4 + 14.0
+    return Protocol(
+        base=(base / near, base / far),
+        ring=(ring[0] / near, ring[1] / far),
+        tree=(tree[0] / near, tree[1] / far),
+        **more,
+    )
+
+
+# baseLatencies, hwLatencies (NVLINK and NET), llMaxBws of Ampere by 300 GB/s, and the refinements.
+NCCL = (
+    _nccl(
+        6.6, (0.6, 2.7), (0.6, 5.0),
+        payload=(0.5, 0.5), tree_payload=(0.92 / 3.8, 0.92 / 3.8), most=(0.29, 0.075),
+    ),
+    _nccl(
+        14.0, (1.9, 4.0), (1.25, 8.5),
+        payload=(0.92, 0.92), tree_payload=(0.92 * 7 / 9, 0.92 * 120 / 128),
+    ),
+    _nccl(8.4, (3.4, 14.0), (4.0, 14.0), tree_payload=(0.92, 0.92)),
+)  # fmt: skip
+GLOO = (Protocol(),)
+PAT_PAYLOAD, PAT_STEP, PAT_RANK = 0.75, 14.0 / 3.5 / 22.4, 2.8 / 22.4  # of "PAT", as above
+
+
 def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> float:
     """The time in s of a collective about `nbytes` (of the whole value) among some ranks.
 
     `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast" or "reduce"
     (to one rank). Where the device has a measured curve of it that says which part of the
-    bandwidth is reached.
+    bandwidth is reached; else those of its "link" and its "network" do, for all collectives.
     """
     if ranks.size < 2:
         return 0.0
-    sent = _sent(action, nbytes, ranks.size)
-    reached = device.efficiency.exchange(action, sent)
-    if device.efficiency.measured(action) and ranks.nodes == 1:
-        return device.link.seconds(sent / reached)
-    inside = Link(device.link.bandwidth * reached, device.link.latency)
-    outside = Link(device.network.bandwidth * reached, device.network.latency)
+    sent, efficiency = _sent(action, nbytes, ranks.size), device.efficiency
+    if efficiency.measured(action) and ranks.nodes == 1:
+        return device.link.seconds(sent / efficiency.exchange(action, sent))
+    links = _Links(
+        ranks,
+        device.link.at(efficiency.exchange(action, sent, "link")),
+        device.network.at(efficiency.exchange(action, sent, "network")),
+        device.link.bandwidth,
+    )
     if action == "all-to-all":
-        return _direct(nbytes, ranks, inside, outside)
-    ways = [
-        _ring(action, sent, ranks, inside, outside),
-        _tree(action, nbytes if action in TWICE else sent, ranks, inside, outside),
-    ]
-    if ranks.nodes > 1 and ranks.local > 1 and action not in ROOTED:
-        ways.append(_levels(action, nbytes, ranks, inside, outside))
+        return _direct(nbytes, links)
+    ways = [_ring(action, sent, links, protocol) for protocol in _protocols(device)]
+    if action in TWICE or device.is_cpu:
+        about = nbytes if action in TWICE else sent
+        ways += [_tree(action, about, links, protocol) for protocol in _protocols(device)]
+    elif action not in ROOTED and ranks.local == 1:
+        ways.append(_pat(sent, links))
     return min(ways)
+
+
+def _protocols(device: Device) -> tuple[Protocol, ...]:
+    return GLOO if device.is_cpu else NCCL
+
+
+class _Links(NamedTuple):
+    """What a group has between its ranks; `nominal` is the bandwidth of a link on paper."""
+
+    ranks: RankGroup
+    inside: Link
+    outside: Link
+    nominal: float
+
+    @property
+    def several(self) -> int:
+        """Which of a pair is about the group: in one node, or over several."""
+        return int(self.ranks.nodes > 1)
+
+    @property
+    def slowest(self) -> Link:
+        """The link that a ring cannot do without."""
+        return self.outside if self.several else self.inside
+
+    def bandwidth(self, payload: tuple[float, float], most: tuple[float, float]) -> float:
+        """What goes round: between nodes a ring for the adapter of each rank of the node."""
+        reached = self.inside.bandwidth
+        if self.several:
+            reached = min(reached, self.ranks.local * self.outside.bandwidth)
+        return min(reached * payload[self.several], most[self.several] * self.nominal)
 
 
 def _sent(action: str, nbytes: float, n: int) -> float:
@@ -201,40 +280,40 @@ def _sent(action: str, nbytes: float, n: int) -> float:
     return nbytes if action in ROOTED else SENT[action](nbytes, n)
 
 
-def _bandwidth(ranks: RankGroup, inside: Link, outside: Link) -> float:
-    """What goes round: between nodes a ring for the adapter of each rank of the node."""
-    if ranks.nodes == 1:
-        return inside.bandwidth
-    return min(inside.bandwidth, ranks.local * outside.bandwidth)
-
-
-def _ring(action: str, sent: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
+def _ring(action: str, sent: float, links: _Links, protocol: Protocol) -> float:
     """n - 1 steps, or twice as many; as many of them between nodes as nodes are left."""
-    ways = 2 if action in TWICE else 1
-    crossing = ranks.nodes - 1
-    latency = (ranks.size - 1 - crossing) * inside.latency + crossing * outside.latency
-    return ways * latency + sent / _bandwidth(ranks, inside, outside)
+    ways, crossing = 2 if action in TWICE else 1, links.ranks.nodes - 1
+    near, far = protocol.ring
+    alone = protocol.tree[1] if links.ranks.local == 1 else far  # nothing hides a step then
+    latency = (links.ranks.size - 1 - crossing) * near * links.inside.latency
+    latency += crossing * alone * links.outside.latency
+    once = protocol.base[links.several] * links.slowest.latency
+    return once + ways * latency + sent / links.bandwidth(protocol.payload, protocol.most)
 
 
-def _tree(action: str, nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
-    """Up, down or both, in pieces that follow one another, over a tree of the nodes' trees."""
-    ways = 2 if action in TWICE else 1
-    latency = math.ceil(math.log2(ranks.local)) * inside.latency
-    latency += math.ceil(math.log2(ranks.nodes)) * outside.latency
-    return ways * (latency + nbytes / _bandwidth(ranks, inside, outside))
+def _tree(action: str, nbytes: float, links: _Links, protocol: Protocol) -> float:
+    """Up, down or both, in pieces that follow one another. NCCL's is a tree of nodes, in each of
+    which ranks are a chain; gloo's halves the ranks of a node too."""
+    ways, (near, far) = 2 if action in TWICE else 1, protocol.tree
+    local, nodes = links.ranks.local, links.ranks.nodes
+    steps = local - 1 if protocol in NCCL else math.ceil(math.log2(local))
+    latency = steps * near * links.inside.latency
+    latency += math.ceil(math.log2(nodes)) * far * links.outside.latency
+    once = protocol.base[links.several] * links.slowest.latency
+    carried = nbytes / links.bandwidth(protocol.tree_payload, protocol.most)
+    return once + ways * (latency + carried)
 
 
-def _levels(action: str, nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
-    """Within each node, and between nodes the pieces that the ranks of a node have."""
-    ways, m = 2 if action in TWICE else 1, ranks.local
-    within = (m - 1) * inside.latency + nbytes * (m - 1) / m / inside.bandwidth
-    rest = _sent(action, nbytes / m, ranks.nodes) / outside.bandwidth
-    return ways * (within + (ranks.nodes - 1) * outside.latency) + rest
+def _pat(sent: float, links: _Links) -> float:
+    """Pieces over a tree of ranks that are alone on their nodes."""
+    steps = 8.0 / 22.4 + math.log2(links.ranks.nodes) * PAT_STEP + links.ranks.size * PAT_RANK
+    return steps * links.outside.latency + sent / (links.outside.bandwidth * PAT_PAYLOAD)
 
 
-def _direct(nbytes: float, ranks: RankGroup, inside: Link, outside: Link) -> float:
+def _direct(nbytes: float, links: _Links) -> float:
     """Every rank sends each other its piece, all at once."""
-    piece = nbytes / ranks.size**2
-    near, far = (ranks.local - 1) * piece, (ranks.size - ranks.local) * piece
-    slow = outside.seconds(far) if far else 0.0
-    return max(inside.seconds(near), slow)
+    size, local = links.ranks.size, links.ranks.local
+    piece = nbytes / size**2
+    near, far = (local - 1) * piece, (size - local) * piece
+    slow = links.outside.seconds(far) if far else 0.0
+    return max(links.inside.seconds(near), slow)

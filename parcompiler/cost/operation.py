@@ -10,6 +10,7 @@ import torch
 
 from parcompiler.cost.flops import formula
 from parcompiler.cost.stand_in import is_differentiable, storage_of, tensors
+from parcompiler.cost.tiles import Product, products_of
 
 EXCHANGE = "exchange"  # the kind of what tensor ranks send one another
 
@@ -21,7 +22,8 @@ class Operation:
     `kind` is "matmul", "attention", "convolution" or "other"; an operator without a formula counts
     one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
     `nbytes` are what each of its `ranks` sends; without their number it is a message. `beside` are
-    operations, which also stand by themselves, that run while it does.
+    operations, which also stand by themselves, that run while it does. `products` are those of
+    matrices that a "matmul" or a "convolution" is, where they are known.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Operation:
     dtype: torch.dtype
     ranks: int = 0
     beside: tuple[Operation, ...] = ()
+    products: tuple[Product, ...] = ()
 
 
 # These allocate or rename memory, or ask a question: they move nothing.
@@ -72,6 +75,15 @@ UPDATERS = frozenset(
 
 BAG = "aten::_embedding_bag"
 
+# Statistics over all rows before the first result: what does not fit into caches is read twice, by
+# the backward too (Jung et al. 2018, arXiv 1807.01702, section 3).
+TWICE_READ = {
+    **dict.fromkeys(("aten::native_batch_norm", "aten::_native_batch_norm_legit"), 1),
+    **dict.fromkeys(("aten::cudnn_batch_norm", "aten::_batch_norm_with_update"), 1),
+    **dict.fromkeys(("aten::native_batch_norm_backward", "aten::batch_norm_backward"), 2),
+    "aten::cudnn_batch_norm_backward": 2,
+}
+
 
 def describe(
     target: Any,
@@ -111,6 +123,7 @@ def describe(
         flops=flops,
         nbytes=float(_moved(name, consumed, produced)),
         dtype=dtype.to_real() if dtype.is_complex else dtype,
+        products=products_of(name, args, produced[0]) if compute is not None else (),
     )
 
 
@@ -132,6 +145,7 @@ def _moved(name: str, consumed: list[torch.Tensor], produced: list[torch.Tensor]
     if name in UPDATERS:
         return 2 * sum(map(nbytes, consumed[1:]))
     read = sum(map(nbytes, consumed))
+    read += sum(map(nbytes, consumed[: TWICE_READ.get(name, 0)]))
     if name in WRITERS:
         return read - nbytes(consumed[0]) + written
     if name in READERS:

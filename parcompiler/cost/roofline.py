@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parcompiler.cost import collective
+from parcompiler.cost import collective, tiles
 from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.device import Device
 
@@ -27,20 +27,30 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 def operation_seconds(operation: Operation, device: Device) -> float:
     """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
 
-    What ranks exchange takes the time of the links between them (see `collective`), less that of
-    what runs beside it.
+    The efficiency of an operator is that of its curve, else of its kind; of products of matrices
+    on a device whose multiprocessors are known, as much of it as their tiles reach. What ranks
+    exchange takes the time of the links between them (see `collective`), less that of what runs
+    beside it.
     """
     reached = device.efficiency
     if operation.kind == EXCHANGE:
         return max(0.0, exchange_seconds(operation, device) - seconds(operation.beside, device))
-    if reached.curves:
-        dtype = device.named(operation.dtype)
-        fraction = reached.arithmetic(operation.name, operation.kind, dtype, operation.flops)
-    else:  # the usual case, and asked of every operation
-        fraction = reached.of(operation.kind)
-    peak = device.peak(operation.dtype) * fraction
     bandwidth = device.memory_bandwidth * reached.traffic(operation.nbytes)
-    return max(operation.flops / peak, operation.nbytes / bandwidth) + device.launch_overhead
+    computed = operation.flops / (device.peak(operation.dtype) * _fraction(operation, device))
+    return max(computed, operation.nbytes / bandwidth) + device.launch_overhead
+
+
+def _fraction(operation: Operation, device: Device) -> float:
+    """The part of the peak that the arithmetic of an operation reaches."""
+    dtype = device.named(operation.dtype)
+    measured = device.efficiency.arithmetic(operation.name, operation.kind, dtype, operation.flops)
+    if measured is not None:
+        return measured
+    fraction, number = device.efficiency.of(operation.kind), device.multiprocessors
+    if operation.products and number:
+        peak = device.peak(operation.dtype) * fraction / number
+        return fraction * tiles.reached(operation.products, number, peak)
+    return fraction
 
 
 def hidden_seconds(operations: Iterable[Operation], device: Device) -> float:

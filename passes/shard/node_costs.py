@@ -169,9 +169,12 @@ def nbytes_of(value: torch.Tensor) -> int:
 
 
 def _scaled(work: Iterable[Operation], arithmetic: float, traffic: float) -> Sequence[Operation]:
-    """Kernels with a part of their arithmetic and of what they move."""
+    """Kernels with a part of their arithmetic and of what they move; which sizes of their products
+    are split, and so how they fill tiles, is not asked."""
     return [
-        dataclasses.replace(item, flops=item.flops * arithmetic, nbytes=item.nbytes * traffic)
+        dataclasses.replace(
+            item, flops=item.flops * arithmetic, nbytes=item.nbytes * traffic, products=()
+        )
         for item in work
     ]
 

@@ -24,12 +24,24 @@ def test_the_embedding_goes_with_the_first_layer_and_the_head_with_the_last() ->
 
 @pytest.mark.parametrize(
     ("count", "stages", "wanted"),
-    [(4, 4, [1, 1, 1, 1]), (5, 2, [3, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (6, 1, [6])],
+    [(4, 4, [1, 1, 1, 1]), (5, 2, [3, 2]), (5, 3, [2, 2, 1]), (8, 3, [3, 3, 2]), (6, 1, [6])],
 )
 def test_the_first_stages_take_the_remainder(count: int, stages: int, wanted: list[int]) -> None:
     level, stage_of = division(chain([1.0] * (count + 2)), "even", stages)
     assert level == 1
     assert layers(stage_of, stages) == wanted
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "wanted"), [(7, 3, [2, 3, 2]), (6, 8, [0, 1, 1, 1, 1, 1, 1, 0])]
+)
+def test_embedding_and_head_count_where_two_more_layers_divide_evenly(
+    count: int, stages: int, wanted: list[int]
+) -> None:
+    level, stage_of = division(chain([1.0] * (count + 2)), "even", stages)
+    assert level == 1
+    assert layers(stage_of, stages) == wanted
+    assert len(set(stage_of)) == stages
 
 
 def test_even_looks_at_no_cost() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.cost.collective import RankGroup, seconds
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import gpt
 from parcompiler.report import Report
@@ -57,14 +58,13 @@ def test_one_data_rank_has_no_such_section() -> None:
     assert "averaged" not in json.loads(report.to_json())
 
 
-def test_a_ring_takes_its_latencies_and_twice_nearly_all_bytes() -> None:
+def test_a_sum_takes_what_a_collective_of_the_data_ranks_does() -> None:
     made = program(4)
-    link = made.problem.device.link
     (bucket, *_) = made.lowered.buckets
     nbytes = sum(made.lowered.graph.by_name[name].nbytes for name in bucket.names)
     events = [e for e in made.simulate().events if e.instruction.value == bucket.label]
     (event,) = events
-    wanted = 6 * link.latency + 6 / 4 * nbytes / link.bandwidth
+    wanted = seconds("all-reduce", nbytes, RankGroup(4), made.problem.device)
     assert abs(event.end - event.begin - wanted) <= 1e-9 * wanted
 
 
