@@ -42,7 +42,7 @@ def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
 
     Where two more layers would divide evenly, the embedding and the head count as one each: so
     Llama 3 405B is divided (2407.21783, section 3.3.2), and models in the papers of zero-bubble
-    schedules (2401.10241, section 5.1)."""
+    schedules (2401.10241)."""
     most = 0
     for level in problem.levels:
         layers = [is_layer(block) for block in problem.priced(level).cut.blocks]

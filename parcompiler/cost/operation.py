@@ -76,7 +76,7 @@ UPDATERS = frozenset(
 BAG = "aten::_embedding_bag"
 
 # Statistics over all rows before the first result: what does not fit into caches is read twice, by
-# the backward too (Jung et al. 2018, arXiv 1807.01702, section 3).
+# the backward too (as in Jung et al. 2018, arXiv 1807.01702).
 TWICE_READ = {
     **dict.fromkeys(("aten::native_batch_norm", "aten::_native_batch_norm_legit"), 1),
     **dict.fromkeys(("aten::cudnn_batch_norm", "aten::_batch_norm_with_update"), 1),

@@ -7,9 +7,9 @@
       └────┴────┴──┘   [4] small tiles read more for each product than caches give
 
 The tiles are those that cuBLAS takes most, the quantization of [1] and [2] and the order of [4] as
-in NVIDIA's "Matrix Multiplication Background User's Guide" (sections 2.3, 3.1, 3.2). Where a result
-has few tiles, parts of the sum over k are tiles of their own and added behind ("split-k").
-Convolutions are such products too ("Convolutional Layers User's Guide", section 2: implicit GEMM).
+in NVIDIA's "Matrix Multiplication Background User's Guide". Where a result has few tiles, parts of
+the sum over k are tiles of their own and added behind ("split-k"). Convolutions are such products
+too ("Convolutional Layers User's Guide": implicit GEMM).
 
 >>> reached([(1, 8192, 8192, 8192)], 108, 2.9e12)  # 2048 tiles in 19 waves of 108
 0.995362...
@@ -30,7 +30,7 @@ Product = tuple[int, int, int, int]  # so many results [m, n], each a sum over k
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 WHOLE = 64.0  # products for each operand read, from which a tile waits for none: 128 by 128
 FILL = 0.5e-6  # seconds until the first operands of a tile are there: one read of memory of about
-# 500 cycles ("Benchmarking and Dissecting the Nvidia Hopper GPU", Luo et al. 2024, table 4)
+# 500 cycles, an estimate from the order of latencies that microbenchmarks of such devices find
 SPLITS = (1, 2, 4, 8, 16, 32)
 
 

@@ -47,7 +47,8 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
 
 # One screen: the rest is in all tables.
 SUMMARY = (
-    overview.overview, overview.step, overview.bounds, overview.changes, division.summary,
+    overview.overview, overview.step, alternatives.meshes, overview.bounds, overview.changes,
+    division.summary,
 )  # fmt: skip
 
 
