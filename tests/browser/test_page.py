@@ -144,7 +144,9 @@ def test_a_page_of_16_ranks_and_512_micro_batches_is_quick(
     opened = Opened(browser, path)
     assert 0 < opened.seconds() < LONGEST
     assert charts(opened.page)["predicted"] == 16 + 2, "an image a rank, two colours' names"
-    area = opened.page.locator("[data-figure=predicted] .nsewdrag").first.bounding_box()
+    chart = opened.page.locator("[data-figure=predicted] .nsewdrag").first
+    chart.scroll_into_view_if_needed()
+    area = chart.bounding_box()
     assert area is not None
     opened.page.mouse.move(area["x"] + 2, area["y"] + area["height"] / 32, steps=3)
     label = opened.page.locator("[data-figure=predicted] .hoverlayer .hovertext")
