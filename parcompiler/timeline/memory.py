@@ -79,8 +79,9 @@ def memory(
     updates = [vocabulary.update if made.of else 0] * ranks
     for j in made.of:  # the update follows where stages have gone back
         updates[placement[j]] += costs[j].update
+    end = moments.last
     for own, update in zip(changes, updates, strict=True):
-        own.append((moments.last, update))
+        own.append((end, update))
     return changes
 
 
