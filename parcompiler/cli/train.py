@@ -106,6 +106,9 @@ def train_command(
             save.mkdir(parents=True, exist_ok=True)
         import torch
 
+        from parcompiler.runtime.training import profiled
+
+        profiled(profile, steps)  # refuses steps that there are not, before anything is compiled
         torch.manual_seed(seed)
         made = compiled(settings, real=pretrained is None, **request)
         report, size = made.report(), made.problem.mesh.size

@@ -101,7 +101,7 @@ class Bounds:
         return self._states_at(mesh, dataclasses.replace(self.problem, mesh=mesh).zero)
 
     def _states_at(self, mesh: Mesh, level: int) -> int:
-        """The same at a level of ZeRO."""
+        """`states_on` at a level of ZeRO."""
         *parts, update = self._states
         levels = zip((3, 2, 1), parts, strict=True)
         size = sum(math.ceil(n / (mesh.data if level >= k else 1)) for k, n in levels)

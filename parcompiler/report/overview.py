@@ -162,8 +162,9 @@ def following(report: ReportData) -> str:
     others = "; --mesh auto weighs other meshes" if given else ""
     if not report.step.changes:
         return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
-    options = (f"--{c.option} {c.value} (+{percent(c.gain)})" for c in report.step.changes)
-    return f"Try next: {', '.join(options)} more samples a second{others}."
+    gains = ((f"--{c.option} {c.value}", percent(c.gain)) for c in report.step.changes)
+    options = (f"{option} (+{gain} samples a second)" for option, gain in gains)
+    return f"Try next: {', '.join(options)}{others}."
 
 
 def bounds(report: ReportData) -> Table:

@@ -28,16 +28,7 @@ def microbatches(
     _check_form(program, batch)
     _check_keys(leaves, wanted)
     count = _count(program, leaves) if fewer else program.microbatches
-    pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
-    for name, spec in program.inputs.items():
-        tensor = leaves[spec.key]
-        _check_tensor(spec, tensor, program, count)
-        assert isinstance(tensor, torch.Tensor)
-        tensor = tensor.to(spec.dtype)
-        rows = spec.shape[0] if spec.shape else 0
-        for i, piece in enumerate(pieces):
-            piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
-    return pieces
+    return _cut(program, {name: leaves[spec.key] for name, spec in program.inputs.items()}, count)
 
 
 def samples_of_batch(program: RankProgram, batch: object) -> tuple[dict[str, object], int]:
@@ -88,12 +79,21 @@ def padded(
             batch[name] = tensor[place.to(tensor.device)]
         else:
             batch[name] = tensor
+    return _cut(program, batch, count)
+
+
+def _cut(
+    program: RankProgram, batch: Mapping[str, object], count: int
+) -> list[dict[str, torch.Tensor]]:
+    """The tensors of `count` micro-batches by name, from those of a batch, which are checked."""
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, spec in program.inputs.items():
-        _check_tensor(spec, batch[name], program, count)
-        tensor = batch[name].to(spec.dtype)
+        tensor = batch[name]
+        _check_tensor(spec, tensor, program, count)
+        assert isinstance(tensor, torch.Tensor)
+        tensor = tensor.to(spec.dtype)
+        rows = spec.shape[0] if spec.shape else 0
         for i, piece in enumerate(pieces):
-            rows = spec.shape[0] if spec.shape else 0
             piece[name] = tensor.narrow(0, i * rows, rows) if spec.shape else tensor
     return pieces
 

@@ -188,8 +188,8 @@ class _Deferrable(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same in a layer that is compiled: what the product of the weight's gradient is of goes
-    out as the gradients of two extra inputs, which `_Operands` made."""
+    """`_Deferrable` in a layer that is compiled: the factors of the weight's gradient go out as the
+    gradients of two extra inputs, which `_Operands` made."""
 
     @staticmethod
     def forward(
@@ -268,7 +268,7 @@ def _result(
 def _gradients(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: int = 2
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Those of x, the argument number `first`, and of the bias, the second behind it."""
+    """Gradients of x, the argument number `first`, and of the bias, the second behind it."""
     rows = dy.reshape(-1, dy.shape[-1])
     dx = None
     if ctx.needs_input_grad[first]:

@@ -28,11 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save", type=Path, metavar="DIR", help="save checkpoints into this folder")
     group.add_argument(
         "--every",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="save after every N-th step, too; otherwise at the end, and when SIGTERM comes",
     )
-    group.add_argument("--keep", type=_positive, metavar="K", help="keep the newest K (all)")
+    group.add_argument("--keep", type=positive, metavar="K", help="keep the newest K (all)")
     group.add_argument(
         "--resume",
         metavar="auto|PATH",
@@ -115,7 +115,7 @@ class Run:
         self._saved = self._worker.step_count
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     """A number of the command line."""
     number = int(text)
     if number < 1:

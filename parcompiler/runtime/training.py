@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from parcompiler.errors import InputError
 from parcompiler.runtime.files import request_of
 from parcompiler.runtime.metrics import Metrics
-from parcompiler.runtime.resuming import Run
+from parcompiler.runtime.resuming import Run, positive
 from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.tokens import LABELS, TokenRows
 from parcompiler.runtime.worker import Worker
@@ -50,12 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--hold-out", type=float, default=0.0, metavar="SHARE",
         help="of the rows of a file of tokens, for evaluations (0)",
     )  # fmt: skip
-    group.add_argument("--evaluate-every", type=int, metavar="N", help="evaluate after every N-th")
     group.add_argument(
-        "--evaluate-steps", type=int, default=10, help="batches of an evaluation (10)"
+        "--evaluate-every", type=positive, metavar="N", help="evaluate after every N-th"
     )
     group.add_argument(
-        "--log-every", type=int, metavar="N",
+        "--evaluate-steps", type=positive, default=10, help="batches of an evaluation (10)"
+    )
+    group.add_argument(
+        "--log-every", type=positive, metavar="N",
         help="tell loss, speed, MFU, memory and more after every N-th step, instead of each loss",
     )  # fmt: skip
     group.add_argument("--metrics", type=Path, metavar="FILE", help="tell them as JSON lines, too")
@@ -101,6 +103,10 @@ class Training:
 
     def __init__(self, worker: Worker, options: argparse.Namespace, checkpoints: Run) -> None:
         self._worker, self._options, self._checkpoints = worker, options, checkpoints
+        self._profiled = profiled(options.profile, options.steps)
+        if not 0 <= options.hold_out < 1:
+            message = f"--hold-out takes a share of the rows below 1 ({options.hold_out:g} given)"
+            raise InputError(message)
         self._optimizer = optimizer_of(worker, options)
         self._metrics: Metrics | None = None
         if options.log_every is not None:
@@ -114,25 +120,31 @@ class Training:
                 raise InputError(message)
             part = (1 - options.hold_out, 1.0)
             self._held = TokenRows(options.data, worker.program, options.labels, part)
+            each = worker.program.samples * worker.program.data
+            if len(self._held) < each:
+                message = (
+                    f"--hold-out leaves {len(self._held)} rows for evaluations, and one takes "
+                    f"{each} at least: hold out more, or give more tokens"
+                )
+                raise InputError(message)
 
     def run(self, batches: Iterator[object]) -> None:
         """Train to the last step, and write what the options want of it."""
         worker, options, metrics = self._worker, self._options, self._metrics
         scheduled = options.warmup or options.decay != "none"
-        first, last = steps_of(options.profile)
         profiler: Any = None
-        with self._checkpoints.listening():
+        with self._checkpoints.listening(), ExitStack() as profiling:
             for number in range(worker.step_count, options.steps):
                 share = rate_at(number, options) if scheduled else 1.0
                 for group in self._optimizer.param_groups if scheduled else ():
                     group["lr"] = options.lr * share
-                if number == first:
-                    profiler = torch.profiler.profile(acc_events=True)
-                    profiler.__enter__()
+                if number in self._profiled and profiler is None:
+                    profiler = profiling.enter_context(torch.profiler.profile(acc_events=True))
                 if metrics is not None:
                     metrics.before_step()
                 loss = worker.train_step(next(batches))
-                if number == last and profiler is not None:
+                if profiler is not None and number == self._profiled[-1]:
+                    profiling.close()
                     self._write_profile(profiler)
                 if metrics is None and worker.rank == 0:
                     print(f"step {number} loss {loss.item():.8f}", flush=True)
@@ -157,9 +169,6 @@ class Training:
         worker, program = self._worker, self._worker.program
         each = program.samples * program.data
         count = min(program.microbatches, len(held) // each)
-        if not count:
-            message = f"--hold-out leaves {len(held)} rows, and an evaluation takes {each}"
-            raise InputError(message)
         own, losses = count * program.samples, []
         for k in range(min(self._options.evaluate_steps, len(held) // (count * each))):
             start = (k * program.data + worker.data_rank) * own
@@ -173,7 +182,6 @@ class Training:
 
     def _write_profile(self, profiler: Any) -> None:
         """Write torch's profile of this rank."""
-        profiler.__exit__(None, None, None)
         folder = (self._options.save or Path()) / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank_{self._worker.rank}.json"))
@@ -188,16 +196,20 @@ def token_batches(worker: Worker, options: argparse.Namespace) -> Iterator[objec
         yield worker.program.in_form(rows.batch(numbers))
 
 
-def steps_of(text: str | None) -> tuple[int, int]:
-    """The first and the last step of a profile: 10-12, or 10. Raises InputError.
+def profiled(text: str | None, steps: int) -> range:
+    """The steps of a run that a profile is of: 10-12, or 10. Raises InputError for others.
 
-    >>> steps_of("10-12"), steps_of("10"), steps_of(None)
-    ((10, 12), (10, 10), (-1, -1))
+    >>> profiled("10-12", 20), profiled("10", 20), profiled(None, 20)
+    (range(10, 13), range(10, 11), range(0, 0))
     """
     if text is None:
-        return -1, -1
+        return range(0)
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
         message = f"--profile takes steps, as 10-12 ({text!r} given)"
         raise InputError(message)
-    return int(first), int(last) if dash else int(first)
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[-1] >= steps:
+        message = f"--profile {text}: steps are 0 to {steps - 1}, and the first comes first"
+        raise InputError(message)
+    return found

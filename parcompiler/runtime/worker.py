@@ -299,6 +299,8 @@ class Worker:
         most = -(-max(counts) // self.program.samples)
         parts = []
         with self._evaluating(), self._failing_together("predict"), self._in_groups():
+            if self.compiled is not None:
+                self.compiled.prepare(training=False)
             batches = padded(self.program, leaves, most)
             batches = [{n: t.to(self.device) for n, t in each.items()} for each in batches]
             for start in range(0, most, self.program.microbatches):

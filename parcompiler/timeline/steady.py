@@ -130,7 +130,7 @@ class RepeatingOrder:
         return found
 
     def _causes_of(self, order: Sequence[int], begin: int, first: int) -> Iterator[tuple[int, int]]:
-        """Those of a rank from a place in its order on, as far as they are seen from `begin`."""
+        """The causes of one rank from place `first` of its order on, as seen from place `begin`."""
         tasks = self.tasks
         last = {exchange: task for task in order for exchange in tasks.joins[task]}
         lanes: dict[int, int] = {}  # the exchange that each had before

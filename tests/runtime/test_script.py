@@ -91,6 +91,43 @@ def test_a_loss_that_is_not_finite_stops_on_request(program: pc.Program, tmp_pat
     assert [record.folder for record in records] == [run_folder / "flight", other]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--profile 4-2", "--profile 4-2: steps are 0 to 5, and the first comes first"),
+        ("--profile 2-20", "--profile 2-20: steps are 0 to 5"),
+        ("--profile 9", "--profile 9: steps are 0 to 5"),
+        ("--profile x", "--profile takes steps, as 10-12 \\('x' given\\)"),
+        ("--hold-out 1.5", "--hold-out takes a share of the rows below 1 \\(1.5 given\\)"),
+        ("--evaluate-every 2", "--evaluate-every needs --data FILE.bin and --hold-out SHARE"),
+    ],
+)
+def test_options_that_no_run_can_have_are_refused_before_it(
+    program: pc.Program, options: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(pc.InputError, match=text):
+        run(program.worker, ["--steps", "6", *options.split()])
+    assert "step" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--evaluate-every", "--evaluate-steps", "--log-every"])
+def test_a_number_of_steps_is_positive(
+    program: pc.Program, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(program.worker, [option, "0"])
+    assert f"{option}: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_profile_of_a_run_that_goes_on_begins_where_it_does(
+    program: pc.Program, tmp_path: Path
+) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    run(program.worker, ["--steps", "2", *folder])
+    run(program.worker, ["--steps", "4", "--profile", "1-2", "--resume", "auto", *folder])
+    assert (tmp_path / "run" / "profile" / "rank_0.json").is_file()
+
+
 def test_an_input_without_rows_is_in_every_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

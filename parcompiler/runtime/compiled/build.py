@@ -157,7 +157,7 @@ def compiled(layer: TracedLayer, training: bool) -> Function:
 
 
 def _compiled(layer: TracedLayer, training: bool) -> Function:
-    """The same."""
+    """Body of `compiled`, with the warnings that torch gives."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
 
     def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
