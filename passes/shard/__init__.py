@@ -85,7 +85,7 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
     graph, device, ranks = problem.graph, problem.slowest_device, problem.mesh.tensor
 
     def find() -> Candidates:
-        return Candidates(fold(graph, pins.text), ShardCosts(graph, device, ranks), pins.text)
+        return Candidates(fold(graph, pins.text), ShardCosts(graph, device, ranks))
 
     return graph.once(("candidates", repr(problem.options.sharding), device, ranks), find)
 

@@ -7,7 +7,7 @@ their result. All others decide for themselves; what they read may be converted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +20,6 @@ from parcompiler.spmd import Placement, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, Shape, read
 from parcompiler.spmd.segments import segmentations
 
-LOOKUPS = frozenset({"embedding", "embedding_bag"})
-LINE = 128  # bytes that an accelerator's cache fetches at once
 _NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
 
 
@@ -63,11 +61,10 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The choices of the nodes of a folded graph; `pin` is what the user pins a parameter to."""
+    """The choices of the nodes of a folded graph."""
 
     folded: FoldedGraph
     costs: ShardCosts
-    pin: Callable[[str], str] = lambda name: ""
 
     @cached_property
     def nodes(self) -> Mapping[fx.Node, NodeChoices]:
@@ -106,12 +103,10 @@ class Candidates:
     ) -> bool:
         """Whether the programme may choose a strategy of a call.
 
-        Pieces are of one size, but for those of a vocabulary. Unless the user pins the table, ranks
-        look up no pieces of rows that are shorter than a cache line: each would read as much as for
-        whole rows. No update in place reaches a copy: what the prologue and the batch yield is
-        whole (`R`), and may be updated as such only.
+        Pieces are of one size, but for those of a vocabulary. No update in place reaches a copy:
+        what the prologue and the batch yield is whole (`R`), and may be updated as such only.
         """
-        graph, n = self.folded.graph, self.costs.n
+        graph = self.folded.graph
         shapes: list[Shape] = [*call.shapes, *call.result_shapes]
         types = [*strategy.inputs, *strategy.outputs]
         even = all(
@@ -124,12 +119,6 @@ class Candidates:
         )
         if not even and not strategy.special.startswith("vocabulary"):
             return False
-        if call.base in LOOKUPS and types[0].kind == "S" and types[0].dim != 0:
-            table = call.operands[0]
-            item = graph.by_node.get(table.node.name)
-            row = table.shape[1] * table.value.itemsize
-            if item is not None and not self.pin(item.name) and row < n * LINE:
-                return False
         return all(
             placement.is_whole
             or operand.node not in self.folded.fixed | updated

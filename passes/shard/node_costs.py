@@ -2,9 +2,10 @@
 
 A node is traced once, whole, by itself. Under a strategy its arithmetic shrinks with the piece that
 a rank has of what is split, and the bytes that it moves with those of its operands and results: a
-product of a whole matrix with a piece of another reads the whole of the first. The number of
-kernels stays. Collectives go over the links between neighbours, as those of the tensor axis are; a
-rank copies what it sends or gets (see `runtime.axis`).
+product of a whole matrix with a piece of another reads the whole of the first, and a lookup in a
+piece of each row no less than a cache line. The number of kernels stays. Collectives go over the
+links between neighbours, as those of the tensor axis are; a rank copies what it sends or gets (see
+`runtime.axis`).
 
 Nodes are traced as on the CPU. The one operator of which that says too much is rms_norm, 20 kernels
 there and one each way on accelerators: it counts as that.
@@ -23,6 +24,7 @@ from torch import fx
 
 from parcompiler.cost import Operation, collective, seconds, trace_block
 from parcompiler.cost.collective import RankGroup, neighbours
+from parcompiler.cost.tiles import Product
 from parcompiler.device import Device
 from parcompiler.graph import Graph
 from parcompiler.spmd import Placement, Strategy
@@ -32,6 +34,10 @@ from parcompiler.spmd.placement import local_shape
 from parcompiler.spmd.special import class_loss_actions
 
 TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "index"})
+
+LOOKUPS = frozenset({"embedding", "embedding_bag"})
+BATCHED = frozenset({"bmm", "matmul"})
+LINE = 128  # bytes that an accelerator's cache fetches at once
 
 # Between programmes of equal time (to a nanosecond) that with fewer collectives is taken, then that
 # which splits more.
@@ -100,10 +106,16 @@ class ShardCosts:
     def strategy_seconds(self, call: NodeCall, work: NodeWork, strategy: Strategy) -> float:
         """Seconds of a node, forward and backward, with the collectives inside it."""
         arithmetic, traffic = shares(call, strategy, self.n)
-        split = arithmetic if strategy.special == "vocabulary lookup" else None
-        forward = work.forward if split else _scaled(work.forward, arithmetic, traffic)
-        backward = _scaled(work.backward, split or arithmetic, split or traffic)
-        inside = _masks(call) if split else ()
+        masked = strategy.special == "vocabulary lookup"
+        written = traffic
+        if call.base in LOOKUPS:  # the gradient of the table
+            written = share(call.shapes[0], strategy.inputs[0], self.n)
+        products = _products(call, strategy, self.n)
+        forward: Sequence[Operation] = work.forward
+        if not masked:
+            forward = _scaled(forward, arithmetic, traffic, products[:1])
+        backward = _scaled(work.backward, arithmetic, written, products[1:])
+        inside = _masks(call) if masked else ()
         total = seconds((*forward, *backward, *inside), self.device)
         if strategy.special == "classes":
             total += sum(self._action(*action) for action in class_loss_actions(call))
@@ -159,6 +171,9 @@ def shares(call: NodeCall, strategy: Strategy, n: int) -> tuple[float, float]:
     if call.base in TABLES and call.operands:  # no more of a table is read than is yielded
         sizes[0] = min(sizes[0], sizes[len(call.operands)])
     total = sum(sizes)
+    if call.base in LOOKUPS and types[0].kind == "S" and types[0].dim:  # a short piece is a line
+        row = shapes[0][1] * call.operands[0].value.itemsize
+        parts[0] = max(parts[0], min(1.0, LINE / row))
     local = sum(part * size for part, size in zip(parts, sizes, strict=True))
     return max(split, default=1.0), local / total if total else 1.0
 
@@ -168,12 +183,28 @@ def nbytes_of(value: torch.Tensor) -> int:
     return math.prod(size for size in shape_of(value) if size >= 0) * value.itemsize
 
 
-def _scaled(work: Iterable[Operation], arithmetic: float, traffic: float) -> Sequence[Operation]:
-    """Kernels with a part of their arithmetic and of what they move; which sizes of their products
-    are split, and so how they fill tiles, is not asked."""
+def _products(call: NodeCall, strategy: Strategy, n: int) -> tuple[Product, ...]:
+    """The product of matrices that a rank computes of a batched call, and those of the gradients of
+    its factors: their matrices may be small. None of others."""
+    if call.base not in BATCHED or len(call.shapes[1]) < 3:
+        return ()
+    *batch, m, k = local_shape(call.shapes[0], strategy.inputs[0], n)
+    columns = local_shape(call.result_shapes[0], strategy.outputs[0], n)[-1]
+    each = math.prod(batch)
+    return (each, m, columns, k), (each, m, k, columns), (each, k, columns, m)
+
+
+def _scaled(
+    work: Iterable[Operation], arithmetic: float, traffic: float, products: Sequence[Product] = ()
+) -> Sequence[Operation]:
+    """Kernels with a part of their arithmetic and of what they move; those of products of matrices
+    fill tiles as these `products` do."""
     return [
         dataclasses.replace(
-            item, flops=item.flops * arithmetic, nbytes=item.nbytes * traffic, products=()
+            item,
+            flops=item.flops * arithmetic,
+            nbytes=item.nbytes * traffic,
+            products=tuple(products) if item.products else (),
         )
         for item in work
     ]

@@ -18,7 +18,7 @@ from torch import fx
 import parcompiler as pc
 from parcompiler.device import Link, device
 from parcompiler.graph import Graph
-from parcompiler.models import gpt
+from parcompiler.models import dlrm, gpt
 from parcompiler.spmd.placement import S
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import Strategy
@@ -129,6 +129,28 @@ def test_a_compiled_model_equals_one_process(
     name: str, pipeline: int, tensor: int, data: int
 ) -> None:
     compiled(name, pipeline, tensor, data)
+
+
+def test_a_recommender_has_columns_of_its_tables_and_rows_of_the_batch() -> None:
+    torch.manual_seed(0)
+    config = dlrm.Config(tables=(4096, 2048, 7), hidden=16, bottom=(8,), top=(8,))
+    rows = 256
+    inputs = {
+        "numbers": torch.randn(rows, config.numbers),
+        "categories": torch.stack([torch.randint(size, (rows,)) for size in config.tables], 1),
+        "labels": torch.randint(2, (rows,)).float(),
+    }
+    mesh = pc.Mesh(tensor=4, device=CHEAP)
+    program = pc.compile(dlrm.DLRM(config), mesh, inputs, microbatches=2)
+    assert program.plan.sharding is not None
+    chosen = {entry.template: entry for entry in program.plan.sharding.templates}
+    assert {chosen[name].tensors for name in ("Embedding", "Embedding_2")} == {("weight: S(1)",)}
+    linear = [line for entry in chosen.values() for line in entry.nodes if "linear" in line]
+    assert len(linear) == 4
+    assert all(line.endswith(": S(0) R R -> S(0)") for line in linear)
+    targets = Counter(str(node.target) for node in program.lowered.graph.fx_graph.nodes)
+    assert targets["runtime.all_to_all"] == 2
+    check(program)
 
 
 def test_experts_of_one_grouped_product_are_on_two_ranks() -> None:

@@ -134,12 +134,16 @@ def clicks() -> Graph:
     """DLRM for the data of Criteo's Kaggle challenge, without data."""
     config = dlrm.PRESETS["criteo"]
     with torch.device("meta"):
-        inputs = {
-            "numbers": torch.zeros(2048, config.numbers),
-            "categories": torch.zeros(2048, len(config.tables), dtype=torch.long),
-            "labels": torch.zeros(2048),
-        }
-        return capture(dlrm.DLRM(config), inputs)
+        return capture(dlrm.DLRM(config), clicked(config, 2048))
+
+
+def clicked(config: dlrm.Config, rows: int) -> dict[str, torch.Tensor]:
+    """A batch of a recommender."""
+    return {
+        "numbers": torch.zeros(rows, config.numbers),
+        "categories": torch.zeros(rows, len(config.tables), dtype=torch.long),
+        "labels": torch.zeros(rows),
+    }
 
 
 def tables(found: Sharding, graph: Graph, n: int) -> dict[int, str]:
@@ -154,18 +158,33 @@ def tables(found: Sharding, graph: Graph, n: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_wide_tables_are_split_like_vocabularies_and_small_ones_are_whole(n: int) -> None:
+def test_large_tables_are_split_by_columns(n: int) -> None:
+    """Ranks exchange columns for rows of the batch, which are less than sums of rows."""
     graph = clicks()
     found = tables(decided(problem(graph, n, microbatches=1)), graph, n)
-    assert {kind for size, kind in found.items() if size > 1_000_000} == {"S(0)"}
-    assert {kind for size, kind in found.items() if size < 150_000} == {"I"}
+    assert {kind for size, kind in found.items() if size > 1_000_000} == {"S(1)"}
     assert len(found) == 26
 
 
-def test_a_pin_splits_rows_that_are_short() -> None:
+def test_a_pin_splits_tables_by_rows() -> None:
     graph = clicks()
-    pinned = problem(graph, microbatches=1, sharding={"tables.2.weight": "S(1)"})
-    assert tables(decided(pinned), graph, 2)[10131227] == "S(1)"
+    pinned = problem(graph, microbatches=1, sharding={"tables.2.weight": "S(0)"})
+    assert tables(decided(pinned), graph, 2)[10131227] == "S(0)"
+
+
+@pytest.mark.parametrize("n", [8, 16])
+def test_the_recommender_of_mlperf_is_planned_as_by_experts(n: int) -> None:
+    """Tables in pieces, the rest on rows of the batch: Mudigere et al. 2021 (arXiv 2104.05158)."""
+    config = dlrm.PRESETS["mlperf"]
+    with torch.device("meta"):
+        graph = capture(dlrm.DLRM(config), clicked(config, 65536))
+    found = decided(problem(graph, n, microbatches=1, on=device("a100-80g")))
+    kinds = tables(found, graph, n)
+    assert {kind for size, kind in kinds.items() if size > 10_000_000} == {"S(1)"}
+    lines = [line for template in found.templates for line in template.nodes]
+    products = [line for line in lines if line.startswith(("linear", "matmul"))]
+    assert len(products) >= 8
+    assert all(": S(0) " in line and "-> S(0)" in line for line in products)
 
 
 def test_what_is_in_flight_and_optimizer_states_count() -> None:
