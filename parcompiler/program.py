@@ -94,7 +94,9 @@ class Program:
         """
         return Costs(self.problem, self.plan)
 
-    def verify(self, seed: int = 0, progress: bool = True, compiled: bool = False) -> Verification:
+    def verify(
+        self, seed: int = 0, progress: bool = True, compiled: bool = False, full: bool = False
+    ) -> Verification:
         """Run every rank on this machine's CPU and the original model beside it.
 
         The same random batch (`seed`) goes through both, as the program is and lifted to float64:
@@ -105,11 +107,13 @@ class Program:
         every micro-batch meets weights as old as on the ranks.
         `progress` shows its steps when stderr is a terminal.
         `compiled` proves the ranks as `worker(compiled=True)` runs them.
+        A large step (more than 10¹¹ FLOPs) is lifted to float64 at fewer tokens and rows, which the
+        result names, unless it is to be `full` there too, or anything differs.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
         model, modes = self.model, self.captured.modes
         with nullcontext() if model is None else in_modes(model, modes):
-            return check(self, seed, progress, compiled=compiled)
+            return check(self, seed, progress, compiled=compiled, full=full)
 
     @property
     def request(self) -> Request:

@@ -163,10 +163,11 @@ def compile_command(
 @click.option(
     "--compiled", is_flag=True, help="Prove it with layers through torch.compile's compiler."
 )
+@click.option("--full", is_flag=True, help="Float64 at the compiled sizes of a large step, too.")
 @options.common
 @click.pass_obj
 def verify_command(
-    settings: Settings, /, seed: int, compiled: bool, form: str, **request: Any
+    settings: Settings, /, seed: int, compiled: bool, full: bool, form: str, **request: Any
 ) -> int:
     """Prove that the program trains exactly the model.
 
@@ -180,7 +181,8 @@ def verify_command(
     """
     program = compiled_program(settings, **request)
     with output.result_only():
-        verification = program.verify(seed, progress=not settings.quiet, compiled=compiled)
+        shown = not settings.quiet
+        verification = program.verify(seed, progress=shown, compiled=compiled, full=full)
     comparisons = {
         "ok": verification.ok,
         "native": _errors(verification.native),

@@ -5,7 +5,8 @@ has no gradients left to compare: its updates have used them. With several data 
 that of all of them, and buffers are compared with those of the first; a model with SyncBatchNorms
 runs on the batches of all at once (`synchronized.py`).
 
-In float64 a mistake cannot hide behind rounding. In 16 bits the model in one process has the same
+In float64 a mistake cannot hide behind rounding; a model of many FLOPs runs on shorter rows there
+(`shorter.py`), and as it is if anything differs. In 16 bits the model in one process has the same
 recipe (`capture/narrow.py`, masters in float32, one scale of the loss) and differences are judged
 by that rounding; that the division is right is what float64 shows. What runs is the exported
 folder, so the emitted code itself is proved. Random operators draw from a seed of their own
@@ -47,6 +48,7 @@ from parcompiler.verification.reference import (
     one_thread,
     reenacted,
 )
+from parcompiler.verification.shorter import shortened
 from parcompiler.verification.synchronized import accumulated_together
 
 # Linear in the gradients, so that rounding is not amplified; momentum counts from the first step
@@ -69,23 +71,68 @@ class _NoReference(Exception):
     """The original model itself cannot run in a precision."""
 
 
-def check(program: Compiled, seed: int, progress: bool, *, compiled: bool = False) -> Verification:
-    """Compare a program with its original model; the ranks run while it runs in float64.
+def check(
+    program: Compiled, seed: int, progress: bool, *, compiled: bool = False, full: bool = False
+) -> Verification:
+    """Compare a program with its original model.
 
-    `compiled` has the ranks compile their layers.
+    `compiled` has the ranks compile their layers, `full` float64 the compiled sizes.
     """
     if program.model is None:
         message = "this program was compiled from a graph: verify() needs the original model"
         raise InputError(message)
-    graph, note = program.problem.graph, _note_on_buffers(program)
-    with TemporaryDirectory(prefix="parcompiler-") as folder, Progress(progress) as steps:
+    with Progress(progress) as steps, one_thread():  # sums are rounded in the order of the ranks
         pool().start(program.lowered.grid.size)  # they import torch beside the model's steps
+        verification = None if full else _on_shorter_rows(program, seed, steps, compiled)
+        return verification or _as_compiled(program, seed, steps, compiled)
+
+
+def _on_shorter_rows(
+    program: Compiled, seed: int, steps: Progress, compiled: bool
+) -> Verification | None:
+    """The comparison of a large step, in float64 at smaller sizes; the ranks run beside the model.
+
+    None: it is not large, or has no smaller sizes, or anything went wrong or differs.
+    """
+    double = shortened(program)
+    if double is None or program.problem.graph.narrow == torch.float16:  # whose scale is searched
+        return None
+    with TemporaryDirectory(prefix="parcompiler-") as folder, ThreadPoolExecutor(1) as beside:
+        try:
+            with steps(f"the model in float64, {double.sizes}"):
+                begin = time.perf_counter()
+                lifted = _trial(program, double.graph, seed, torch.float64, folder, compiled)
+                patience = PATIENCE + 30 * double.times * (time.perf_counter() - begin)
+            with steps("the model in one process, and the ranks"):
+                graph, dtype = program.problem.graph, program.problem.options.dtype
+                variant = _with_short_rounds(program.on(materialised(graph, seed)))
+                batches = _batches(variant, seed, lifted.compiled_inputs)
+                path = variant.write(Path(folder) / "native", program.report())
+                job = _job(variant, path, batches, seed, patience, compiled)
+                running = beside.submit(pool().run, job, variant.lowered.grid.size)
+                running_lifted = beside.submit(lifted.run)  # behind it
+                reference = _reference(variant, batches, seed, dtype)
+                trial = Trial(variant, job, dtype, reference, lifted.compiled_inputs)
+                native = trial.judged(running.result())
+                exact = lifted.judged(running_lifted.result())
+        except Exception:  # the program as it was compiled shows what is wrong, if anything is
+            pool().close()
+            return None
+        except BaseException:  # an interruption: nobody asks for the ranks any more
+            pool().close()
+            raise
+    exact = dataclasses.replace(exact, sizes=double.sizes)
+    found = Verification(native, exact, _notes(program, trial))
+    return found if found.ok else None
+
+
+def _as_compiled(program: Compiled, seed: int, steps: Progress, compiled: bool) -> Verification:
+    """The comparison; the ranks run while the model runs in float64."""
+    graph, note = program.problem.graph, ""
+    with TemporaryDirectory(prefix="parcompiler-") as folder:
         with steps("the model in one process"):
             trial = _trial(program, graph, seed, program.problem.options.dtype, folder, compiled)
-        if trial.reference.compression_error is not None:
-            error = trial.reference.compression_error
-            packed = f"compressed gradients are {error:.1e} from whole ones"
-            note = "; ".join(filter(None, (packed, note)))
+        note = _notes(program, trial)
         if {p.dtype for p in graph.parameters if p.dtype.is_floating_point} == {torch.float64}:
             with steps("the ranks"):
                 native = trial.judged(trial.run())
@@ -115,6 +162,13 @@ def check(program: Compiled, seed: int, progress: bool, *, compiled: bool = Fals
         if rounding < (MOST_ROUNDING if narrow is None else MOST_NARROW_ROUNDING):
             native = dataclasses.replace(native, rounding=rounding)
     return Verification(native, lifted, note)
+
+
+def _notes(program: Compiled, trial: Trial) -> str:
+    """How far compressed gradients are from whole ones, and what data ranks update alone."""
+    error = trial.reference.compression_error
+    packed = "" if error is None else f"compressed gradients are {error:.1e} from whole ones"
+    return "; ".join(filter(None, (packed, _note_on_buffers(program))))
 
 
 def _note_on_buffers(program: Compiled) -> str:
@@ -149,21 +203,31 @@ def _trial(
     """Run the model in `dtype`, and write the program on `graph` into a folder."""
     variant = _with_short_rounds(program.on(materialised(graph, seed)))
     begin = time.perf_counter()
-    with one_thread():
-        try:
-            batches, reference, compiled_inputs = _on_some_batches(variant, seed, dtype)
-        except (RuntimeError, NotImplementedError) as error:
-            if dtype is None:
-                raise
-            raise _NoReference(str(error).splitlines()[0]) from error
-        draws = draws_of_stages(graph, variant.lowered, batches[0]) if graph.random else None
+    try:
+        batches, reference, compiled_inputs = _on_some_batches(variant, seed, dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        if dtype is None:
+            raise
+        raise _NoReference(str(error).splitlines()[0]) from error
+    patience = PATIENCE + 30 * (time.perf_counter() - begin)
     path = variant.write(Path(folder) / str(dtype), program.report())
-    job = Job(
-        str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
-        patience=PATIENCE + 30 * (time.perf_counter() - begin) + COMPILING * compiled,
-        scale=reference.scale if graph.narrow == torch.float16 else None, compiled=compiled,
-    )  # fmt: skip
+    job = _job(variant, path, batches, seed, patience, compiled)
+    if graph.narrow == torch.float16:
+        job = dataclasses.replace(job, scale=reference.scale)
     return Trial(variant, job, dtype, reference, compiled_inputs)
+
+
+def _job(
+    variant: Compiled, path: Path, batches: Sequence[Mapping[str, torch.Tensor]], seed: int,
+    patience: float, compiled: bool,
+) -> Job:  # fmt: skip
+    """What the ranks of an exported program are to do."""
+    graph = variant.problem.graph
+    draws = draws_of_stages(graph, variant.lowered, batches[0]) if graph.random else None
+    return Job(
+        str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
+        patience=patience + COMPILING * compiled, compiled=compiled,
+    )  # fmt: skip
 
 
 @dataclass
@@ -199,10 +263,7 @@ class Trial:
 
     def _again(self, scale: float, arrivals: Sequence[int]) -> Outcome:
         """The model once more."""
-        with one_thread():
-            return _at_scale(
-                self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals
-            )
+        return _at_scale(self.variant, self.job.batches, self.job.seed, self.dtype, scale, arrivals)
 
 
 def _with_short_rounds(variant: Compiled) -> Compiled:
@@ -223,19 +284,31 @@ def _on_some_batches(
     A random batch first; where the model refuses that or its loss is not finite (it wants ordered
     boxes, places for images in a text, probabilities), the inputs that it was compiled with.
     """
+    has_values = compiled_batch(variant.problem.graph, 1) is not None
+    batches = _batches(variant, seed)
+    try:
+        reference = _reference(variant, batches, seed, dtype)
+        if not has_values or reference.losses.isfinite().all():
+            return batches, reference, False
+    except Exception:  # whatever a user's model raises
+        if not has_values:
+            raise
+    batches = _batches(variant, seed, of_inputs=True)
+    return batches, _reference(variant, batches, seed, dtype), True
+
+
+def _batches(
+    variant: Compiled, seed: int, of_inputs: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """The batch of each step, of all data ranks: random, or `of_inputs` that were compiled."""
     graph, count = variant.problem.graph, variant.lowered.microbatches * variant.lowered.data
     updates = variant.lowered.updates
     steps = STEPS.get(updates.compression or updates.way, 1)
-    batches = [random_batch(graph, count, seed + k) for k in range(steps)]
+    if not of_inputs:
+        return [random_batch(graph, count, seed + k) for k in range(steps)]
     compiled = compiled_batch(graph, count)
-    try:
-        reference = _reference(variant, batches, seed, dtype)
-        if compiled is None or reference.losses.isfinite().all():
-            return batches, reference, False
-    except Exception:  # whatever a user's model raises
-        if compiled is None:
-            raise
-    return [compiled] * steps, _reference(variant, [compiled] * steps, seed, dtype), True
+    assert compiled is not None, "inputs that have values"
+    return [compiled] * steps
 
 
 def _reference(

@@ -25,6 +25,7 @@ class Errors:
     An `asynchronous` program has no error of gradients: its updates have used them.
     `rounding` is the error of the model in one process against itself in float64. It is measured,
     and counts, where the limit is passed although float64 shows no difference.
+    `sizes` are those that differ from the program's, in words.
 
     The error of a tensor is its largest absolute difference over its own largest element; where
     that element is so small that four roundings of the largest element among all tensors would
@@ -47,6 +48,7 @@ class Errors:
     asynchronous: bool = False
     rounding: float = 0.0
     cause: str = ""
+    sizes: str = ""
 
     @property
     def largest(self) -> float:
@@ -67,6 +69,8 @@ class Errors:
             how += f"; the model in one process is {self.rounding:.1e} from itself in float64"
         if self.compiled_inputs:
             how += ", on the compiled inputs: the model takes no random ones"
+        if self.sizes:
+            how += f"; at {self.sizes}"
         gradients = f"gradients {self.gradient:.1e}"
         if self.asynchronous:
             gradients = "gradients used by the updates"
@@ -218,7 +222,8 @@ def _differences(
         floor = ROUNDINGS * torch.finfo(narrow).eps * largest
     for name in sorted(reference.keys() | program.keys()):
         if name in reference and name in program:
-            rounding = size(_wide(reference[name]) - _wide(again[name]))
+            one, other = reference[name], again[name]
+            rounding = 0.0 if one is other else size(_wide(one) - _wide(other))
             least = max(floor, OWN_ROUNDINGS * rounding / _limit(narrow or dtype))
             yield name, _relative(reference[name], program[name], least, size)
         else:

@@ -9,10 +9,11 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import parcompiler as pc
+from parcompiler.models import gpt
 from parcompiler.verification.batches import random_batch
 from parcompiler.verification.check import OPTIMIZER, OPTIONS
 from parcompiler.verification.comparison import compare
-from parcompiler.verification.pool import Outcome
+from parcompiler.verification.pool import Job, Outcome, Pool
 from parcompiler.verification.reference import Original, accumulated
 
 X = {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0))}
@@ -205,3 +206,31 @@ def test_what_forwards_update_on_each_data_rank_is_compared_and_said() -> None:
     assert found.ok, str(found)
     assert "forwards update 'teacher.weight', 'mean': each of the 2 data ranks" in str(found)
     assert compiled(Teacher()).verify().note == ""
+
+
+def test_a_large_step_is_lifted_on_shorter_rows_unless_anything_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.Config(layers=2, heads=2, hidden=16, vocabulary=64, sequence=64))
+    tokens = torch.randint(64, (2, 65))
+    inputs = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    program = pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=2)
+    monkeypatch.setattr("parcompiler.verification.shorter.LARGE", 1e5)
+    shapes: list[tuple[int, ...]] = []  # of the batches that ranks get
+    run = Pool.run
+
+    def watched(self: Pool, job: Job, size: int) -> Outcome:
+        shapes.append(tuple(job.batches[0]["tokens"].shape))
+        return run(self, job, size)
+
+    monkeypatch.setattr(Pool, "run", watched)
+    found = program.verify()
+    assert found.ok and "; at sequence 32 for 64)" in str(found.lifted)
+    assert not found.native.sizes and shapes == [(4, 64), (4, 32)]
+    shapes.clear()
+    assert not program.verify(full=True).decisive.sizes
+    assert shapes == [(4, 64), (4, 64)]
+    model.get_parameter("layers.0.ffn.up.weight").register_hook(lambda gradient: gradient * 0.5)
+    found = program.verify()
+    assert not found.ok and not found.decisive.sizes  # the program as it was compiled
