@@ -28,7 +28,8 @@ class Recorder(TorchDispatchMode):
 
     With `accelerator` dropout runs in the kernels that accelerators have for it: one that keeps a
     mask of bytes, and attention's, which draws its mask anew in the backward. The CPU multiplies by
-    a mask of the value's dtype, and takes attention with dropout apart.
+    a mask of the value's dtype, and takes attention with dropout apart. RMS norms have a kernel
+    there, and are some twenty on the CPU, which keep two copies in float32.
     """
 
     def __init__(self, memory: LiveMemory | None = None, *, accelerator: bool = False) -> None:
@@ -214,8 +215,22 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> Any:
     return torch.ops.aten.native_dropout.default(x, p, train)[0] if train and p else x
 
 
+def _rms_norm(x: torch.Tensor, shape: list[int], weight: Any = None, eps: Any = None) -> Any:
+    """An RMS norm by one kernel each way, which keeps what it reads and a number for each row.
+
+    So is a layer norm, with one number more; operands of several dtypes have no such kernel.
+    """
+    if weight is not None and weight.dtype != x.dtype:
+        return torch.ops.aten.rms_norm.default(x, shape, weight, eps)
+    return torch.ops.aten.native_layer_norm.default(x, shape, weight, None, eps or 0.0)[0]
+
+
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_FUSED = {_ATTENTION: _attention, torch.ops.aten.dropout.default: _dropout}
+_FUSED = {
+    _ATTENTION: _attention,
+    torch.ops.aten.dropout.default: _dropout,
+    torch.ops.aten.rms_norm.default: _rms_norm,
+}
 
 
 class _Exchanged(torch.autograd.Function):

@@ -6,9 +6,6 @@ product of a whole matrix with a piece of another reads the whole of the first, 
 piece of each row no less than a cache line. The number of kernels stays. Collectives go over the
 links between neighbours, as those of the tensor axis are; a rank copies what it sends or gets (see
 `runtime.axis`).
-
-Nodes are traced as on the CPU. The one operator of which that says too much is rms_norm, 20 kernels
-there and one each way on accelerators: it counts as that.
 """
 
 from __future__ import annotations
@@ -92,12 +89,9 @@ class ShardCosts:
         inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
         parts = [node], inputs, [node], *self._parameters, self.graph.differentiable
         cost = trace_block(*parts, accelerator=not self.device.is_cpu)
-        forward, backward = cost.forward, cost.backward
-        if getattr(node.target, "_opname", "") == "rms_norm" and len(forward) > 1:
-            forward, backward = _fused(node, forward, 2), _fused(node, backward, 3)
         return NodeWork(
-            forward,
-            backward,
+            cost.forward,
+            cost.backward,
             frozenset(inputs[place] for place in cost.kept_inputs),
             bool(cost.kept_outputs),
             cost.saved - cost.saved_outputs,
@@ -208,16 +202,6 @@ def _scaled(
         )
         for item in work
     ]
-
-
-def _fused(node: fx.Node, kernels: Sequence[Operation], passes: int) -> tuple[Operation, ...]:
-    """One kernel that reads and writes a result so many times, for several."""
-    if not kernels:
-        return ()
-    value: torch.Tensor = node.meta["val"]
-    most = max(item.flops for item in kernels)
-    nbytes = float(passes * nbytes_of(value))
-    return (Operation(str(node.target), "other", most, nbytes, kernels[0].dtype),)
 
 
 def _masks(call: NodeCall) -> Sequence[Operation]:

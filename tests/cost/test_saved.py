@@ -38,6 +38,18 @@ def test_norms_in_bfloat16_keep_float32_statistics_as_on_an_accelerator() -> Non
     check(GptLayer(32, 4).bfloat16(), hidden, more=more)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norms_keep_what_they_read_on_accelerators(dtype: torch.dtype) -> None:
+    """And a number or two for each row; on the CPU two copies in float32."""
+    hidden = torch.randn(2, 16, 32, requires_grad=True).to(dtype)
+    block = capture(nn.RMSNorm(32).to(dtype), hidden)
+    one = block.cost(accelerator=True)
+    assert (one.saved_inputs, one.saved) == (hidden.nbytes, 2 * 2 * 16 * 4)
+    kernels = [operation.name for operation in (*one.forward, *one.backward)]
+    assert kernels == ["aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"]
+    assert block.cost().saved >= 2 * 16 * 32 * 4
+
+
 def test_batch_norms_in_evaluation_keep_statistics_as_on_an_accelerator() -> None:
     image = torch.randn(2, 8, 16, 16, requires_grad=True)
     norms, statistics, channels = 2, 2, 8
