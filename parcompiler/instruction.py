@@ -33,7 +33,8 @@ class Kind(StrEnum):
     BACKWARD = "BACKWARD"  # stage, mb: gradients of its inputs and its parameters
     BACKWARD_INPUT = "BACKWARD_INPUT"  # stage, mb: gradients of its inputs; weights come later
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # stage, mb: what BACKWARD_INPUT left for later
-    UPDATE = "UPDATE"  # stage, mb: an optimizer step by the gradients of this micro-batch alone
+    UPDATE = "UPDATE"  # stage, mb: an optimizer step by the gradients of this micro-batch alone;
+    # on a timeline with ranks alone: that of all parameters of a rank, behind every list
     SEND = "SEND"  # value mb peer: start sending; the tensor may be released when it is done
     RECV = "RECV"  # value mb peer: post the receive; the first use waits for it
     EMBED = "EMBED"  # value, mb: look up the rows of this rank's piece of a table
@@ -114,7 +115,8 @@ class Instruction:
             fields = dict(_fields(line.split()))
             kind = Kind(str(fields["kind"]))
             optional = {"microbatch"} if kind is Kind.REDUCE_GRADIENTS else set()
-            if fields.keys() - optional != {"kind", *_FIELDS[kind]} - optional:
+            wanted = {"ranks"} if kind is Kind.UPDATE and "ranks" in fields else _FIELDS[kind]
+            if fields.keys() - optional != {"kind", *wanted} - optional:
                 raise ValueError(sorted(fields))
             return cls(**fields)  # type: ignore[arg-type]
         except (ValueError, IndexError) as error:

@@ -27,6 +27,7 @@ from parcompiler.cost import (
     bytes_per_parameter,
     collective,
     more_in_update,
+    moved_in_update,
     seconds,
     trace_block,
 )
@@ -438,6 +439,23 @@ class Problem:
             self.options.optimizer, item.dtype, trainable=item.trainable, masters=True
         )
         return item.numel * more
+
+    def update_seconds(self, item: Parameter) -> float:
+        """Seconds of the optimizer's step for a parameter, or for the part of it that a data rank
+        updates: what it moves, and its kernels."""
+        if not item.trainable:
+            return 0.0
+        optimizer, narrow = self.options.optimizer, item.dtype == self.options.narrow
+
+        def on(device: Device) -> float:
+            fused = not device.is_cpu  # as torch has it for parameters that are on a GPU
+            each = moved_in_update(optimizer, item.dtype, masters=narrow, fused=fused)
+            nbytes = each * (self.part(item) if self.zero else item.numel)
+            bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)
+            kernels = 3 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
+            return nbytes / bandwidth + kernels * device.launch_overhead if each else 0.0
+
+        return max(map(on, set(self.mesh.devices)))
 
     @cached_property
     def bucket(self) -> int:

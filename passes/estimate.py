@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from torch import fx
 
 from parcompiler.cost import collective
+from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.graph import Block, Parameter, nbytes_of
 from parcompiler.instruction import HEAD
 from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, in_flight
@@ -19,8 +20,9 @@ from parcompiler.problem import Priced, Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
-from parcompiler.timeline import Message, StageCost, Timing, step_time, timing
+from parcompiler.timeline import Message, StageCost, Timing, VocabularyCost, step_time, timing
 from parcompiler.timeline.candidate import timing_of_many
+from parcompiler.timeline.costs import optimizer_seconds
 from parcompiler.timeline.order import detached
 
 
@@ -31,13 +33,45 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
     """
 
     def find() -> Timing:
-        everywhere = vocabulary_cost(problem, plan)
-        what = costs(problem, plan), messages(problem, plan), everywhere
+        everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
+        what = stages, messages(problem, plan), everywhere
         if plan.orders is not None:
-            return replace(timing(planned(plan), *what), spans=())
-        return timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
+            found = replace(timing(planned(plan), *what), spans=())
+        else:
+            found = timing_of_many(orders_of(plan, planned), plan.microbatches, *what)
+        return replace(found, step_time=found.step_time + _update(plan, stages, everywhere))
 
     return problem.once(("estimate", *_known(plan)), find)
+
+
+def update_seconds(problem: Problem, plan: Plan) -> float:
+    """Seconds of the optimizer's step, which `estimate` has behind those of the schedule."""
+    return _update(plan, costs(problem, plan), vocabulary_cost(problem, plan))
+
+
+def _update(plan: Plan, stages: Sequence[StageCost], everywhere: VocabularyCost | None) -> float:
+    """Those of the slowest rank."""
+    return max(optimizer_seconds([x.rank for x in plan.stages or ()], stages, everywhere))
+
+
+def least_update(problem: Problem) -> float:
+    """Seconds that the optimizer's step of no plan is below: those of the mean rank."""
+    if problem.options.asynchronous:
+        return 0.0
+
+    def find() -> float:
+        graph, mesh = problem.graph, problem.mesh
+        shared = graph.vocabulary.tensors if graph.vocabulary else ()
+        own = (item for item in graph.parameters if item.name not in shared)
+        rows = vocabulary_rows(graph, mesh.pipeline * mesh.tensor) if shared else ()
+        return _sum(problem, own) / mesh.pipeline + _sum(problem, rows)
+
+    return problem.once(("least update", problem.graph.vocabulary is not None), find)
+
+
+def _sum(problem: Problem, tensors: Iterable[Parameter]) -> float:
+    """Seconds of the optimizer's step for some tensors."""
+    return sum(map(problem.update_seconds, tensors))
 
 
 def orders_of(plan: Plan, find: Callable[[Plan], Schedule]) -> Callable[[int], Schedule]:
@@ -49,9 +83,10 @@ def alone(problem: Problem, plan: Plan) -> float:
     """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
     of `estimate`, the same where there is no such work, and sooner found."""
     what = costs(problem, plan), messages(problem, plan)
+    update = _update(plan, what[0], vocabulary_cost(problem, plan))
     if plan.orders is not None:
-        return timing(_headless(plan), *what).step_time
-    return step_time(orders_of(plan, _headless), plan.microbatches, *what)
+        return timing(_headless(plan), *what).step_time + update
+    return step_time(orders_of(plan, _headless), plan.microbatches, *what) + update
 
 
 def _headless(plan: Plan) -> Schedule:
@@ -177,11 +212,13 @@ def _cost(
     weights = {item.name: item.nbytes for item in tensors if item.trainable}
     own = () if schedule.asynchronous else alone & weights.keys()  # an update frees gradients
     made = {name: problem.kept_bytes(problem.graph.by_name[name])[1] for name in own}
+    step = _sum(problem, tensors)
+    each = step if schedule.asynchronous else 0.0  # behind every backward
     differentiable = problem.graph.differentiable
     bytes_of = Footprint(priced, blocks, differentiable, weights, beside, exchange)
     return StageCost(
         forward=sum(priced.forward[b] for b in blocks),
-        backward=sum(priced.backward[b] for b in blocks),
+        backward=sum(priced.backward[b] for b in blocks) + each,
         weight=sum(priced.weight[b] for b in blocks),
         hidden=sum(priced.hidden[b] for b in blocks),
         resident=sum(map(problem.state_bytes, tensors))
@@ -195,6 +232,7 @@ def _cost(
         weight_more=bytes_of.weight_more,
         first=bytes_of.first(made),
         update=sum(map(problem.update_bytes, tensors)),
+        step=step - each,
         trained=problem.graph.trains([priced.cut.blocks[b] for b in blocks]),
     )
 

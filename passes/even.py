@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parcompiler.cost import collective
 from parcompiler.passes.divide.relaxed import least_slowest_rank
-from parcompiler.passes.estimate import orders_of
+from parcompiler.passes.estimate import least_update, orders_of
 from parcompiler.passes.forced import division_task
 from parcompiler.passes.loads import data
 from parcompiler.passes.recompute import chosen
@@ -77,7 +77,8 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
         there = both if plan.schedule in ("1f1b", "gpipe", "interleaved") else forward
         fill = (ranks - 1) * there * ranks / len(outline(plan).placement)
         shared = spread.compute if spread else 0.0  # it may be done while stages wait
-        return plan.microbatches * both + max(fill, plan.microbatches * shared)
+        busy = plan.microbatches * both + max(fill, plan.microbatches * shared)
+        return busy + least_update(problem)
 
     return problem.once(_key("roomy bound", problem, plan), find)
 
@@ -126,7 +127,8 @@ def _seconds(
     spread = vocabulary_cost(problem, few)
     busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
     waits = _step(problem, few, priced, pace) + (plan.microbatches - few.microbatches) * even
-    return max(busy, waits + (plan.microbatches - 1) * max(0.0, slowest - even))
+    least = max(busy, waits + (plan.microbatches - 1) * max(0.0, slowest - even))
+    return least + least_update(problem)
 
 
 def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import Pass
-from parcompiler.passes.estimate import costs, estimate, messages
+from parcompiler.passes.estimate import costs, estimate, messages, update_seconds
 from parcompiler.passes.search import EFFORT, SearchResult, search
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import ideal
@@ -43,11 +43,10 @@ class OrderPass(Pass):
         if spread is not None:
             return self._beside(problem, plan, spread)
         found = self._found(problem, plan, list(map(float, problem.memories)))
-        return dataclasses.replace(
-            plan,
-            orders=found.schedule.cells(),
-            search=Solution(found.status, found.step_time, found.bound, found.gap),
-        )
+        update = update_seconds(problem, plan)
+        seconds, bound = found.step_time + update, found.bound + update
+        solution = Solution(found.status, seconds, bound, relative_gap(seconds, bound))
+        return dataclasses.replace(plan, orders=found.schedule.cells(), search=solution)
 
     def _found(self, problem: Problem, plan: Plan, limits: Sequence[float]) -> SearchResult:
         """The best order of the stages in this memory."""

@@ -24,7 +24,7 @@ from parcompiler.passes import given
 from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
 from parcompiler.passes.divide.runs import even_runs, lean_runs
-from parcompiler.passes.estimate import alone, estimate
+from parcompiler.passes.estimate import alone, estimate, least_update
 from parcompiler.passes.even import TINY, as_asked
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
@@ -286,7 +286,7 @@ def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int
     placement, busy = outline(plan).placement, [0.0] * plan.mesh.pipeline
     for load, j in zip(data(problem, level)[0], stage_of, strict=True):
         busy[placement[j]] += load.on(placement[j])
-    return plan.microbatches * max(busy)
+    return plan.microbatches * max(busy) + least_update(problem)
 
 
 def _behind(division: StageDivision, bound: float) -> StageDivision:

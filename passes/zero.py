@@ -33,7 +33,7 @@ from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
 from parcompiler.passes.base import GAIN
-from parcompiler.passes.estimate import costs, estimate, held
+from parcompiler.passes.estimate import costs, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -133,7 +133,8 @@ def _lowest(
 def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
     """What a level means for the stages of a plan; `problem` is that of a rank."""
     problem = problem.at_zero(level)
-    compute, timing = estimate(problem.at_zero(0), plan).step_time, estimate(problem, plan)
+    whole, timing = problem.at_zero(0), estimate(problem, plan)
+    compute = estimate(whole, plan).step_time - update_seconds(whole, plan)
     kept = [[*zip(*map(problem.kept_bytes, own), strict=True)] for own in tensors(problem, plan)]
     sizes = max(([*map(sum, columns)] for columns in kept), key=sum)
     exchanges = _exchanges(problem, plan)
@@ -147,7 +148,7 @@ def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
         fits=all(map(int.__le__, timing.peak_memory, problem.memories)),
         step=step,
         exchange=max(exchange.seconds for exchange in exchanges),
-        exposed=step - compute,
+        exposed=step - update_seconds(problem, plan) - compute,
     )
 
 

@@ -1,7 +1,12 @@
 """What a block costs: its operators, the bytes it keeps for its backward, seconds on a device."""
 
 from parcompiler.cost.block import BlockCost, trace_block
-from parcompiler.cost.memory import OPTIMIZERS, bytes_per_parameter, more_in_update
+from parcompiler.cost.memory import (
+    OPTIMIZERS,
+    bytes_per_parameter,
+    more_in_update,
+    moved_in_update,
+)
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import hidden_seconds, seconds
 
@@ -12,6 +17,7 @@ __all__ = [
     "bytes_per_parameter",
     "hidden_seconds",
     "more_in_update",
+    "moved_in_update",
     "seconds",
     "trace_block",
 ]

@@ -1,4 +1,5 @@
-"""The bytes that a parameter costs: its value, its gradient and the states of its optimizer.
+"""The bytes that a parameter costs: its value, its gradient and the states of its optimizer; and
+those that the optimizer moves in its step.
 
 In 16 bits with masters, as in the table of Megatron-LM's mixed precision (and of ZeRO, Rajbhandari
 et al., 2020, section 3.1): 2 for the value, 2 for its gradient, 4 for the float32 master, and the
@@ -10,6 +11,8 @@ states of the optimizer in float32. In the optimizer's step the gradient has 4 (
 16
 >>> more_in_update("adamw", torch.float16, masters=True)
 2
+>>> moved_in_update("adamw", torch.float16, masters=True, fused=True)
+48
 """
 
 from __future__ import annotations
@@ -58,3 +61,26 @@ def more_in_update(
     """
     changes = trainable and masters and optimizer != "none"
     return torch.float32.itemsize - dtype.itemsize if changes else 0
+
+
+# Values of a parameter's size that an optimizer of torch reads or writes, in one kernel and in the
+# several of its plain loop (torch/optim/adamw.py, sgd.py: `_single_tensor_...`).
+_MOVED: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"adamw": (7, 20), "none": (0, 0), "sgd": (3, 3), "sgd-momentum": (5, 8)}
+)
+
+
+def moved_in_update(
+    optimizer: str, dtype: torch.dtype, *, masters: bool = False, fused: bool = False
+) -> int:
+    """The bytes that the optimizer's step reads and writes for one element of a trained parameter.
+
+    Masters take its gradient in float32, times the scale, and are written back (as
+    `runtime.mixed_precision` does); their optimizer works in float32. `fused`: in one kernel.
+    """
+    values = _MOVED[optimizer][not fused]
+    if not masters:
+        return dtype.itemsize * values
+    wide = torch.float32.itemsize
+    between = 2 * (dtype.itemsize + wide) + 2 * wide if values else 0
+    return wide * values + between

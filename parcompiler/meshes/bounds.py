@@ -5,7 +5,7 @@ Given       c[i]        seconds of block i on t devices at best, forward and bac
             p, t        ranks of the pipeline and tensor axes
             m           micro-batches on each data rank
 Bytes       states of all parameters / (p t), and what a block keeps for its backward / t
-Seconds     work        m times the sum of c / p
+Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank
             even        even stages under every schedule, with what memory makes them recompute and
                         what tensor ranks exchange
 
@@ -94,6 +94,7 @@ class Bounds:
 
     problem: Problem
     _works: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    _updates: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def states_on(self, mesh: Mesh) -> int:
         """Bytes of all parameters and buffers in the optimizer's step, gradients and states too, on
@@ -166,10 +167,14 @@ class Bounds:
 
     def _busy(self, candidate: Candidate) -> float:
         """Seconds of the work of a rank, if all have as much."""
-        tensor = candidate.mesh.tensor
+        mesh, tensor = candidate.mesh, candidate.mesh.tensor
         if tensor not in self._works:
             self._works[tensor] = min(self._work(level, tensor) for level in self.problem.levels)
-        return candidate.microbatches * self._works[tensor] / candidate.mesh.pipeline
+        if mesh.data not in self._updates and not self.problem.options.asynchronous:
+            update = dataclasses.replace(self.problem, mesh=mesh).update_seconds
+            self._updates[mesh.data] = sum(map(update, self.problem.graph.parameters))
+        behind = self._updates.get(mesh.data, 0.0) / (mesh.pipeline * tensor)
+        return candidate.microbatches * self._works[tensor] / mesh.pipeline + behind
 
     def _work(self, level: int, tensor: int) -> float:
         """Seconds of all blocks at a granularity for a micro-batch that `tensor` devices divide

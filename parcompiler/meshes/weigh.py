@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from parcompiler.cost import seconds
 from parcompiler.cost.operation import EXCHANGE
-from parcompiler.instruction import COMPUTE
+from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.lower import lower
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
@@ -55,7 +55,8 @@ def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
     timeline, mesh = Program(problem.graph, problem, plan, lowered).timeline, problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
-    late = max(0.0, step - computed)
+    updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
+    late = max(0.0, step - computed - max(updates, default=0.0))
     busy = step * (1 - sum(timeline.bubble) / len(timeline.bubble))
     among_tensor_ranks = sum(
         seconds((o for o in (*cost.forward, *cost.backward) if o.kind == EXCHANGE), mesh.hardware)

@@ -1,6 +1,6 @@
 """What bounds a step: where the seconds of its busiest rank go, and what would shorten it most.
 
-    |  arithmetic  |  memory traffic  |  tensor ranks  |  messages  |  waiting  |   = one step
+    |  arithmetic  |  memory traffic  |  tensor ranks  |  messages  |  optimizer  |   = one step
 
 Seconds of compute instructions are divided as the roofline divides the operators of their blocks;
 those between them, by what the rank waits for.
@@ -30,10 +30,10 @@ from parcompiler.timeline import Timeline
 from parcompiler.timeline.timeline import WORK
 
 VOCABULARY, DATA, MESSAGE = "vocabulary", "data ranks", "messages between stages"
-WAITING = "waiting for other stages"
+OPTIMIZER, WAITING = "optimizer", "waiting for other stages"
 PARTS = (
     "arithmetic", "memory traffic", "kernel launches", "tensor ranks", VOCABULARY, DATA, MESSAGE,
-    WAITING,
+    OPTIMIZER, WAITING,
 )  # fmt: skip
 WORTH = 0.01  # of the step: smaller changes are below what the model can tell
 SHOWN = 3
@@ -73,7 +73,8 @@ def parts(
             assert line.stage is not None
             spent[line.stage] += event.end - event.begin
         else:
-            seconds[VOCABULARY] += event.end - event.begin
+            name = OPTIMIZER if line.kind is Kind.UPDATE else VOCABULARY
+            seconds[name] += event.end - event.begin
     for stage, time in spent.items():
         calls = lowered.stages[stage].calls
         shares = Counter[str]()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from parcompiler.instruction import COMPUTE, HEAD, Kind
+from parcompiler.instruction import Kind
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.table import Cell, Drawing
@@ -24,7 +24,9 @@ WORDS = {
     Kind.S: "logits of the rank's words",
     Kind.NORMALIZE: "exponentials",
     Kind.T: "gradients of the rank's words",
+    Kind.UPDATE: "update",
 }
+SHOWN = {**LETTERS, Kind.UPDATE: "U"}
 FORWARDS = frozenset({Kind.FORWARD, Kind.S, Kind.NORMALIZE})
 RANKS = 16  # more are no longer a picture
 WIDEST = 160
@@ -40,7 +42,7 @@ def gantt(report: ReportData, width: int) -> Drawing:
     ranks = len(report.ranks)
     label = len(f"rank {ranks - 1}  ")
     columns = min(width - label, WIDEST)
-    events = [event for event in report.trail.events if event.kind in COMPUTE | HEAD]
+    events = [event for event in report.trail.events if event.kind in SHOWN]
     times = [event.end - event.begin for event in events if event.end > event.begin]
     seconds = max(report.step.seconds, *(event.end for event in report.trail.events), 0.0)
     title = f"Schedule: {quantity(seconds, SECONDS)} of {_legend(events)}, . idle"
@@ -57,7 +59,7 @@ def gantt(report: ReportData, width: int) -> Drawing:
 def _legend(events: Iterable[StepEvent]) -> str:
     """What the letters mean, of those that appear."""
     kinds = {event.kind for event in events}
-    return ", ".join(f"{LETTERS[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
+    return ", ".join(f"{SHOWN[kind]} {word}" for kind, word in WORDS.items() if kind in kinds)
 
 
 def _row(events: Sequence[StepEvent], columns: int, scale: float, several: bool) -> Iterator[Cell]:
@@ -70,8 +72,8 @@ def _row(events: Sequence[StepEvent], columns: int, scale: float, several: bool)
         begin, end = int(event.begin * scale + 0.5), int(event.end * scale + 0.5)
         line = event.instruction
         style = "forward" if line.kind in FORWARDS else "backward"
-        letter = LETTERS[line.kind]
-        label = f"{letter}{line.microbatch}"
+        letter = SHOWN[line.kind]
+        label = letter if line.microbatch is None else f"{letter}{line.microbatch}"
         labels = [f"{line.stage}{label}"] * (several and line.stage is not None) + [label, letter]
         label = next((text for text in labels if len(text) <= end - begin), letter)
         drawn[begin:end] = [Cell(letter, style) for letter in label.ljust(end - begin, "-")]

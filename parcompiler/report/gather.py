@@ -155,9 +155,10 @@ def step(
     if rank_priced.pace:
         even = sum((*rank_priced.forward, *rank_priced.backward)) / rank_priced.pace + everywhere
     rows, tokens = _rows(problem.graph), _tokens(problem.graph)
+    updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
     return data.PredictedStep(
         seconds=seconds,
-        ideal=microbatches * even,
+        ideal=microbatches * even + sum(updates) / problem.mesh.pipeline,
         idle=fmean(timeline.bubble),
         imbalance=max(ranks) * len(ranks) / sum(ranks) if any(ranks) else 1.0,
         flops=flops,

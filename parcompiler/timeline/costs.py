@@ -14,6 +14,7 @@ the first backward of their stage has left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parcompiler.instruction import Kind
@@ -47,8 +48,8 @@ class StageCost:
 
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
     among them are there from the `first` backward of a step on. `update` are added in the
-    optimizer's step. `gathered` are its parameters, from when data ranks begin to make them whole
-    until they are in parts again.
+    optimizer's step, which takes `step` seconds for its parameters. `gathered` are its parameters,
+    from when data ranks begin to make them whole until they are in parts again.
     A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 
@@ -67,6 +68,7 @@ class StageCost:
     first: First = field(default_factory=First)
     trained: bool = True
     gathered: int = 0
+    step: float = 0.0
 
     @property
     def early(self) -> int:
@@ -156,8 +158,9 @@ class VocabularyCost:
     `embed_broadcast` those of all embeddings and of their gradients. `resident` are bytes that a
     rank holds all the time, `saved` from the begin of S to the end of T, without x, and `more`
     while the softmax is computed: in S, or in NORMALIZE where there is one; `update` comes on top
-    of `resident` in the optimizer's step. `source` is the stage that gives x, `users` has for each
-    embedding the stage that takes it. x has `x_bytes`, all that is embedded `embedded_bytes`.
+    of `resident` in the optimizer's step, which takes `step` seconds for them. `source` is the
+    stage that gives x, `users` has for each embedding the stage that takes it. x has `x_bytes`, all
+    that is embedded `embedded_bytes`.
     `method` says what the last backward waits for.
     """
 
@@ -175,6 +178,7 @@ class VocabularyCost:
     saved: int = 0
     more: int = 0
     update: int = 0
+    step: float = 0.0
     source: int = -1
     method: str = "vocab-2"
     users: tuple[int, ...] = ()
@@ -213,3 +217,17 @@ class VocabularyCost:
         if kind is Kind.EXCHANGE:
             return self.exchange
         return self.broadcast if kind is Kind.BROADCAST else self.reduce
+
+
+def optimizer_seconds(
+    placement: Sequence[int], costs: Sequence[StageCost], vocabulary: VocabularyCost | None
+) -> list[float]:
+    """Seconds of the optimizer's step on each rank; stage j is on rank `placement[j]`.
+
+    It begins when all sums of gradients are there: norms and checks of them wait for all ranks.
+    """
+    shared = 0.0 if vocabulary is None else vocabulary.step
+    found = [shared] * (1 + max(placement))
+    for rank, cost in zip(placement, costs, strict=True):
+        found[rank] += cost.step if cost.trained else 0.0
+    return found

@@ -2,13 +2,14 @@
 
 A SEND does not hold its rank up, nor does a collective: they begin behind the task before them, on
 the lane of their link or group, and who needs them waits for their end. SHARE_LOSS is waited for
-where it stands.
+where it stands. The optimizer's step stands in no list: it is a task of each rank that updates
+something (an UPDATE of no stage), behind all sums of all ranks and before what is gathered then.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -79,7 +80,8 @@ class ProgramTasks:
         number = {what: self.tasks.size + x for x, what in enumerate(self.exchanges)}
         present: dict[Exchange, set[int]] = defaultdict(set)
         for rank, (order, lines) in enumerate(zip(self.orders, programs, strict=True)):
-            left = sum(moments.ends[task] < INFINITY for task in order)
+            ended = (task for task in order if self.lines[task][1].kind is not Kind.UPDATE)
+            left = sum(moments.ends[task] < INFINITY for task in ended)
             for line in lines:
                 if line.kind in WORK | ENDS:
                     if not left:
@@ -116,15 +118,17 @@ def message(rank: int, line: Instruction) -> SendRecv:
 
 
 def tasks_of(
-    programs: Sequence[Sequence[Instruction]], stages: Sequence[Ends] | None = None
+    programs: Sequence[Sequence[Instruction]],
+    stages: Sequence[Ends] | None = None,
+    updating: Collection[int] = (),
 ) -> ProgramTasks:
-    """The tasks of the lists of all ranks.
+    """The tasks of the lists of all ranks, with an optimizer's step on those that are `updating`.
 
     With `stages`, a compute instruction waits for what its stage receives or gives. Without, for
     all of its micro-batch and direction that was posted before it and not used yet. Raises
     PlanError for a backward without its forward.
     """
-    return _Builder(programs, stages).build()
+    return _Builder(programs, stages, updating).build()
 
 
 @dataclass
@@ -149,10 +153,15 @@ class _Builder:
     """A walk over the lists."""
 
     def __init__(
-        self, programs: Sequence[Sequence[Instruction]], stages: Sequence[Ends] | None
+        self,
+        programs: Sequence[Sequence[Instruction]],
+        stages: Sequence[Ends] | None,
+        updating: Collection[int],
     ) -> None:
-        self.programs, self.stages = programs, stages
+        self.programs, self.stages, self.updating = programs, stages, updating
         self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
+        self.size += len(updating)
+        self.summed: list[int] = []  # the sums, and that all ranks are there
         self.number: dict[tuple[Exchange, int], int] = {}
         self.members: list[list[int]] = []
         self.lines: list[tuple[int, Instruction]] = []
@@ -205,7 +214,15 @@ class _Builder:
         """The tasks of one rank."""
         first = len(self.lines)
         leaving: dict[tuple[object, ...], list[int]] = {}
-        for line in lines:
+        behind = next((k for k, line in enumerate(lines) if line.kind in BEHIND), len(lines))
+        for k, line in enumerate((*lines, None)):
+            if k == behind and at.rank in self.updating:
+                meeting = Instruction(Kind.UPDATE, value="all", ranks=tuple(self.updating))
+                self._join(at, meeting)
+                self.summed.append(self._exchange(meeting))
+                self._task(at, Instruction(Kind.UPDATE, ranks=(at.rank,)), self.summed)
+            if line is None:
+                break
             if line.kind in WORK:
                 self._work(at, line)
             elif line.kind is Kind.RECV:
@@ -223,6 +240,7 @@ class _Builder:
                 self._collective(at, line)
             elif line.kind is Kind.REDUCE_GRADIENTS:
                 self._join(at, line)
+                self.summed.append(self._exchange(line))
             elif line.kind is Kind.UNSHARD:
                 self._unshard(at, line)
             elif line.kind is Kind.RESHARD and line.stage in at.whole:
@@ -319,4 +337,6 @@ def _lanes(what: Exchange) -> tuple[object, ...]:
         return ((what.source, what.target),)
     if what.kind in GROUP:
         return ("vocabulary",)
+    if what.kind is Kind.UPDATE:
+        return ()
     return tuple(("sums", rank) for rank in what.ranks)

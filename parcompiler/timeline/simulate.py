@@ -24,8 +24,8 @@ from operator import attrgetter
 from typing import Protocol
 
 from parcompiler.errors import InputError
-from parcompiler.instruction import BUCKETED, EMBEDDING, HEAD, Instruction, Kind
-from parcompiler.timeline.costs import StageCost, VocabularyCost
+from parcompiler.instruction import BACKWARDS, BUCKETED, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.timeline.costs import StageCost, VocabularyCost, optimizer_seconds
 from parcompiler.timeline.memory import levels, memory
 from parcompiler.timeline.program import ENDS, Ends, Exchange, ProgramTasks, SendRecv, tasks_of
 from parcompiler.timeline.run import START, Moments, run
@@ -47,6 +47,7 @@ class TaskPrices:
     collective_seconds: Callable[[Instruction], float]
     vocabulary: VocabularyCost
     lookups: int
+    updates: Sequence[float] = ()  # of the optimizer, by rank
 
     def seconds(self, what: Exchange) -> float:
         """Seconds of an instruction, or of an exchange."""
@@ -55,6 +56,8 @@ class TaskPrices:
         if what.kind in BUCKETED or what.kind in (Kind.SHARE_LOSS, Kind.UNSHARD):
             return self.collective_seconds(what)
         match what.kind:
+            case Kind.UPDATE:
+                return self.updates[what.ranks[0]] if what.value is None else 0.0
             case Kind.S | Kind.NORMALIZE | Kind.T:
                 return self.vocabulary.seconds(what.kind)
             case Kind.EMBED | Kind.EMBED_BACKWARD:
@@ -110,13 +113,15 @@ def simulate(
         message = f"every stage needs a cost ({len(stage_rank)} stages, {len(costs)} costs)"
         raise InputError(message)
     _check_vocabulary(instructions, vocabulary)
-    program = tasks_of(instructions, stages)
+    updates = _updates(instructions, stage_rank, costs, vocabulary)
+    updating = [rank for rank, seconds in enumerate(updates) if seconds]
+    program = tasks_of(instructions, stages, updating)
     embedded = {line.value for _, line in program.lines if line.kind is Kind.EMBED}
     shared = vocabulary or VocabularyCost()
     asked = cache(message_seconds)
     prices = TaskPrices(
         costs, message_bytes, lambda x: asked(x.value, x.source, x.target), collective_seconds,
-        shared, max(1, len(embedded)),
+        shared, max(1, len(embedded)), updates,
     )  # fmt: skip
     moments = run(program.tasks, program.orders, seconds_of(program, prices))
     program.check(instructions, moments)
@@ -131,6 +136,18 @@ def simulate(
         critical_path=_critical_path(program, moments),
         memory=held,
     )
+
+
+def _updates(
+    instructions: Sequence[Sequence[Instruction]],
+    placement: Sequence[int],
+    costs: Sequence[StageCost],
+    vocabulary: VocabularyCost | None,
+) -> list[float]:
+    """Seconds of the optimizer's step by rank: none where nothing goes back."""
+    lines = (line for own in instructions for line in own)
+    trains = any(line.kind in BACKWARDS or line.kind is Kind.T for line in lines)
+    return optimizer_seconds(placement, costs, vocabulary) if trains and placement else []
 
 
 class LoweredProgram(Protocol):
@@ -218,6 +235,8 @@ def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
             yield TimelineEvent(rank, moments.begins[task], moments.ends[task], line)
     for x, what in enumerate(program.exchanges, program.tasks.size):
         begin, end = moments.begins[x], moments.ends[x]
+        if _is_meeting(what):
+            continue
         if isinstance(what, SendRecv):
             yield TimelineEvent(what.source, begin, end, _send(what))
         else:
@@ -261,8 +280,15 @@ def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[TimelineEve
 
 
 def _is_shown(program: ProgramTasks, x: int) -> bool:
-    """Whether a task or exchange is an event: the wait for a loss is none."""
-    return x >= program.tasks.size or (x != START and program.lines[x][1].kind not in ENDS)
+    """Whether a task or exchange is an event: a wait for a loss, or for all ranks, is none."""
+    if x >= program.tasks.size:
+        return not _is_meeting(program.exchanges[x - program.tasks.size])
+    return x != START and program.lines[x][1].kind not in ENDS
+
+
+def _is_meeting(what: Exchange) -> bool:
+    """Whether an exchange says that all ranks are at the optimizer's step."""
+    return isinstance(what, Instruction) and what.kind is Kind.UPDATE
 
 
 def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:

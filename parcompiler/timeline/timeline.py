@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Instruction
+from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.schedules.action import LETTERS
 
 WIDTH = 64  # columns of the drawn step
-WORK = COMPUTE | HEAD | EMBEDDING  # what a rank does not idle in
-DRAWN = COMPUTE | HEAD
+WORK = COMPUTE | HEAD | EMBEDDING | {Kind.UPDATE}  # what a rank does not idle in
+DRAWN = {**LETTERS, Kind.UPDATE: "U"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Timeline:
         for event in self.events:
             if event.instruction.kind in DRAWN:
                 begin, end = round(event.begin * scale), round(event.end * scale)
-                label = f"{LETTERS[event.instruction.kind]}{event.instruction.microbatch}"
+                line = event.instruction
+                label = f"{DRAWN[line.kind]}{'' if line.microbatch is None else line.microbatch}"
                 drawn[event.rank][begin:end] = label.ljust(end - begin, "-")[: end - begin]
         for rank, (bubble, peak) in enumerate(zip(self.bubble, self.peak_memory, strict=True)):
             numbers = f"rank {rank:<3} {100 * bubble:4.1f} % {_in_units(peak):>12}"

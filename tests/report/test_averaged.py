@@ -68,11 +68,14 @@ def test_a_sum_takes_what_a_collective_of_the_data_ranks_does() -> None:
     assert abs(event.end - event.begin - wanted) <= 1e-9 * wanted
 
 
-def test_sums_are_not_part_of_the_compute_and_end_with_the_step() -> None:
+def test_sums_are_not_part_of_the_compute_and_end_before_the_update() -> None:
     timeline = program(4).simulate()
     computed = max(e.end for e in timeline.events if e.instruction.kind in COMPUTE)
     assert timeline.step_time > computed
-    assert timeline.events[-1].instruction.kind in (Kind.REDUCE_GRADIENTS, Kind.SHARE_LOSS)
+    sums = [e.end for e in timeline.events if e.instruction.kind is Kind.REDUCE_GRADIENTS]
+    *_, update = timeline.events
+    assert update.instruction.kind is Kind.UPDATE
+    assert update.begin == max(sums) > computed
     trace = json.loads(trace_text(program(4).report()))
     tracks = {e["tid"] for e in trace["traceEvents"] if e.get("cat") == "reduce_gradients"}
     assert len(tracks) == 1

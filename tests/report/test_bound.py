@@ -58,7 +58,7 @@ CASES = {
 
 @pytest.mark.parametrize("slow", CASES)
 def test_what_alone_is_slow_bounds_the_step(slow: str) -> None:
-    made = report(64, pc.Mesh(device=CASES[slow]), microbatches=1)
+    made = report(64, pc.Mesh(device=CASES[slow]), microbatches=1, optimizer="none")
     assert parts(made)[slow] > 0.9
     assert f" goes into {slow}. " in page_text(made)
     assert next(iter(parts(made))) == slow
@@ -103,6 +103,19 @@ def test_what_to_try_next_is_as_fast_as_it_says() -> None:
     assert "--mesh auto weighs other meshes" in page_text(made)
 
 
+def test_the_optimizer_bounds_a_step_of_one_row_and_zero_shares_it_out() -> None:
+    device = CASES["memory traffic"]
+    made = report(1, pc.Mesh(device=device), microbatches=1)
+    assert next(iter(parts(made))) == "optimizer"
+    seconds = []
+    for level in (0, 1):
+        mesh = pc.Mesh(data=2, device=device)
+        events = report(1, mesh, microbatches=1, zero=level).trail.events
+        (update,) = (event for event in events if event.text == "UPDATE ranks 0")
+        seconds.append(update.end - update.begin)
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
 def test_a_plan_that_nothing_improves_says_so() -> None:
     made = report(64, pc.Mesh(device=CASES["arithmetic"]), microbatches=4)
     assert made.step.changes == ()
@@ -111,6 +124,7 @@ def test_a_plan_that_nothing_improves_says_so() -> None:
 
 def test_16_bits_are_proposed_where_the_device_is_faster_in_them() -> None:
     device = dataclasses.replace(DEVICE, flops=(("float32", 1e12), ("bfloat16", 4e12)))
-    (change,) = report(64, pc.Mesh(device=device), microbatches=4).step.changes
+    made = report(64, pc.Mesh(device=device), microbatches=4, optimizer="none")
+    (change,) = made.step.changes
     assert (change.option, change.value) == ("precision", "bf16")
     assert change.gain > 0.5

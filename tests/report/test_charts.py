@@ -61,7 +61,7 @@ def test_plotly_accepts_all_charts(make: Callable[[], Report]) -> None:
 
 def test_each_compute_instruction_is_a_bar_from_its_begin_to_its_end() -> None:
     report = small_t5().report
-    compute = [e for e in report.trail.events if e.kind in COMPUTE]
+    compute = [e for e in report.trail.events if e.kind in COMPUTE | {Kind.UPDATE}]
     bars = timeline.predicted(report).data
     drawn = {
         (trace["name"], rank, text): (base, base + length)
@@ -74,8 +74,9 @@ def test_each_compute_instruction_is_a_bar_from_its_begin_to_its_end() -> None:
     assert len(drawn) == len(compute)
     names = {Kind.FORWARD: ("forward", "F"), Kind.BACKWARD: ("backward", "B")}
     for event in compute:
-        word, letter = names[event.kind]
-        begin, end = drawn[word, event.rank, f"{letter}{event.instruction.microbatch}"]
+        word, letter = names.get(event.kind, ("update", ""))
+        label = f"{letter}{event.instruction.microbatch}" if letter else ""
+        begin, end = drawn[word, event.rank, label]
         assert begin == pytest.approx(1e3 * event.begin, abs=1e-5)
         assert end == pytest.approx(1e3 * event.end, abs=1e-5)
 

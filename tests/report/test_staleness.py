@@ -57,7 +57,7 @@ def test_the_simulated_memory_has_the_versions_of_trainable_weights() -> None:
         assert any(item.trainable for item in tensors) == (j != 1)
         extra = made.timeline.peak_memory[j] - same.timeline.peak_memory[j]
         assert extra == (3 - j) * weights == made.report.staleness[j].nbytes
-    assert made.timeline.step_time == same.timeline.step_time
+    assert made.timeline.step_time > same.timeline.step_time  # an update behind every backward
 
 
 def test_the_report_says_so_for_a_reader() -> None:

@@ -42,7 +42,6 @@ NAMES = {
     **WORDS,
     Kind.EMBED: "look up the rank's rows",
     Kind.EMBED_BACKWARD: "gradients of the rank's rows",
-    Kind.UPDATE: "update",
 }
 
 Trace = dict[str, Any]  # of plotly
