@@ -8,6 +8,7 @@ Names are imported when first used, so that `parcompiler.runtime` needs torch al
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,13 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         message = f"module 'parcompiler' has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(importlib.import_module(f"parcompiler.{_HOME[name]}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # torch and we make objects by the million that stay: it finds nothing for 0.3 s
+    try:
+        return getattr(importlib.import_module(f"parcompiler.{_HOME[name]}"), name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from parcompiler.bench.local import LocalBench
 from parcompiler.capture import capture
 from parcompiler.capture.inputs import Batch
 from parcompiler.capture.modes import in_modes
@@ -52,10 +51,12 @@ from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
-from parcompiler.runtime.joining import rank_device
 from parcompiler.schedules import Schedule
 from parcompiler.verifier import MemoryLimits, verify
 from parcompiler.vocabulary.token_mean import over_tokens
+
+if TYPE_CHECKING:
+    from parcompiler.bench.local import LocalBench
 
 GARBAGE_THRESHOLD = 50_000  # new objects between two collections
 
@@ -315,6 +316,9 @@ def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
             f"({names}): give each by the file that `parcompiler calibrate` wrote there"
         )
         raise InputError(message)
+    from parcompiler.bench.local import LocalBench
+    from parcompiler.runtime.joining import rank_device
+
     try:
         return LocalBench(rank_device(mesh.hardware.name))
     except LaunchError as error:

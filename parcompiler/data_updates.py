@@ -12,6 +12,7 @@ DataUpdates(way='local', compression=None, rank=0, every=50, outer=(0.7, 0.9), s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,13 @@ def _count(name: str, value: object, least: int, owner: str, *, there: bool) -> 
 
 
 ALL_REDUCE = DataUpdates()  # of whole gradients: the default
+
+
+def is_factored(shape: Sequence[int], rank: int) -> bool:
+    """Whether factors of a gradient have fewer numbers.
+
+    >>> is_factored((64, 64), 4), is_factored((64,), 4), is_factored((4, 64), 4)
+    (True, False, False)
+    """
+    n, m = shape[0] if shape else 1, math.prod(shape[1:])
+    return len(shape) > 1 and (n + m) * rank < n * m

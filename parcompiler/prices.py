@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parcompiler.cost import collective
+from parcompiler.data_updates import is_factored
 from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
@@ -16,7 +17,6 @@ from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.runtime.powersgd import is_factored
 from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import StageCost

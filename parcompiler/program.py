@@ -7,28 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.modes import in_modes
-from parcompiler.codegen.folder import export
-from parcompiler.codegen.launchers import LAUNCHERS, Launch
-from parcompiler.codegen.modules import (
-    count_function,
-    hook_functions,
-    stage_classes,
-    vocabulary_class,
-)
-from parcompiler.codegen.rank import rank_program
 from parcompiler.errors import InputError, shown
 from parcompiler.graph import Graph
-from parcompiler.instruction import Instructions
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import whole
 from parcompiler.options import offered
@@ -36,15 +25,18 @@ from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
 from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
-from parcompiler.report import Report
-from parcompiler.request import Request, check_published
-from parcompiler.runtime import TIMEOUT, RankProgram, Worker
-from parcompiler.runtime.joining import current_rank
-from parcompiler.symbolic import Costs, forms_of, symbols_of
 from parcompiler.timeline import Timeline, simulate_lowered
-from parcompiler.verification.check import check
-from parcompiler.verification.comparison import Verification
 from parcompiler.verifier import verify
+
+if TYPE_CHECKING:  # rooms that a method enters when it is called: compiling needs none of them
+    from datetime import timedelta
+
+    from parcompiler.instruction import Instructions
+    from parcompiler.report import Report
+    from parcompiler.request import Request
+    from parcompiler.runtime import RankProgram, Worker
+    from parcompiler.symbolic.costs import Costs
+    from parcompiler.verification.comparison import Verification
 
 
 @dataclass(frozen=True)
@@ -80,9 +72,13 @@ class Program:
 
         `forms` adds the closed forms of `costs`, which take a moment to find.
         """
+        from parcompiler.report import Report
+
         given = self.problem, self.plan, self.lowered, self.timeline
         if not forms:
             return Report.of(*given)
+        from parcompiler.symbolic.printed import forms_of, symbols_of
+
         return Report.of(*given, symbols_of(self.costs), forms_of(self.costs))
 
     @cached_property
@@ -92,6 +88,8 @@ class Program:
 
         Found when they are first asked for: the model is captured once more at each of these sizes.
         """
+        from parcompiler.symbolic.costs import Costs
+
         return Costs(self.problem, self.plan)
 
     def verify(
@@ -111,6 +109,8 @@ class Program:
         result names, unless it is to be `full` there too, or anything differs.
         Raises InputError for a program compiled from a `Graph`, which has no original model.
         """
+        from parcompiler.verification.check import check
+
         model, modes = self.model, self.captured.modes
         with nullcontext() if model is None else in_modes(model, modes):
             return check(self, seed, progress, compiled=compiled, full=full)
@@ -118,6 +118,8 @@ class Program:
     @property
     def request(self) -> Request:
         """What the compiler was asked for, as exports and checkpoints keep it."""
+        from parcompiler.request import Request
+
         return Request.of(self.problem, self.plan)
 
     def export(
@@ -145,6 +147,8 @@ class Program:
         the launcher is unknown, there is no such rank, or the launcher is another than torchrun and
         the mesh has several devices: such jobs have equal nodes.
         """
+        from parcompiler.codegen.launchers import LAUNCHERS
+
         offered("launcher", launcher, LAUNCHERS)
         chosen = None if ranks is None else [self._rank(rank) for rank in ranks]
         return self.write(
@@ -168,6 +172,10 @@ class Program:
         """`export` with a report that is made already. Raises InputError as that does.
 
         `model` is the MODEL of the command line, `configuration` that of transformers."""
+        from parcompiler.codegen.folder import export
+        from parcompiler.codegen.launchers import Launch
+        from parcompiler.request import check_published
+
         if launcher != "torchrun" and not self.problem.mesh.is_uniform:
             message = (
                 f"launcher {launcher!r} writes a job of equal nodes, and the mesh has several "
@@ -189,10 +197,14 @@ class Program:
 
     def instructions(self, rank: int) -> Instructions:
         """The training instructions of a rank, printable. Raises InputError for no such rank."""
+        from parcompiler.instruction import Instructions
+
         return Instructions(self.rank_program(rank).instructions)
 
     def rank_program(self, rank: int) -> RankProgram:
         """What the runtime executes on a rank. Raises InputError for no such rank."""
+        from parcompiler.codegen.rank import rank_program
+
         index = self._rank(rank)
         position = self.lowered.grid.coordinate(index).pipeline
         return rank_program(self.lowered, index, self.plan.mesh.devices[position])
@@ -205,15 +217,24 @@ class Program:
             raise InputError(message)
         return index
 
-    def worker(self, timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
+    def worker(self, timeout: timedelta | float | None = None, compiled: bool = False) -> Worker:
         """This process's rank, with the model's weights. Call it in processes that torchrun
         started, one per rank. Raises LaunchError when their number is not the plan's.
 
-        A rank that waits longer than `timeout` (a timedelta, or seconds) for others ends with a
-        LaunchError that says for which. `compiled` runs layers through torch.compile's compiler,
-        once for all that are equal; raises LaunchError where there is no C++ compiler (on a GPU: no
-        Triton), and for a layer that cannot be compiled, with its line.
+        A rank that waits longer than `timeout` (a timedelta, or seconds; None: 10 minutes) for
+        others ends with a LaunchError that says for which. `compiled` runs layers through
+        torch.compile's compiler, once for all that are equal; raises LaunchError where there is no
+        C++ compiler (on a GPU: no Triton), and for a layer that cannot be compiled, with its line.
         """
+        from parcompiler.codegen.modules import (
+            count_function,
+            hook_functions,
+            stage_classes,
+            vocabulary_class,
+        )
+        from parcompiler.runtime import TIMEOUT, Worker
+        from parcompiler.runtime.joining import current_rank
+
         grid = self.lowered.grid
         rank = current_rank(grid.size)
         position = grid.coordinate(rank).pipeline
@@ -226,7 +247,7 @@ class Program:
             vocabulary=vocabulary_class(self.lowered, device),
             hooks=hook_functions(self.lowered, device),
             counted=count_function(self.lowered, device),
-            timeout=timeout,
+            timeout=TIMEOUT if timeout is None else timeout,
             request=self.request.to_data(),
             compiled=compiled,
         )

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -23,6 +23,10 @@ class Progress:
     def __init__(self, wanted: bool) -> None:
         self._bar: Bar | None = None
         if wanted and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+            from rich.progress import SpinnerColumn, TextColumn
+
             # standard output is left alone: it may go into a pipe
             self._bar = Bar(
                 SpinnerColumn(finished_text="✓"),

@@ -19,7 +19,7 @@ from parcompiler.meshes.batch_invariance import batch_dependence
 from parcompiler.options import MOST_PASSES
 from parcompiler.plan import STAYS
 from parcompiler.problem import Problem, prepared
-from parcompiler.symbolic import Unfit, batch_of, sample_at
+from parcompiler.symbolic.sizes import Unfit, batch_of, sample_at
 
 GIVEN, AUTO = "given", "auto"
 Wanted = str | tuple[int, ...]

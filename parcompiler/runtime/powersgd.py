@@ -18,18 +18,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from parcompiler.data_updates import is_factored
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Pending
-
-
-def is_factored(shape: Sequence[int], rank: int) -> bool:
-    """Whether factors of a gradient have fewer numbers.
-
-    >>> is_factored((64, 64), 4), is_factored((64,), 4), is_factored((4, 64), 4)
-    (True, False, False)
-    """
-    n, m = shape[0] if shape else 1, torch.Size(shape[1:]).numel()
-    return len(shape) > 1 and (n + m) * rank < n * m
 
 
 def first_factor(name: str, m: int, rank: int, like: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from parcompiler.data_updates import is_factored
 from parcompiler.lower import Lowered
 from parcompiler.pieces import rows
 from parcompiler.runtime.compression import DTYPES, summed
-from parcompiler.runtime.powersgd import first_factor, is_factored
+from parcompiler.runtime.powersgd import first_factor
 from parcompiler.verification.pool import Outcome
 from parcompiler.verification.reference import Optimizer, Original
 

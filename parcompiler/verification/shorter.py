@@ -14,7 +14,7 @@ import torch
 from parcompiler.errors import ParcompilerError
 from parcompiler.graph import Graph
 from parcompiler.problem import prepared
-from parcompiler.symbolic import sample_at, sizes_of
+from parcompiler.symbolic.sizes import sample_at, sizes_of
 from parcompiler.verification.reference import Compiled
 
 LARGE = 1e11  # FLOPs of a step that are proved as they are: in float64 about 5 s of a core

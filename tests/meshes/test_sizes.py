@@ -16,8 +16,7 @@ from parcompiler.meshes.batch_invariance import batch_dependence
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import batch_of
-from parcompiler.symbolic.sizes import resized
+from parcompiler.symbolic.sizes import batch_of, resized
 from tests.meshes.test_search import (
     LARGE,
     SMALL,

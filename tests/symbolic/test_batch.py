@@ -11,8 +11,7 @@ from parcompiler.graph import Graph
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.problem import Problem, prepared
-from parcompiler.symbolic import Unfit, batch_of
-from parcompiler.symbolic.sizes import resized
+from parcompiler.symbolic.sizes import Unfit, batch_of, resized
 from tests.symbolic.models import made
 
 

@@ -15,10 +15,12 @@ from parcompiler.models import gpt
 from parcompiler.plan import TemplateTime
 from parcompiler.report.serial import rounded
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic import Costs, StepFigures, Unfit
+from parcompiler.symbolic.costs import Costs
 from parcompiler.symbolic.degrees import with_tensor
+from parcompiler.symbolic.figures import StepFigures
 from parcompiler.symbolic.forms import FIELDS, check_ranks
 from parcompiler.symbolic.naming import symbol
+from parcompiler.symbolic.sizes import Unfit
 from tests.symbolic.models import made
 
 PINS = {

@@ -12,10 +12,16 @@ from parcompiler.cost.operation import EXCHANGE
 from parcompiler.mesh import Mesh
 from parcompiler.options import Options
 from parcompiler.problem import Problem
-from parcompiler.symbolic import ClosedForms, Forms, closed_forms, sizes_of
-from parcompiler.symbolic.forms import FIELDS, RankCosts, quantities
+from parcompiler.symbolic.forms import (
+    FIELDS,
+    ClosedForms,
+    Forms,
+    RankCosts,
+    closed_forms,
+    quantities,
+)
 from parcompiler.symbolic.naming import symbol
-from parcompiler.symbolic.sizes import Sizes, resized
+from parcompiler.symbolic.sizes import Sizes, resized, sizes_of
 from tests.symbolic.models import problem_of
 
 ELSEWHERE = {"b": 6, "s": 20, "s2": 12}
