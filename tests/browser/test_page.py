@@ -13,6 +13,7 @@ from tests.report.programs import small_gpt
 from tests.report.test_hostile_names import with_names
 
 LARGEST = 15_000_000  # bytes of a page
+SMALL = 2_500_000  # bytes of the page of a few ranks: plotly.js is packed
 LONGEST = 5.0  # seconds of its main thread until all is drawn
 HOSTILE = "</script><script>window.broken=1</script><img src=x onerror='window.broken=2'>\"'`${}<b>"
 
@@ -57,6 +58,7 @@ def test_all_charts_are_drawn_and_the_console_is_silent(opened: Opened, page: Pa
     assert drawn["traffic"] == 1
     assert opened.said == []
     assert opened.asked == [opened.address], "nothing but the page itself is loaded"
+    assert Path(opened.address.removeprefix("file://")).stat().st_size < SMALL
 
 
 def test_the_mouse_over_a_bar_tells_instruction_micro_batch_and_times(page: Page) -> None:

@@ -74,7 +74,7 @@ OWN += "ul li small figure span table thead tbody tr th td br wbr noscript scrip
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_only_its_own_tags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", str)  # 5 MB without a name
+    monkeypatch.setattr("parcompiler.report.web.pages._plotly", str)  # 2 MB without a name
     page = Tags(web.page(with_names(small_gpt().report, name)))
     assert page.tags == set(OWN.split())
     assert not {attribute for attribute in page.attributes if attribute.startswith("on")}
