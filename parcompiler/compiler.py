@@ -90,6 +90,7 @@ def compile(
     exact: bool = False,
     outputs: Sequence[str] | None = None,
     loss_weights: str | None = None,
+    memory_margin: float = 0.0,
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
@@ -119,6 +120,8 @@ def compile(
     The loss of a step is the mean of its micro-batches' losses; `loss_weights` "tokens" makes it
     the mean over all targets that their cross-entropies count, as transformers' Trainer does.
     `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
+    `memory_margin` is the part of each device's memory that plans keep free (0.05 is 5 %), for what
+    no plan counts: the context of CUDA, buffers of NCCL, fragments of the allocator.
     `exact` keeps the model's own operators: without it, attention whose mask is the same for every
     batch runs in the causal kernel, or without a mask, and reads repeated heads in groups, which
     rounds otherwise in the last bits.
@@ -163,6 +166,7 @@ def compile(
         **data_updates.options,
         exact=exact,
         loss_weights=loss_weights,
+        memory_margin=memory_margin,
     )
     bench = _bench(mesh, options)
     check_options(mesh, source, options, plan)
@@ -193,7 +197,7 @@ def compile(
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)
             limits = MemoryLimits(
-                costs_of_stages, [d.memory for d in problem.devices], vocabulary_costs
+                costs_of_stages, list(map(problem.room, problem.devices)), vocabulary_costs
             )
             verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
@@ -210,6 +214,8 @@ def _planned(
         except InfeasibleError as error:
             for line in enough_ranks(problem, passes):
                 error.add_note(line)
+            if margin := problem.options.memory_margin:
+                error.add_note(f"{margin:.3g} of each device's memory is kept free (memory_margin)")
             raise
         return _with_costs(local(problem, plan), plan)
     with steps("check plan"):

@@ -51,6 +51,7 @@ class Options:
     compression_rank: int | None = None
     exact: bool = False
     loss_weights: str | None = None
+    memory_margin: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse values that this release does not offer, before anything is captured."""
@@ -65,6 +66,7 @@ class Options:
         offered("costs", self.costs, ("model", "measured"))
         offered("exact", self.exact, (False, True))
         offered("loss_weights", self.loss_weights, (None, "tokens"))
+        object.__setattr__(self, "memory_margin", _margin(self.memory_margin))
         object.__setattr__(self, "stages", _stages(self.stages))
         object.__setattr__(self, "recompute", _recompute(self.recompute))
         object.__setattr__(self, "sharding", _sharding(self.sharding))
@@ -93,6 +95,18 @@ class Options:
     def narrow(self) -> torch.dtype | None:
         """The 16-bit dtype that the model is captured in, for masters in float32; else None."""
         return self.dtype if self.dtype in NARROW else None
+
+
+def _margin(value: object) -> float:
+    """The option `memory_margin`: a fraction of a device's memory."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) < 1:  # type: ignore[arg-type]
+        message = (
+            "memory_margin must be the fraction of a device's memory that plans keep free, from 0 "
+            f"to below 1 ({shown(value)} given)"
+        )
+        raise InputError(message)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _stages(value: object) -> str | tuple[int, ...]:

@@ -308,10 +308,15 @@ class Problem:
 
     @property
     def memories(self) -> tuple[int, ...]:
-        """The bytes of each rank of the pipeline that a plan may take: less than all where gathers
-        are between its blocks, which lists time and order in ways that an estimate does not."""
-        sizes = (device.memory for device in self.devices)
+        """The bytes of each rank of the pipeline that a plan may take: less than the room of its
+        device where gathers are between its blocks, which lists time and order in ways that an
+        estimate does not."""
+        sizes = map(self.room, self.devices)
         return tuple(size - size // SPARE if self.gathers else size for size in sizes)
+
+    def room(self, device: Device) -> int:
+        """The bytes of a device besides those that the option `memory_margin` keeps free."""
+        return device.memory - math.ceil(self.options.memory_margin * device.memory)
 
     @cached_property
     def levels(self) -> range:

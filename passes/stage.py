@@ -334,7 +334,7 @@ def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterat
     devices = problem.devices
     for kept, device in zip(free, devices, strict=True):
         most = max(size for size, other in zip(over, devices, strict=True) if other == device)
-        yield kept + max(most, math.ceil(device.memory * STEP)) if most > 0 else kept
+        yield kept + max(most, math.ceil(problem.room(device) * STEP)) if most > 0 else kept
 
 
 def _divide(
@@ -423,7 +423,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
         largest = max(parts, key=lambda part: part.size)
         error = InfeasibleError(
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
-            f"{device.name} has {room:,}{'' if room == device.memory else SPARED}, "
+            f"{device.name} has {room:,}{SPARED if problem.gathers else ''}, "
             f"{memory[worst] - room:,} less; the largest part is "
             f"{largest.what} ({largest.size:,} bytes)"
             f"{'' if problem.options.stages == 'auto' else MAYBE}"

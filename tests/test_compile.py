@@ -255,6 +255,22 @@ def test_a_device_with_too_little_memory_is_refused_with_the_least_that_would_do
     assert least_memory(str(again.value)) == least
 
 
+def test_a_margin_of_memory_stays_free_and_is_said(program: pc.Program) -> None:
+    plain: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b"}
+    peak = max(pc.compile(program, pc.Mesh(pipeline=2), **plain).simulate().peak_memory)
+    tight = pc.Mesh(pipeline=2, device=small(peak))
+    assert not pc.compile(program, tight, **plain).plan.recompute
+    made = pc.compile(program, tight, memory_margin=0.05, **plain)
+    assert made.plan.recompute  # the rest of the memory is not enough without
+    assert max(made.simulate().peak_memory) <= 0.95 * peak
+    assert "5.0 % of it kept free" in made.report().to_text(120)
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(program, tight, memory_margin=0.95, **plain)
+    assert "0.95 of each device's memory is kept free" in " ".join(caught.value.__notes__)
+    with pytest.raises(pc.InputError, match="memory_margin must be the fraction"):
+        pc.compile(program, tight, memory_margin=1.0)
+
+
 def least_memory(text: str) -> int:
     found = re.search(r"the least that would do is ([\d,]+) bytes", text)
     assert found is not None, text

@@ -144,6 +144,8 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--optimizer", words.listed("NAME", words.OPTIMIZERS),
      f"Whose states the memory model counts: {', '.join(words.OPTIMIZERS)}. "
      "Default: adamw."),
+    ("--memory-margin", click.FloatRange(0, 1, max_open=True),
+     "Part of each device's memory that plans keep free, as 0.05. Default: 0."),
     ("--plan", PATH,
      "Decide nothing, take this plan: a file of `plan --json`, perhaps edited, or "
      "an exported folder. Options besides it must agree with it."),

@@ -236,7 +236,7 @@ class MeshSearch:
 
     def _roomy(self) -> Iterator[Candidate]:
         """The meshes on which the states and the largest block fit; others are noted."""
-        memory = self.sizes.problem.device.memory
+        memory = self.sizes.problem.room(self.sizes.problem.device)
         for candidate in self.candidates:
             self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:

@@ -155,7 +155,7 @@ class Bounds:
         the mean rank, which the fullest is not below."""
         mesh, options = candidate.mesh, self.problem.options
         problem = dataclasses.replace(self.problem, mesh=mesh)
-        room = mesh.pipeline * mesh.tensor * self.problem.device.memory
+        room = mesh.pipeline * mesh.tensor * problem.room(problem.device)
         levels = LEVELS if options.zero == "auto" else [problem.zero]
         fit = (k for k in levels if self._states_at(mesh, k) <= room)
         if mesh.data == 1 or options.asynchronous or next(fit, levels[-1]) < 2:

@@ -41,8 +41,10 @@ def nothing_fits(
 ) -> InfeasibleError:
     """The error for a model of which no mesh has room."""
     least = _least(sizes, candidates, passes)
-    device = cluster.hardware
+    device, room = cluster.hardware, sizes.problem.room(cluster.hardware)
     has = f"{cluster.size} x {device.name} of {device.memory:,} bytes"
+    if room < device.memory:
+        has += f", {room:,} without the margin"
     if least is None:
         message = f"the model fits no mesh of the cluster ({has}), nor with any more memory"
         return InfeasibleError(message)
@@ -51,7 +53,7 @@ def nothing_fits(
     cures = ", or ".join(_cures(cluster, sizes, least))
     error = InfeasibleError(
         f"the model fits no mesh of the cluster ({has}; the least found to do is "
-        f"{least.nbytes:,} bytes a device, {least.nbytes - device.memory:,} more than it has, with "
+        f"{least.nbytes:,} bytes a device, {least.nbytes - room:,} more than it has, with "
         f"{degrees}): {cures}"
     )
     error.add_note(f"parameters, gradients and optimizer states are {least.states:,} bytes of that")
@@ -65,7 +67,7 @@ def refuse_too_large(problem: Problem, passes: Sequence[Pass], observer: Observe
     """
     mesh = problem.mesh
     if Bounds(problem).states_on(mesh) <= mesh.tensor * sum(
-        device.memory for device in mesh.devices
+        problem.room(device) for device in mesh.devices
     ):
         return
     lean = plainest(problem)
@@ -100,7 +102,7 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
         return
     bounds = Bounds(problem)
     size = bounds.states_on(mesh)
-    least = math.ceil(size / (mesh.tensor * hardware.memory))
+    least = math.ceil(size / (mesh.tensor * problem.room(hardware)))
     states = f"parameters, gradients and optimizer states are {size:,} bytes in all"
     replicas, others = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
     fewer = f"fewer than {least * replicas} ranks (pipeline={least}, {others})"
@@ -173,8 +175,9 @@ def _least(
 def _cures(cluster: Cluster, sizes: MicrobatchSizes, least: LeastMemory) -> Iterator[str]:
     """Changes that would make the model fit."""
     device, problem = cluster.hardware, sizes.problem
-    if least.states > device.memory:
-        times = math.ceil(least.states / device.memory)
+    room = problem.room(device)
+    if least.states > room:
+        times = math.ceil(least.states / room)
         yield f"take at least {times * cluster.nodes} nodes"
     else:
         yield "take more nodes"
@@ -183,5 +186,5 @@ def _cures(cluster: Cluster, sizes: MicrobatchSizes, least: LeastMemory) -> Iter
     if least.nbytes - least.states > least.states // 2 and least.candidate.rows == sizes.given:
         yield "make the micro-batch smaller"
     names = (name for name in catalogue.names() if name not in ("cpu", device.name))
-    larger = [name for name in names if catalogue.device(name).memory >= least.nbytes]
+    larger = [name for name in names if problem.room(catalogue.device(name)) >= least.nbytes]
     yield f"take a larger device ({', '.join(larger)})" if larger else "take a larger device"

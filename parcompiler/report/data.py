@@ -59,7 +59,8 @@ class RankDevice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """The mesh. `memory` is one device's, `peak` its FLOP/s in the model's dtype.
+    """The mesh. `memory` is one device's, of which plans keep the part `margin` free, `peak` its
+    FLOP/s in the model's dtype.
 
     Where pipeline coordinates have different devices, these are `devices`; `memory` is the least
     of them then, `peak` the mean.
@@ -72,6 +73,7 @@ class DeviceMesh:
     memory: int
     peak: float
     devices: tuple[RankDevice, ...] = ()
+    margin: float = 0.0
 
     @property
     def counted(self) -> str:

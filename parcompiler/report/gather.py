@@ -73,6 +73,7 @@ def mesh(problem: Problem) -> data.DeviceMesh:
         tensor=shape.tensor,
         device=", ".join(dict.fromkeys(one.name for one in devices)),
         memory=min(one.memory for one in devices),
+        margin=problem.options.memory_margin,
         peak=fmean(one.peak for one in devices) if len(set(devices)) > 1 else devices[0].peak,
         devices=() if shape.is_uniform else tuple(devices),
     )

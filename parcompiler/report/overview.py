@@ -51,7 +51,9 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "parameters", size + frozen
     if model.evaluating:
         yield "mode", _mode(model)
-    yield "mesh", axes if mesh.devices else f"{axes}, {quantity(mesh.memory, BYTES)} each"
+    each = "" if mesh.devices else f", {quantity(mesh.memory, BYTES)} each"
+    kept = f", {percent(mesh.margin)} of it kept free" if mesh.margin else ""
+    yield "mesh", f"{axes}{each}{kept}"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     own = f"{model.dtype}, as the model is"
