@@ -55,10 +55,11 @@ def check_options(
 ) -> None:
     """Refuse options that do not go together, or not with the mesh."""
     if isinstance(mesh, Mesh):
+        _check_axes(mesh)
         _check_size(mesh, options, plan)
         _check_order(mesh, options)
         _check_replicas(mesh, model, plan)
-        if options.zero not in ("auto", 0) and mesh.data == 1:
+        if options.zero not in ("auto", 0) and mesh.replicas == 1:
             message = f"zero={options.zero} shares what data ranks hold, and there is one (data=1)"
             raise InputError(message)
     if options.zero not in ("auto", 0) and options.asynchronous:
@@ -158,6 +159,14 @@ def check_data_updates(lowered: Lowered) -> None:
         raise InputError(message)
 
 
+def _check_axes(mesh: Mesh) -> None:
+    """Refuse axes along which no model is divided yet."""
+    for axis in ("context", "expert"):
+        if (degree := getattr(mesh, axis)) > 1:
+            message = f"{axis}={degree}: models are not divided along this axis yet: take {axis}=1"
+            raise InputError(message)
+
+
 def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:
     """Refuse a step of so many forwards that no plan of it could be made in minutes."""
     each = max(options.virtual_stages, 1 if plan is None else plan.virtual_stages)
@@ -215,10 +224,10 @@ def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> N
 
 def _check_updates(mesh: Mesh, schedule: Schedule) -> None:
     """Refuse an asynchronous schedule on several data ranks."""
-    if schedule.asynchronous and mesh.data > 1:
+    if schedule.asynchronous and mesh.replicas > 1:
         message = (
             f"{schedule.name!r} updates parameters inside the step, which data ranks cannot do "
-            f"together (data={mesh.data}): take data=1 or a synchronous schedule"
+            f"together (data={mesh.replicas}): take data=1 or a synchronous schedule"
         )
         raise InputError(message)
 

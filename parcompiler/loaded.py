@@ -81,7 +81,8 @@ class LoadedProgram:
     @property
     def _grid(self) -> Grid:
         """All ranks."""
-        return Grid(self.plan.mesh.pipeline, self.plan.mesh.data, self.plan.mesh.tensor)
+        mesh = self.plan.mesh
+        return Grid(mesh.pipeline, mesh.replicas, mesh.tensor, mesh.context, mesh.expert)
 
     def _script(self, rank: int) -> ModuleType:
         """The script of a rank as a module, with the other modules of this folder."""

@@ -1,10 +1,13 @@
 """The mesh of devices: how many ranks along each axis, and which rank sits where.
 
-`tensor` is the fastest axis, then `data`, then `pipeline`:
+`tensor` is the fastest axis, then `context`, `data` and `pipeline`:
 
 >>> mesh = Mesh(pipeline=2, tensor=2, data=2)
 >>> mesh.size, mesh.coordinate(5), mesh.rank(pipeline=1, tensor=1)
-(8, Coordinate(pipeline=1, data=0, tensor=1), 5)
+(8, Coordinate(pipeline=1, data=0, tensor=1, context=0), 5)
+>>> mesh = Mesh(data=2, context=4, expert=8)
+>>> mesh.size, mesh.coordinate(5), mesh.rank(data=1, context=1)
+(8, Coordinate(pipeline=0, data=1, tensor=0, context=1), 5)
 
 The ranks at each pipeline coordinate may have a device of their own:
 
@@ -32,6 +35,7 @@ from parcompiler.grid import Coordinate, Grid
 
 __all__ = ["Cluster", "Coordinate", "Mesh", "whole"]
 
+AXES = "pipeline", "tensor", "context", "expert", "data"
 MOST_RANKS = 2**20  # five times those of the largest clusters
 MOST_STAGES = 2**14  # more than any model has layers
 
@@ -40,34 +44,50 @@ Named = str | PathLike[str] | Device  # a device: by its name in the catalogue, 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks along the pipeline, tensor and data axes, and the devices that they compute on.
+    """Ranks along the axes, and the devices that they compute on.
+
+    Of the `context` ranks each has a piece of every sequence. `expert` ranks, each with a piece of
+    the experts, are neighbours among those of the data and context axes, and add none.
 
     `device` is a name of the catalogue, a `Device`, or the path of a JSON file of one, which is
     read at once; or a sequence of these, one for each pipeline coordinate. Equal devices in a
     sequence are the same mesh as one device. Raises InputError when a degree is no positive
-    integer, a device is unknown, its file describes none, or a sequence has another length than
-    the pipeline or mixes CPUs with other devices.
+    integer, `expert` does not divide data · context, a device is unknown, its file describes none,
+    or a sequence has another length than the pipeline or mixes CPUs with other devices.
     """
 
     pipeline: int = 1
     tensor: int = 1
     data: int = 1
     device: Named | Sequence[Named] = "cpu"
+    context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         """Refuse degrees that are no positive integers, and unknown devices."""
-        for axis in ("pipeline", "tensor", "data"):
+        for axis in AXES:
             most = MOST_STAGES if axis == "pipeline" else MOST_RANKS
             degree = positive(f"mesh axis {axis!r}", getattr(self, axis), most)
             object.__setattr__(self, axis, degree)
         positive("the number of ranks of a mesh", self.size, MOST_RANKS)
+        if self.replicas % self.expert:
+            message = (
+                f"expert ranks are a part of the data and context ranks: expert={self.expert} must "
+                f"divide data · context ({self.data} · {self.context} = {self.replicas})"
+            )
+            raise InputError(message)
         several = _each(self.device, self.pipeline) if _is_listed(self.device) else None
         object.__setattr__(self, "device", several or _read(self.device))
 
     @property
     def grid(self) -> Grid:
         """The number of ranks along each axis."""
-        return Grid(self.pipeline, self.data, self.tensor)
+        return Grid(self.pipeline, self.replicas, self.tensor, self.context, self.expert)
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that have the same parameters: data · context."""
+        return self.data * self.context
 
     @property
     def size(self) -> int:
@@ -109,17 +129,18 @@ class Mesh:
                 f"rank {shown(rank)} is not in the mesh ({self.size} ranks: 0 to {self.size - 1})"
             )
             raise InputError(message)
-        return self.grid.coordinate(found)
+        at = self.grid.coordinate(found)
+        return dataclasses.replace(at, data=self.grid.batch_of(at.data))
 
-    def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
+    def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0, context: int = 0) -> int:
         """The rank at a coordinate. Raises InputError when the mesh has no such place."""
-        place = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        place = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context}
         for axis, given in place.items():
             degree, index = getattr(self, axis), whole(given)
             if index is None or not 0 <= index < degree:
                 message = f"no {axis} coordinate {shown(given)} in the mesh ({axis}={degree})"
                 raise InputError(message)
-        return self.grid.rank(pipeline, data, tensor)
+        return self.grid.rank(pipeline, data * self.context + context, tensor)
 
 
 @dataclass(frozen=True, slots=True)

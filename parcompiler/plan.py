@@ -29,6 +29,13 @@ class Shape:
     tensor: int = 1
     data: int = 1
     device: str | tuple[str, ...] = "cpu"
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that have the same parameters."""
+        return self.data * self.context
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -250,6 +257,9 @@ class Plan:
             del data["zero"]
         if self.updates is None:  # the default: an all-reduce of whole gradients
             del data["updates"]
+        for axis in ("context", "expert"):
+            if data["mesh"][axis] == 1:
+                del data["mesh"][axis]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod

@@ -260,7 +260,7 @@ class Problem:
     @property
     def zero(self) -> int:
         """The level of ZeRO by which memory counts; the highest while that is open."""
-        if self.mesh.data == 1 or self.options.asynchronous:
+        if self.mesh.replicas == 1 or self.options.asynchronous:
             return 0
         return self.options.zero if isinstance(self.options.zero, int) else LEVELS[-1]
 
@@ -407,7 +407,7 @@ class Problem:
 
     def part(self, item: Parameter) -> int:
         """The most elements of a parameter that one data rank updates; of a buffer, all."""
-        rows, ranks = item.shape[0] if item.shape else 1, 1 if item.buffer else self.mesh.data
+        rows, ranks = item.shape[0] if item.shape else 1, 1 if item.buffer else self.mesh.replicas
         return -(-rows // ranks) * (item.numel // max(1, rows))
 
     def unit_bytes(self, block: Block) -> int:
@@ -470,7 +470,7 @@ class Problem:
     @cached_property
     def bucket_bytes(self) -> int:
         """Bytes that a rank may need at most to bring the gradients of buckets together."""
-        ranks = self.mesh.data
+        ranks = self.mesh.replicas
         if ranks == 1:
             return 0
         trained = sum(item.nbytes for item in self.graph.parameters if item.trainable)
@@ -484,7 +484,8 @@ class Problem:
     def largest_gradient(self) -> int:
         """Bytes of the largest gradient that data ranks need room for besides: one of which they
         share rows out unevenly is copied, to pieces that are as long on every rank."""
-        ranks, trained = self.mesh.data, (item for item in self.graph.parameters if item.trainable)
+        ranks = self.mesh.replicas
+        trained = (item for item in self.graph.parameters if item.trainable)
         copied = (x for x in trained if self.scatters or (x.shape and x.shape[0] % ranks))
         return max((item.nbytes for item in copied), default=0)
 

@@ -35,11 +35,11 @@ def start(problem: Problem) -> Plan:
     return Plan(
         model=problem.graph.name,
         fingerprint=problem.graph.fingerprint,
-        mesh=Shape(mesh.pipeline, mesh.tensor, mesh.data, mesh.name),
+        mesh=Shape(mesh.pipeline, mesh.tensor, mesh.data, mesh.name, mesh.context, mesh.expert),
         microbatches=options.microbatches,
         precision=options.precision,
         optimizer=options.optimizer,
-        zero=options.zero if mesh.data > 1 and isinstance(options.zero, int) else None,
+        zero=options.zero if mesh.replicas > 1 and isinstance(options.zero, int) else None,
         updates=None if options.data_updates == ALL_REDUCE else options.data_updates,
     )
 

@@ -239,7 +239,7 @@ def _cost(
 
 def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchanged:
     """What data ranks exchange for the blocks of a stage."""
-    if problem.mesh.data == 1 or problem.options.asynchronous:
+    if problem.mesh.replicas == 1 or problem.options.asynchronous:
         return NOTHING
     parts = [priced.cut.blocks[b] for b in blocks]
     level = problem.options.zero if isinstance(problem.options.zero, int) else 0
@@ -248,7 +248,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     sent_and_received = 1 + (problem.options.compression is not None)
     return Exchanged(
         level=level,
-        ranks=problem.mesh.data,
+        ranks=problem.mesh.replicas,
         made=tuple(sum(item.nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)),
         buckets=tuple(buckets),

@@ -74,7 +74,7 @@ def weighed(
     so many seconds; `most` are known to be enough. Raises InfeasibleError when nothing fits, or
     nothing is below that.
     """
-    if plan.zero is not None or problem.mesh.data == 1:
+    if plan.zero is not None or problem.mesh.replicas == 1:
         return complete(plan, most)
     if not problem.zero:
         return complete(dataclasses.replace(plan, zero=0), most)

@@ -97,3 +97,20 @@ def test_a_sequence_that_is_none_of_devices_is_refused(
 def test_a_cluster_has_one_kind_of_device() -> None:
     with pytest.raises(pc.InputError, match=r"one kind of device \(several given\)"):
         pc.Cluster(device=("h100", "l40s"))  # type: ignore[arg-type]
+
+
+def test_context_ranks_are_numbered_between_tensor_and_data() -> None:
+    mesh = pc.Mesh(pipeline=2, tensor=2, context=3, data=2)
+    assert mesh.size == 24
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        assert rank == ((at.pipeline * 2 + at.data) * 3 + at.context) * 2 + at.tensor
+        assert rank == mesh.rank(at.pipeline, at.data, at.tensor, at.context)
+
+
+def test_expert_ranks_are_a_part_of_the_data_and_context_ranks() -> None:
+    mesh = pc.Mesh(data=2, context=2, expert=4)
+    assert mesh.size == 4
+    assert list(mesh.grid.runs(mesh.expert)) == [(0, 1, 2, 3)]
+    with pytest.raises(pc.InputError, match=r"expert=3 must divide data · context \(2 · 2 = 4\)"):
+        pc.Mesh(data=2, context=2, expert=3)

@@ -66,7 +66,7 @@ def test_a_whole_number_is_a_number() -> None:
         ({"microbatches": None}, r"plan\.microbatches must be an integer \(null found\)"),
         ({"model": 3}, r"plan\.model must be a string \(3 found\)"),
         ({"mesh": []}, r"plan\.mesh must be an object \(\[\] found\)"),
-        ({"mesh": {"rings": 2}}, r"plan\.mesh has an unknown field 'rings' \(known: data, device"),
+        ({"mesh": {"rings": 2}}, r"plan\.mesh has an unknown field 'rings' \(known: context, data"),
         ({"stages": {}}, r"plan\.stages must be a list"),
         ({"stages": [{"blocks": ["a"]}]}, r"plan\.stages\[0\] lacks the field 'rank'"),
         ({"stages": [{"blocks": "a", "rank": 0}]}, r"plan\.stages\[0\]\.blocks must be a list"),

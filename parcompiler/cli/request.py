@@ -188,12 +188,12 @@ def _check_mesh(
 
 def _mesh(degrees: dict[str, int] | None, device: str | None, plan: Plan | None) -> Mesh:
     """The mesh that was typed; what was not typed is that of the plan."""
-    from parcompiler.mesh import Mesh
+    from parcompiler.mesh import AXES, Mesh
 
     if degrees is None:
         assert plan is not None, "one of both is asked for"
         shape = plan.mesh
-        degrees = {"pipeline": shape.pipeline, "tensor": shape.tensor, "data": shape.data}
+        degrees = {axis: getattr(shape, axis) for axis in AXES}
     if device is None:
         known = "cpu" if plan is None else plan.mesh.device
         device = known if isinstance(known, str) else ",".join(known)

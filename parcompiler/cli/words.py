@@ -20,7 +20,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-AXES = ("pipeline", "tensor", "data")
+AXES = ("pipeline", "tensor", "context", "expert", "data")
 AUTO = "auto"
 HF = "hf:"  # how a MODEL begins that is a configuration of transformers
 ANSWERS = {"yes": True, "no": False, "true": True, "false": False}

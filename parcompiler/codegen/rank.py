@@ -158,6 +158,8 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         positional=graph.positional,
         data=grid.data,
         tensor=grid.tensor,
+        context=grid.context,
+        expert=grid.expert,
         shards={item.name: item.shard for item in graph.parameters if item.shard is not None},
         asynchronous=lowered.asynchronous,
         zero=lowered.zero,

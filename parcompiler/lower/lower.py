@@ -33,7 +33,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     )
     updates = plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # whose gradients are never in pieces
-    reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.data > 1 else ()
+    reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.replicas > 1 else ()
     if updates.separate:
         kind = Kind.AVERAGE_PARAMETERS if updates.way == "local" else Kind.PUSH_PULL
         lists = gathered(lists, reduced, tied, kind)
@@ -59,8 +59,10 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         asynchronous=schedule.asynchronous,
         zero=level,
         updates=updates,
-        data=plan.mesh.data,
+        data=plan.mesh.replicas,
         tensor=plan.mesh.tensor,
+        context=plan.mesh.context,
+        expert=plan.mesh.expert,
         buckets=reduced,
         vocabulary=everywhere,
         plan=plan,

@@ -162,7 +162,8 @@ class Lowered:
     An `asynchronous` step updates the parameters of a stage after each of its backwards.
 
     A rank here is a pipeline coordinate of the mesh: all ranks at it do the same, on `data`
-    different batches, and each of `tensor` with its pieces of what the graph says is in pieces. So
+    different batches (of which each `context` neighbours share one, see `grid`), and each of
+    `tensor` with its pieces of what the graph says is in pieces. So
     nothing grows with their number; `grid` says who they are, and `codegen.rank` what each does.
     `plan` is what was lowered, for the verifier to compare.
     """
@@ -180,6 +181,8 @@ class Lowered:
     updates: DataUpdates = ALL_REDUCE
     data: int = 1
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
     buckets: tuple[Bucket, ...] = ()
     vocabulary: Spread | None = None
     plan: Plan | None = field(default=None, repr=False)
@@ -192,7 +195,7 @@ class Lowered:
     @property
     def grid(self) -> Grid:
         """All ranks of the mesh."""
-        return Grid(self.size, self.data, self.tensor)
+        return Grid(self.size, self.data, self.tensor, self.context, self.expert)
 
     @property
     def sums(self) -> tuple[TiedTensor | Bucket, ...]:

@@ -1,17 +1,18 @@
-"""A group of ranks along one axis of the mesh, tensor-parallel as a rule, and its collectives.
+"""A group of ranks along one axis of the mesh, and its collectives.
 
     pipeline 0   rank 0 ═══ rank 1     the ranks of a tensor-parallel group hold pieces of the same
     pipeline 1   rank 2 ═══ rank 3     tensors and run the same text
 
-Emitted layers reach their group by `current()`; the worker makes it current while it builds and
-runs them. Operands are left as they are, and results are new tensors. While a collective of a
-backward runs, so do the products that linear layers have left (see `deferred`).
+Emitted layers reach their group by `current(name)` ("tensor", "context" or "expert"); the worker
+makes it current while it builds and runs them. Operands are left as they are, and results are new
+tensors. While a collective of a backward runs, so do the products that linear layers have left (see
+`deferred`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,21 +24,26 @@ from parcompiler import pieces
 from parcompiler.errors import LaunchError
 from parcompiler.pieces import Shard
 
-_active: ContextVar[Axis | None] = ContextVar("axis", default=None)
+_active: ContextVar[Mapping[str, Axis]] = ContextVar("axes", default={})  # noqa: B039  (never written)
 
 
-def current() -> Axis:
-    """The tensor-parallel group of this rank. Raises LaunchError outside of a worker."""
-    axis = _active.get()
+def current(name: str = "tensor") -> Axis:
+    """This rank's group along an axis. Raises LaunchError outside of a worker."""
+    axis = active(name)
     if axis is None:
-        message = "tensor-parallel layer called outside a Worker: its other ranks have the rest"
+        message = f"{name}-parallel layer called outside a Worker: its other ranks have the rest"
         raise LaunchError(message)
     return axis
 
 
-def active() -> Axis | None:
-    """The current group, if there is one."""
-    return _active.get()
+def active(name: str = "tensor") -> Axis | None:
+    """The current group along an axis, if there is one."""
+    return _active.get().get(name)
+
+
+def all_active() -> tuple[Axis, ...]:
+    """The current groups along all axes."""
+    return tuple(_active.get().values())
 
 
 def piece(size: int) -> int:
@@ -61,6 +67,7 @@ class Axis:
     more: bool = False
     beside: Callable[[], object] | None = None
     summands: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    name: str = "tensor"
 
     def close(self) -> None:
         """Let go of the process group: autograd graphs may outlive its connections."""
@@ -68,8 +75,8 @@ class Axis:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, this group is the current one."""
-        token = _active.set(self)
+        """Within it, this group is the current one along its axis."""
+        token = _active.set({**_active.get(), self.name: self})
         try:
             yield
         finally:

@@ -94,6 +94,8 @@ class Channels:
         self._from: dict[int, Direction] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.axis: Axis | None = None  # the tensor-parallel group, if it has others
+        self.context: Axis | None = None  # those that share a batch, if there are others
+        self.expert: Axis | None = None  # those that share out the experts, if there are others
         self.row: Axis | None = None  # the data ranks, if layers exchange something with them
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
@@ -122,10 +124,12 @@ class Channels:
             groups = [self._group(ranks) for ranks in grid.lines()]
             group = next(group for group in groups if group is not None)
             self.axis = Axis(self._program.coordinate.tensor, grid.tensor, group, self.device)
+        self.context = self._neighbours("context", grid.context)
+        self.expert = self._neighbours("expert", grid.expert)
         if self._program.synchronized:
             groups = [self._group(ranks) for ranks in grid.rows()]
             row = next(group for group in groups if group is not None)
-            self.row = Axis(self._program.coordinate.data, grid.data, row, self.device)
+            self.row = Axis(self._program.coordinate.data, grid.data, row, self.device, name="data")
         if self._program.updates.separate:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._side = groups[self._program.coordinate.data]
@@ -140,6 +144,20 @@ class Channels:
             groups = [self._group(grid.plane(data)) for data in range(grid.data)]
             self._plane = groups[self._program.coordinate.data]
             self._queue = queue_on(self.device, self._failed)
+
+    def _neighbours(self, name: str, count: int) -> Axis | None:
+        """This rank's group of `count` neighbours along the data axis; None of one alone."""
+        if count == 1:
+            return None
+        groups = [self._group(ranks) for ranks in self._program.grid.runs(count)]
+        group = next(group for group in groups if group is not None)
+        rank = self._program.coordinate.data % count
+        return Axis(rank, count, group, self.device, name=name)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The groups that layers exchange with, as each axis has others."""
+        return tuple(axis for axis in (self.axis, self.context, self.expert) if axis is not None)
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the direction from one rank to another if this rank is at an end of it."""
@@ -372,9 +390,8 @@ class Channels:
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
         self._plane = self._side = self._beside = self._all = None
-        for axis in (self.axis, self.row):
-            if axis is not None:
-                axis.close()
+        for axis in (*self.axes, *([self.row] if self.row else ())):
+            axis.close()
         for group in groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)

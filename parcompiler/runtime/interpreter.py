@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
-from parcompiler.runtime.axis import active
+from parcompiler.runtime.axis import all_active
 from parcompiler.runtime.channels import EVALUATION, TRAINING, Channels
 from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.deferred import Deferral, finish
@@ -153,7 +153,7 @@ class Interpreter:
         self._reduction.begin(self.channels)
         if self._passes is not None:
             self._passes.begin(self.channels, state)
-        if (axis := active()) is not None:
+        for axis in all_active():
             axis.summands.clear()  # of a step that failed
         self._recording = record is not None
         start = time.perf_counter()
@@ -286,7 +286,7 @@ class Interpreter:
 
     def _overlaps(self, j: int) -> bool:
         """Whether collectives of a stage's backward run beside the products for its weights."""
-        return active() is not None and j not in self._split and self._versions is None
+        return bool(all_active()) and j not in self._split and self._versions is None
 
     def _backward(self, state: StepState, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""
@@ -319,9 +319,10 @@ class Interpreter:
             share *= self.program.batches
             gradients.append(torch.full_like(saved.loss, state.scale / share))
         if roots:
-            axis = active()  # tensor ranks add up some gradients in the last backward of a stage
             more = instruction not in self._last
-            with nullcontext() if axis is None else axis.expecting(more, beside):
+            with ExitStack() as stack:
+                for axis in all_active():  # some gradients are added up in a stage's last backward
+                    stack.enter_context(axis.expecting(more, beside))
                 torch.autograd.backward(roots, gradients)
         for name in self.stages[j].receives:
             self._finish(state, (name, i))

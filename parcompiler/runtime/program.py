@@ -81,9 +81,10 @@ class RankProgram:
     coordinates: they stand for the ranks there of every data coordinate. Those of instructions
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
     tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
-    every rank of a pipeline holds rows, with the number of rows on the whole. `narrow` is the
-    16-bit dtype of parameters that have masters in float32. `unsaved` are the tensors that the
-    model's state dict has not. `outputs` are those that predictions return.
+    every rank of a pipeline holds rows, with the number of rows on the whole. Of the `data` ranks,
+    which hold the same, each `context` neighbours share a batch, and each `expert` the experts.
+    `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
+    tensors that the model's state dict has not. `outputs` are those that predictions return.
     """
 
     rank: int
@@ -104,6 +105,8 @@ class RankProgram:
     positional: bool = False
     data: int = 1
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
     shards: Mapping[str, Shard] = field(default_factory=dict)
     asynchronous: bool = False  # whether a step updates parameters itself, after every backward
     zero: int = 0  # the level of ZeRO: what the data ranks share out
@@ -117,7 +120,8 @@ class RankProgram:
     @cached_property
     def grid(self) -> Grid:
         """All ranks."""
-        return Grid(self.size // (self.data * self.tensor), self.data, self.tensor)
+        pipeline = self.size // (self.data * self.tensor)
+        return Grid(pipeline, self.data, self.tensor, self.context, self.expert)
 
     @cached_property
     def coordinate(self) -> Coordinate:
@@ -133,7 +137,7 @@ class RankProgram:
     def batches(self) -> int:
         """How many batches a step is on: those of all data ranks, whose gradients are summed, or
         one where each steps by itself."""
-        return 1 if self.updates.separate else self.data
+        return 1 if self.updates.separate else self.grid.batches
 
     @property
     def sharing(self) -> int:
@@ -148,7 +152,7 @@ class RankProgram:
     @property
     def samples_of_step(self) -> int:
         """The samples that all data ranks together take in a step."""
-        return self.samples * self.microbatches * self.data
+        return self.samples * self.microbatches * self.grid.batches
 
     def summing(self) -> list[tuple[int, ...]]:
         """All groups of ranks that sum gradients, in the order in which every rank makes them."""
@@ -170,7 +174,12 @@ class RankProgram:
 
     def microbatch(self, i: int) -> int:
         """The number of this rank's micro-batch `i` among those of all data coordinates."""
-        return self.coordinate.data * self.microbatches + i
+        return self.batch * self.microbatches + i
+
+    @property
+    def batch(self) -> int:
+        """The number of this rank's batch: context ranks share one."""
+        return self.grid.batch_of(self.coordinate.data)
 
     def in_form(self, batch: Mapping[str, torch.Tensor]) -> object:
         """A batch by keys in the form of the compiled inputs: itself, or a tuple of positions."""

@@ -12,7 +12,7 @@ for later (see `deferred`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,18 +47,20 @@ def _with_weights(layer: nn.Module) -> Callable[..., Any]:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the forward and of its repetition."""
-    draws, deferral, group = rng.current(), deferred.current(), axis.active()
-    return nullcontext(), _again(draws.resumed() if draws else None, deferral, group)
+    draws, deferral, groups = rng.current(), deferred.current(), axis.all_active()
+    return nullcontext(), _again(draws.resumed() if draws else None, deferral, groups)
 
 
 @contextmanager
 def _again(
-    draws: rng.SeededDraws | None, deferral: deferred.Deferral | None, group: axis.Axis | None
+    draws: rng.SeededDraws | None,
+    deferral: deferred.Deferral | None,
+    groups: tuple[axis.Axis, ...],
 ) -> Iterator[None]:
     """Within it, layers run in the contexts of the forward."""
-    with (
-        draws or nullcontext(),
-        deferral.forward() if deferral else nullcontext(),
-        group.active() if group else nullcontext(),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(draws or nullcontext())
+        stack.enter_context(deferral.forward() if deferral else nullcontext())
+        for group in groups:
+            stack.enter_context(group.active())
         yield

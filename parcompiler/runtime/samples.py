@@ -41,7 +41,7 @@ class Samples(Sampler[list[int]]):
     def __init__(self, count: int, worker: Worker, shuffle: bool = True, seed: int = 0) -> None:
         program = worker.program
         if count < program.samples_of_step:
-            needed, each = program.samples_of_step, program.samples_of_step // program.data
+            needed, each = program.samples_of_step, program.samples_of_step // program.grid.batches
             message = (
                 f"the data has fewer samples than a step takes ({count} of {needed}: {each} for "
                 "each data rank): give more, or compile for fewer micro-batches"
@@ -71,7 +71,7 @@ class Samples(Sampler[list[int]]):
 def positions(worker: Worker) -> Iterator[range]:
     """The places in the stream of this data rank's samples, for each step from now on."""
     program = worker.program
-    each = program.samples_of_step // program.data
+    each = program.samples_of_step // program.grid.batches
     start = worker.sample_count + worker.data_rank * each
     while True:
         yield range(start, start + each)

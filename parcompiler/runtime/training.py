@@ -120,7 +120,7 @@ class Training:
                 raise InputError(message)
             part = (1 - options.hold_out, 1.0)
             self._held = TokenRows(options.data, worker.program, options.labels, part)
-            each = worker.program.samples * worker.program.data
+            each = worker.program.samples * worker.program.grid.batches
             if len(self._held) < each:
                 message = (
                     f"--hold-out leaves {len(self._held)} rows for evaluations, and one takes "
@@ -167,11 +167,11 @@ class Training:
     def _evaluate(self, held: TokenRows) -> None:
         """The mean loss of the rows that are held out, or of the first of them."""
         worker, program = self._worker, self._worker.program
-        each = program.samples * program.data
+        each = program.samples * program.grid.batches
         count = min(program.microbatches, len(held) // each)
         own, losses = count * program.samples, []
         for k in range(min(self._options.evaluate_steps, len(held) // (count * each))):
-            start = (k * program.data + worker.data_rank) * own
+            start = (k * program.grid.batches + worker.data_rank) * own
             batch = program.in_form(held.batch(range(start, start + own)))
             losses.append(worker.evaluate(batch))
         loss = float(torch.stack(losses).mean())

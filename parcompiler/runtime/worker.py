@@ -13,7 +13,7 @@ import json
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -149,7 +149,7 @@ class Worker:
                 from parcompiler.runtime.compiled.build import CompiledStages
 
                 self.compiled = CompiledStages(
-                    program, self.stages, self.device, self._channels.axis, self._channels.row,
+                    program, self.stages, self.device, self._channels.axes, self._channels.row,
                     self._interpreter.defers,
                 )  # fmt: skip
             self._updates = Updates(
@@ -171,7 +171,7 @@ class Worker:
                 else None,
             )
             self._interpreter.update = self._updates.apply
-            if (axis := self._channels.axis) is not None:
+            for axis in self._channels.axes:
                 self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
             self._tensors = RankTensors(
                 program, self._interpreter.tensors, self._updates, self._channels
@@ -331,9 +331,9 @@ class Worker:
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise InputError(text if rank == program.rank else f"rank {rank}: {text}")
-        firsts = [program.grid.rank(0, d, 0) for d in range(program.data)]
+        firsts = program.grid.leaders
         for rank, (_, other, _) in enumerate(said):
-            first = firsts[program.grid.coordinate(rank).data]
+            first = firsts[program.grid.batch_of(program.grid.coordinate(rank).data)]
             if other != said[first][1]:
                 message = (
                     f"ranks {first} and {rank} were given different batches: give all ranks of a "
@@ -347,7 +347,7 @@ class Worker:
     ) -> dict[str, torch.Tensor] | None:
         """The outputs of all data coordinates on rank 0."""
         program = self.program
-        firsts = [program.grid.rank(0, d, 0) for d in range(program.data)]
+        firsts = program.grid.leaders
         if program.rank not in firsts:
             return None
         own = self._predictions.joined(parts, counts[self.data_rank])
@@ -543,12 +543,12 @@ class Worker:
     @property
     def data_rank(self) -> int:
         """The data coordinate of this rank: which of the batches of a step is its own."""
-        return self.program.coordinate.data
+        return self.program.batch
 
     @property
     def data_ranks(self) -> int:
         """How many batches a step takes."""
-        return self.program.data
+        return self.program.grid.batches
 
     def any_rank(self, says: bool) -> bool:
         """Whether any rank says so. Collective."""
@@ -776,8 +776,7 @@ class Worker:
         total = own
         if self.data_ranks > 1:
             counts = self._channels.gather_numbers(own)
-            grid = self.program.grid
-            total = sum(counts[grid.rank(0, d, 0)][0] for d in range(self.data_ranks))
+            total = sum(counts[rank][0] for rank in self.program.grid.leaders)
         return len(batches) * self.data_ranks / max(1, total)
 
     def _agreed(self, batch: object, training: bool) -> list[dict[str, torch.Tensor]]:
@@ -835,12 +834,12 @@ class Worker:
 
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
-        """Within it, layers find the tensor-parallel group of this rank, and the data ranks."""
-        axis, row = self._channels.axis, self._channels.row
-        with (
-            nullcontext() if axis is None else axis.active(),
-            nullcontext() if row is None else together(row),
-        ):
+        """Within it, layers find this rank's groups along the axes, and the data ranks."""
+        row = self._channels.row
+        with ExitStack() as stack:
+            for axis in self._channels.axes:
+                stack.enter_context(axis.active())
+            stack.enter_context(nullcontext() if row is None else together(row))
             yield
 
     @contextmanager

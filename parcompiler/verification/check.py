@@ -173,7 +173,7 @@ def _notes(program: Compiled, trial: Trial) -> str:
 
 def _note_on_buffers(program: Compiled) -> str:
     """What each data rank updates by its own micro-batches alone."""
-    graph, ranks = program.problem.graph, program.lowered.data
+    graph, ranks = program.problem.graph, program.lowered.grid.batches
     names = [repr(parameter.name) for parameter in graph.parameters if parameter.mutated]
     if ranks == 1 or not names or is_synchronized(graph.fx_graph):
         return ""
@@ -301,7 +301,8 @@ def _batches(
     variant: Compiled, seed: int, of_inputs: bool = False
 ) -> list[dict[str, torch.Tensor]]:
     """The batch of each step, of all data ranks: random, or `of_inputs` that were compiled."""
-    graph, count = variant.problem.graph, variant.lowered.microbatches * variant.lowered.data
+    graph, lowered = variant.problem.graph, variant.lowered
+    count = lowered.microbatches * lowered.grid.batches
     updates = variant.lowered.updates
     steps = STEPS.get(updates.compression or updates.way, 1)
     if not of_inputs:
@@ -342,7 +343,7 @@ def _at_scale(
 ) -> Outcome:
     """The outcome of the original model when its loss is scaled for the backward."""
     optimizer = partial(getattr(torch.optim, OPTIMIZER), **OPTIONS)
-    ranks = variant.lowered.data
+    ranks = variant.lowered.grid.batches
     count = variant.lowered.microbatches * ranks
     with Original(variant, seed, dtype, scale) as original:
         if variant.lowered.asynchronous:

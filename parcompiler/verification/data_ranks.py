@@ -152,10 +152,11 @@ class _Steps:
     ) -> tuple[list[torch.Tensor], list[Gradients]]:
         """The losses of all micro-batches, and what each data rank adds to the gradient of their
         mean. Every data rank begins with the buffers of the model; those of the first remain."""
-        original, count = self._original, self._lowered.microbatches * self._lowered.data
+        batches = self._lowered.grid.batches
+        original, count = self._original, self._lowered.microbatches * batches
         losses, each, before = list[torch.Tensor](), list[Gradients](), original.updated()
         first = before
-        for r in range(self._lowered.data):
+        for r in range(batches):
             original.set_values(before)
             losses += self.go(batch, r, count)
             named = original.parameters.items()

@@ -151,7 +151,7 @@ def _batch(worker: Worker, path: str) -> object:
     for spec in program.inputs.values():
         if spec.shape:
             rows = spec.shape[0] * program.microbatches
-            batch[spec.key] = batch[spec.key].narrow(0, program.coordinate.data * rows, rows)
+            batch[spec.key] = batch[spec.key].narrow(0, program.batch * rows, rows)
     return program.in_form(batch)
 
 

@@ -60,7 +60,9 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
     pairs = {
         "pipeline": (lowered.size, plan.mesh.pipeline),
         "tensor": (lowered.tensor, plan.mesh.tensor),
-        "data": (lowered.data, plan.mesh.data),
+        "data": (lowered.data, plan.mesh.replicas),
+        "context": (lowered.context, plan.mesh.context),
+        "expert": (lowered.expert, plan.mesh.expert),
         "microbatches": (lowered.microbatches, plan.microbatches),
         "zero": (lowered.zero, plan.zero or 0),
         "updates": (lowered.updates, plan.updates or ALL_REDUCE),

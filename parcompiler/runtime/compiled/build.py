@@ -52,13 +52,13 @@ class CompiledStages:
         program: RankProgram,
         stages: Mapping[int, Stage],
         device: torch.device,
-        axis: Axis | None,
+        axes: tuple[Axis, ...],
         row: Axis | None,
         defers: Callable[[int], bool],
     ) -> None:
         """`defers` says whether a stage's backward leaves products for weights for later."""
         self._program, self._stages, self._defers = program, stages, defers
-        self._surroundings = Surroundings(device, axis, row)
+        self._surroundings = Surroundings(device, axes, row)
         self._layers = {
             j: [CompiledLayer(m) for m in stage.modules() if isinstance(m, Layer)]
             for j, stage in stages.items()
@@ -188,7 +188,7 @@ def _helper(template: Template) -> subprocess.Popen[bytes]:
         "device": str(around.device),
         "training": around.training,
         "split": around.split,
-        "groups": [g and (g.rank, g.size) for g in (around.axis, around.row)],
+        "groups": [(g.name, g.rank, g.size) for g in around.groups],
     }
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
     process = subprocess.Popen(

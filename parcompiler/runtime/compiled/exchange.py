@@ -21,7 +21,7 @@ from parcompiler.runtime.axis import Axis
 
 _library = torch.library.Library("parcompiler", "FRAGMENT")
 _library.define("exchange(Tensor x, str call, int[] shape, Tensor? after=None) -> Tensor")
-_groups: dict[str, Axis] = {}  # of this process: of its tensor ranks, and of its data ranks
+_groups: dict[str, Axis] = {}  # of this process, by their axes
 
 
 def _exchange(
@@ -53,15 +53,13 @@ def _parsed(call: str) -> tuple[str, str, tuple[Shard, ...]]:
 
 @dataclass(slots=True)
 class TracedAxis(Axis):
-    """A group in a trace: its collectives are operators, which find it by its `name`."""
-
-    name: str = ""
+    """A group in a trace: its collectives are operators, which find it by its name."""
 
     @classmethod
-    def of(cls, name: str, axis: Axis) -> TracedAxis:
-        """The group `name` of this process, which compiled layers will call."""
-        _groups[name] = axis
-        return cls(axis.rank, axis.size, None, axis.device, name=name)
+    def of(cls, axis: Axis) -> TracedAxis:
+        """A group of this process, which compiled layers will call."""
+        _groups[axis.name] = axis
+        return cls(axis.rank, axis.size, None, axis.device, name=axis.name)
 
     def all_reduce(self, summand: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""

@@ -66,20 +66,25 @@ class Surroundings:
     """
 
     device: torch.device
-    axis: Axis | None = None  # tensor ranks
+    axes: tuple[Axis, ...] = ()  # that layers exchange with
     row: Axis | None = None  # data ranks
     training: bool = True
     split: bool = False
+
+    @property
+    def groups(self) -> tuple[Axis, ...]:
+        """All of them."""
+        return (*self.axes, *([self.row] if self.row else ()))
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within it, collectives of layers are operators."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.training))
-            if self.axis is not None:
-                stack.enter_context(TracedAxis.of("tensor", self.axis).active())
+            for axis in self.axes:
+                stack.enter_context(TracedAxis.of(axis).active())
             if self.row is not None:
-                stack.enter_context(together(TracedAxis.of("data", self.row)))
+                stack.enter_context(together(TracedAxis.of(self.row)))
             if self.split:
                 stack.enter_context(Deferral().forward())
             yield
@@ -290,7 +295,7 @@ def key_of(
     surroundings: Surroundings,
 ) -> str:
     """What tells a template from others: its text, the forms that it is given, its groups."""
-    groups = [g and (g.size, g.rank) for g in (surroundings.axis, surroundings.row)]
+    groups = [(g.name, g.size, g.rank) for g in surroundings.groups]
     if not text_exchanges(text := text_of(layer)):
         groups = []  # so that all ranks have one
     facts = [

@@ -29,8 +29,10 @@ def main() -> None:
     """Compile."""
     job = json.load(sys.stdin)
     device = torch.device(job["device"])
-    axis, row = (_group(group, device) for group in job["groups"])
-    around = Surroundings(device, axis, row, job["training"], job["split"])
+    groups = [Axis(rank, size, None, device, name=name) for name, rank, size in job["groups"]]
+    axes = tuple(group for group in groups if group.name != "data")
+    row = next((group for group in groups if group.name == "data"), None)
+    around = Surroundings(device, axes, row, job["training"], job["split"])
     torch.set_num_threads(1)
     with around.active(), torch.device("meta"), Unfilled():
         layer = _layer(job["text"], job["kind"]).train(job["training"])
@@ -53,11 +55,6 @@ def _layer(text: str, kind: str) -> Layer:
     exec(compile(text, name, "exec"), namespace)
     layer: Layer = namespace[kind]()
     return layer
-
-
-def _group(written: list[int] | None, device: torch.device) -> Axis | None:
-    """A group of ranks that is not connected."""
-    return None if written is None else Axis(written[0], written[1], None, device)
 
 
 def _form(written: list[Any]) -> TensorForm:
