@@ -381,6 +381,21 @@ class Problem:
     def kept_bytes(self, item: Parameter) -> tuple[int, int, int]:
         """Bytes of a parameter or buffer, of its gradient, and of its optimizer states and master,
         as a data rank keeps them: the whole, or its part from the level that shares them out."""
+        return self._for_alike(item, self._kept_bytes)
+
+    def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
+        """What `find` says of a parameter, asked once for all that are alike: layers are many."""
+        key = find.__name__, item.shape, item.dtype, item.trainable, item.buffer
+        if key not in self._alike:
+            self._alike[key] = find(item)
+        found: Found = self._alike[key]
+        return found
+
+    @cached_property
+    def _alike(self) -> dict[Hashable, Any]:
+        return {}
+
+    def _kept_bytes(self, item: Parameter) -> tuple[int, int, int]:
         levels = zip((3, 2, 1), self.bytes_of(item), strict=True)
         whole, part = item.numel, self.part(item)
         value, gradient, states = ((part if self.zero >= k else whole) * n for k, n in levels)
@@ -448,8 +463,9 @@ class Problem:
     def update_seconds(self, item: Parameter) -> float:
         """Seconds of the optimizer's step for a parameter, or for the part of it that a data rank
         updates: what it moves, and its kernels."""
-        if not item.trainable:
-            return 0.0
+        return self._for_alike(item, self._update_seconds) if item.trainable else 0.0
+
+    def _update_seconds(self, item: Parameter) -> float:
         optimizer, narrow = self.options.optimizer, item.dtype == self.options.narrow
 
         def on(device: Device) -> float:
