@@ -23,6 +23,7 @@ from parcompiler.timeline import StageCost
 
 __all__ = [
     "collective_seconds",
+    "left_seconds",
     "message_seconds",
     "sent_bytes",
     "server_load",
@@ -112,6 +113,24 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
         return collective.joined(problem.mesh, action, nbytes, ranks) / rounds
 
     return seconds
+
+
+def left_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Callable[[Instruction], float]:
+    """Seconds of the backward of its stage that are left when the gradients of a bucket are final:
+    those of the blocks before the first that reads one of its tensors."""
+    priced = problem.at_zero("auto").under(plan)
+    names = [block.name for block in priced.cut.blocks]
+    left: dict[str, float] = {}
+    for bucket in lowered.buckets:
+        if bucket.stage != NOWHERE:
+            stage = lowered.stages[bucket.stage]
+            backward = dict(zip(names, priced.on(stage.rank).backward, strict=True))
+            left[bucket.label] = 0.0
+            for call in stage.calls:
+                if not {item.name for item in call.block.tensors}.isdisjoint(bucket.names):
+                    break
+                left[bucket.label] += backward[call.block.name]
+    return lambda line: left.get(line.value or "", 0.0)
 
 
 def server_seconds(problem: Problem, lowered: Lowered, line: Instruction, nbytes: int) -> float:

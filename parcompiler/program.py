@@ -23,7 +23,13 @@ from parcompiler.mesh import whole
 from parcompiler.options import offered
 from parcompiler.passes.shard.local import local, local_graph
 from parcompiler.plan import Plan
-from parcompiler.prices import collective_seconds, message_seconds, stage_costs, vocabulary_cost
+from parcompiler.prices import (
+    collective_seconds,
+    left_seconds,
+    message_seconds,
+    stage_costs,
+    vocabulary_cost,
+)
 from parcompiler.problem import Problem
 from parcompiler.timeline import Timeline, simulate_lowered
 from parcompiler.verifier import verify
@@ -59,6 +65,7 @@ class Program:
             stage_costs(problem, self.plan, self.lowered),
             message_seconds(self.problem, self.lowered),
             collective_seconds=collective_seconds(self.problem, self.lowered),
+            left_seconds=left_seconds(problem, self.plan, self.lowered),
             vocabulary=vocabulary_cost(problem, self.plan),
         )
 

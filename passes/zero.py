@@ -32,13 +32,16 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
+from parcompiler.instruction import Kind
 from parcompiler.passes.base import GAIN
 from parcompiler.passes.estimate import costs, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem
-from parcompiler.schedules.planned import outline
+from parcompiler.schedules.planned import outline, planned
+
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,8 @@ class Exchange(NamedTuple):
 
 
 def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
-    """Of each rank at the level of a problem, as the simulator times it: sums begin behind the last
-    backward, or behind every one beside what follows it, and gathers behind the sums."""
+    """Of each rank at the level of a problem, as the simulator times it: sums begin as gradients
+    become final in the last backward, or in every one, and gathers behind the sums."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
     stages, units = costs(problem, plan), _units(problem, plan)
     found = []
@@ -189,7 +192,8 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         )  # fmt: skip
         sums = count * each("reduce-scatter" if level else "all-reduce")
         gathers = count * each("all-gather") if level else 0.0
-        seconds, late = sums + gathers, sums + gathers
+        seconds = sums + gathers
+        late = max(sums / count, sums - _window(problem, plan, rank)) + gathers
         if level >= 2:
             mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
             compute = sum(cost.forward + cost.backward for cost in mine)
@@ -200,6 +204,17 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
             late = max(late, sum(units[rank][0]))
         found.append(Exchange(seconds, late))
     return found
+
+
+def _window(problem: Problem, plan: Plan, rank: int) -> float:
+    """Seconds of the last backward of a rank behind its last block, in which the gradients of the
+    first buckets are summed; none where that comes in two parts."""
+    schedule, priced = planned(plan), problem.at_zero("auto").under(plan).on(rank)
+    last = next((x for x in reversed(schedule.orders[rank]) if x.kind in FINAL), None)
+    if last is None or last.kind is not Kind.BACKWARD or plan.stages is None:
+        return 0.0
+    seconds = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
+    return sum(seconds[name] for name in plan.stages[last.stage].blocks[:-1])
 
 
 def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:

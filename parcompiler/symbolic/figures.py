@@ -46,6 +46,7 @@ def figures_of(
         costs,
         prices.message_seconds(problem, lowered),
         collective_seconds=prices.collective_seconds(problem, lowered),
+        left_seconds=prices.left_seconds(problem, plan, lowered),
         vocabulary=prices.vocabulary_cost(problem, plan),
     )
     return StepFigures(

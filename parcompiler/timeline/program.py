@@ -63,6 +63,13 @@ class ProgramTasks:
     members: Sequence[Sequence[int]]  # by exchange: the tasks that take part, START among them
     buffers: Sequence[Buffer]
     trained: frozenset[Place]
+    within: Sequence[int] = ()  # sums that begin in a whole backward, as gradients become final
+
+    def sum(self, number: int) -> Instruction:
+        """The sum of gradients with that number."""
+        what = self.exchanges[number - self.tasks.size]
+        assert isinstance(what, Instruction), "messages are no sums"
+        return what
 
     def check(self, programs: Sequence[Sequence[Instruction]], moments: Moments) -> None:
         """Raise PlanError that names what each rank waits for, where some wait for ever."""
@@ -162,6 +169,7 @@ class _Builder:
         self.size = sum(line.kind in WORK | ENDS for own in programs for line in own)
         self.size += len(updating)
         self.summed: list[int] = []  # the sums, and that all ranks are there
+        self.within: list[int] = []  # the sums that begin in a backward
         self.number: dict[tuple[Exchange, int], int] = {}
         self.members: list[list[int]] = []
         self.lines: list[tuple[int, Instruction]] = []
@@ -187,7 +195,7 @@ class _Builder:
             (line.stage, line.microbatch) for _, line in self.lines if line.kind in BACKWARDS
         )
         return ProgramTasks(
-            tasks, orders, self.lines, exchanges, self.members, self.buffers, trained
+            tasks, orders, self.lines, exchanges, self.members, self.buffers, trained, self.within
         )
 
     def _parties(self, what: Exchange) -> int:
@@ -241,6 +249,8 @@ class _Builder:
             elif line.kind is Kind.REDUCE_GRADIENTS:
                 self._join(at, line)
                 self.summed.append(self._exchange(line))
+                if at.last != START and self.lines[at.last][1].kind is Kind.BACKWARD:
+                    self.within.append(self.summed[-1])
             elif line.kind is Kind.UNSHARD:
                 self._unshard(at, line)
             elif line.kind is Kind.RESHARD and line.stage in at.whole:

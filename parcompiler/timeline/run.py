@@ -3,7 +3,8 @@
     rank 0  F0 F1 .. .. .. B0 .. B1     [1] a task begins when its rank is free
     0 -> 1  .. x0 x1                    [2] and all that it needs has ended;
     rank 1  .. .. F0 B0 F1 B1           [3] an exchange begins when the last of its tasks has ended
-    1 -> 0  .. .. .. .. g0 .. g1            and its lanes are free, and runs beside the compute
+    1 -> 0  .. .. .. .. g0 .. g1            (or so many seconds before: what it sends is there
+                                            then) and its lanes are free, beside the compute
 
 A message is an exchange of one task (a gradient that several backwards of a rank add to: of all of
 them) on the lane of a directed link; a collective one of a task of each rank, on the lane of its
@@ -13,12 +14,14 @@ all: a rank that needs what has not ended yet is put aside until it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
+from types import MappingProxyType
 
 INFINITY = float("inf")
 EXACT = 1e-12  # of a step: what rounding may make of equal sums of seconds
+NOTHING: Mapping[int, float] = MappingProxyType({})
 START = -1  # stands for the begin of the step, where a task could
 
 
@@ -66,10 +69,12 @@ def run(
     orders: Sequence[Sequence[int]],
     seconds: Sequence[float],
     known: Sequence[float] = (),
+    before: Mapping[int, float] = NOTHING,
 ) -> Moments:
     """Run the tasks of each rank in the order given; `seconds` are by task and exchange.
 
-    `known` says when some of them begin already, and is infinite for the others.
+    `known` says when some of them begin already, and is infinite for the others; `before` has the
+    seconds by which exchanges of one task may begin before its end.
     """
     size, needs, joins = tasks.size, tasks.needs, tasks.joins
     lanes, lane_free = tasks.lanes, [0.0] * tasks.num_lanes
@@ -113,6 +118,8 @@ def run(
                     continue
                 if ends[exchange] == INFINITY:
                     begin = now if now > latest[x] else latest[x]
+                    if exchange in before:
+                        begin -= before[exchange]
                     for lane in lanes[x]:
                         if lane_free[lane] > begin:
                             begin = lane_free[lane]

@@ -17,7 +17,7 @@ rank 1   62.5 %        114 B  ................F0------B0--------------..........
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
@@ -28,7 +28,7 @@ from parcompiler.instruction import BACKWARDS, BUCKETED, EMBEDDING, HEAD, Instru
 from parcompiler.timeline.costs import StageCost, VocabularyCost, optimizer_seconds
 from parcompiler.timeline.memory import levels, memory
 from parcompiler.timeline.program import ENDS, Ends, Exchange, ProgramTasks, SendRecv, tasks_of
-from parcompiler.timeline.run import START, Moments, run
+from parcompiler.timeline.run import INFINITY, START, Moments, run
 from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
 
@@ -89,6 +89,7 @@ def simulate(
     message_seconds: Callable[[str, int, int], float] = free,
     *,
     collective_seconds: Callable[[Instruction], float] = free,
+    left_seconds: Callable[[Instruction], float] = free,
     stages: Sequence[Ends] | None = None,
     vocabulary: VocabularyCost | None = None,
 ) -> Timeline:
@@ -97,7 +98,8 @@ def simulate(
     `message_seconds(value, source, target)` is the time, latency included, for which a message of
     `message_bytes[value]` occupies the link from rank `source` to rank `target`. A collective
     takes `collective_seconds(instruction)` from when the last of its ranks has reached it; sums of
-    gradients hold up nothing but the end of the step.
+    gradients hold up nothing but the end of the step, and those behind a whole backward begin
+    `left_seconds(instruction)` before its end, when what they sum is final.
 
     With `stages`, an instruction waits for the messages that its stage receives or gives. Without,
     it waits for all of its micro-batch and direction that were posted before it and not used yet,
@@ -123,7 +125,8 @@ def simulate(
         costs, message_bytes, lambda x: asked(x.value, x.source, x.target), collective_seconds,
         shared, max(1, len(embedded)), updates,
     )  # fmt: skip
-    moments = run(program.tasks, program.orders, seconds_of(program, prices))
+    before = {x: left_seconds(program.sum(x)) for x in program.within}
+    moments = run(program.tasks, program.orders, seconds_of(program, prices), before=before)
     program.check(instructions, moments)
     changes = memory(program, moments, stage_rank, costs, shared, prices.size)
     held = tuple(map(levels, changes))
@@ -186,6 +189,7 @@ def simulate_lowered(
     seconds: Callable[[str, int, int], float] = free,
     *,
     collective_seconds: Callable[[Instruction], float] = free,
+    left_seconds: Callable[[Instruction], float] = free,
     evaluation: bool = False,
     vocabulary: VocabularyCost | None = None,
 ) -> Timeline:
@@ -202,6 +206,7 @@ def simulate_lowered(
         sizes,
         seconds,
         collective_seconds=collective_seconds,
+        left_seconds=left_seconds,
         stages=lowered.stages,
         vocabulary=vocabulary,
     )
@@ -270,13 +275,23 @@ def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[TimelineEve
             lanes = program.tasks.lanes[at - size]
             others = (until.get((lane, begins[at]), ()) for lane in lanes)
             causes = [*program.members[at - size], *(x for same in others for x in same)]
-        causes = [cause for cause in causes if cause not in seen and ends[cause] == begins[at]]
+        inside = at in program.within
+        causes = [
+            cause
+            for cause in causes
+            if cause not in seen
+            and (ends[cause] == begins[at] or (inside and begins[cause] < begins[at] < ends[cause]))
+        ]
         if causes:
             path.append(causes[0])
             seen.add(causes[0])
         else:  # a dead end among exchanges that take no time
             path.pop()
-    return tuple(_event(program, moments, x) for x in reversed(path) if _is_shown(program, x))
+    path.reverse()
+    follow = [*(begins[x] for x in path[1:]), INFINITY]  # sums begin within backwards
+    shown = [(x, end) for x, end in zip(path, follow, strict=False) if _is_shown(program, x)]
+    events = [(_event(program, moments, x), end) for x, end in shown]
+    return tuple(replace(event, end=min(event.end, end)) for event, end in events)
 
 
 def _is_shown(program: ProgramTasks, x: int) -> bool:

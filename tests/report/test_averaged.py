@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import parcompiler as pc
 from parcompiler.cost.collective import RankGroup, seconds
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.models import gpt
+from parcompiler.prices import left_seconds
 from parcompiler.report import Report
 from parcompiler.report.trace import trace_text
 
@@ -66,6 +68,29 @@ def test_a_sum_takes_what_a_collective_of_the_data_ranks_does() -> None:
     (event,) = events
     wanted = seconds("all-reduce", nbytes, RankGroup(4), made.problem.device)
     assert abs(event.end - event.begin - wanted) <= 1e-9 * wanted
+
+
+def test_sums_of_buckets_begin_in_the_last_backward_when_their_gradients_are_final(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("parcompiler.problem.PARTS", 8)
+    made = program.__wrapped__(4)
+    timeline = made.simulate()
+    (backward,) = (
+        e for e in timeline.events
+        if e.rank == 0 and e.instruction.kind is Kind.BACKWARD
+        and e.instruction.microbatch == made.plan.microbatches - 1
+    )  # fmt: skip
+    kind = Kind.REDUCE_GRADIENTS
+    sums = [e for e in timeline.events if e.rank == 0 and e.instruction.kind is kind]
+    left = left_seconds(made.problem, made.plan, made.lowered)
+    assert backward.begin < sums[0].begin < backward.end
+    assert sums[0].begin == pytest.approx(backward.end - left(sums[0].instruction))
+    assert sums[-1].begin >= backward.end - left(sums[-1].instruction)
+    path = timeline.critical_path
+    assert all(a.end == b.begin for a, b in pairwise(path))
+    assert path[0].begin == 0.0
+    assert path[-1].end == timeline.step_time
 
 
 def test_sums_are_not_part_of_the_compute_and_end_before_the_update() -> None:
