@@ -38,6 +38,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.memory = memory or LiveMemory()
         self.left: list[tuple[Operation, object]] = []  # products, with the tensors they hold
+        self.place: int | None = None  # of the node that runs, or whose backward does
 
     def __torch_dispatch__(
         self,
@@ -55,7 +56,18 @@ class Recorder(TorchDispatchMode):
     def add(self, operation: Operation | None) -> None:
         """Record one operation; None stands for one that costs nothing."""
         if operation is not None:
-            self.operations.append(operation)
+            self.operations.append(dataclasses.replace(operation, place=self.place))
+
+    def follow(self, result: object) -> None:
+        """Let the backward of what a node has just made be at its place."""
+        place, key = self.place, "parcompiler"
+        functions = [tensor.grad_fn for tensor in tensors(result)]
+        while functions:
+            function: Any = functions.pop()
+            if function is not None and key not in function.metadata:
+                function.metadata[key] = place
+                function.register_prehook(lambda _: setattr(self, "place", place))
+                functions += [before for before, _ in function.next_functions]
 
     def add_exchange(
         self, exchange: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
@@ -146,7 +158,8 @@ def execute(
 
     estimated = []
     with closing(calls(nodes, values, CPU)) as steps:
-        for node, args, kwargs in steps:
+        for place, (node, args, kwargs) in enumerate(steps):
+            recorder.place = place
             if variables is not None:
                 variables.before()
             count, grad_mode = len(recorder.operations), torch.is_grad_enabled()
@@ -159,6 +172,7 @@ def execute(
                 torch.set_grad_enabled(grad_mode)
                 values[node] = _estimate(node, args, kwargs, recorder)
                 estimated.append(label(node.target))
+            recorder.follow(values[node])
             made(node)
             if variables is not None:
                 variables.after(node, values)

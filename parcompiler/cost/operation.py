@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class Operation:
     one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
     `nbytes` are what each of its `ranks` sends; without their number it is a message. `beside` are
     operations, which also stand by themselves, that run while it does. `products` are those of
-    matrices that a "matmul" or a "convolution" is, where they are known.
+    matrices that a "matmul" or a "convolution" is, where they are known. `place` is the number of
+    the node of a block that it belongs to, in the forward or in the backward.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Operation:
     ranks: int = 0
     beside: tuple[Operation, ...] = ()
     products: tuple[Product, ...] = ()
+    place: int | None = field(default=None, compare=False, repr=False)
 
 
 # These allocate or rename memory, or ask a question: they move nothing.

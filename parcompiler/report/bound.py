@@ -9,10 +9,12 @@ those between them, by what the rank waits for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 
 import torch
+from torch import fx
 
 from parcompiler.cost import BlockCost, Operation
 from parcompiler.cost.operation import EXCHANGE
@@ -21,10 +23,11 @@ from parcompiler.device import Device
 from parcompiler.errors import ParcompilerError
 from parcompiler.instruction import BUCKETED, COMPUTE, MESSAGES, SHARDING, TRANSFERS, Kind
 from parcompiler.lower import Lowered
+from parcompiler.naming.source import frames
 from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Priced, Problem
-from parcompiler.report.data import OptionGain, StepShare
+from parcompiler.report.data import OptionGain, SourceLine, StepShare
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
 from parcompiler.timeline import Timeline
 from parcompiler.timeline.timeline import WORK
@@ -86,6 +89,45 @@ def parts(
         seconds[name] += time
     longest = sorted(seconds.items(), key=lambda part: -part[1])
     return tuple(StepShare(name, time) for name, time in longest if time > 0)
+
+
+def lines(priced: Priced, device: Device) -> tuple[SourceLine, ...]:
+    """What the lines of the model's source take, longest first: of all blocks of a template.
+
+    Operators below a line, in torch's own modules, count with it; so do what it exchanges between
+    tensor ranks, and its backward. `priced` are the blocks of one tensor rank.
+    """
+    blocks = Counter(block.template for block in priced.cut.blocks)
+    first = {block.template: b for b, block in reversed([*enumerate(priced.cut.blocks)])}
+    total = sum((*priced.forward, *priced.backward)) or 1.0
+    found = []
+    for template, b in first.items():
+        nodes, cost = priced.cut.blocks[b].nodes, priced.costs[b]
+        passes = ((cost.forward, priced.forward[b]), (cost.backward, priced.backward[b]))
+        spent: dict[tuple[str, str], tuple[list[float], Counter[str]]] = {}
+        for number, (operations, seconds) in enumerate(passes):
+            whole = sum(operation_seconds(one, device) for one in operations)
+            for one in operations:
+                times, kinds = spent.setdefault(_line(nodes, one.place), ([0.0, 0.0], Counter()))
+                shares = _split(one, device)
+                kinds.update(shares)
+                times[number] += sum(shares.values()) * seconds / whole
+        for (place, text), ((forward, backward), kinds) in spent.items():
+            share = blocks[template] * (forward + backward) / total
+            bound = max(kinds, key=lambda kind: kinds[kind])
+            found.append(SourceLine(
+                template, blocks[template], place, text, forward, backward, share, bound
+            ))  # fmt: skip
+    return tuple(sorted(found, key=lambda line: -line.share))
+
+
+def _line(nodes: Sequence[fx.Node], place: int | None) -> tuple[str, str]:
+    """The innermost line around a node that is not torch's own: its file and number, its text."""
+    calls = () if place is None else frames(nodes[place])
+    own = [frame for frame in calls if not frame.is_torch] or calls[-1:]
+    if not own:
+        return "", "added by parcompiler"
+    return f"{PurePath(own[-1].file).name}:{own[-1].line}", own[-1].text
 
 
 def _shares(cost: BlockCost, device: Device, *, again: bool) -> Counter[str]:

@@ -225,6 +225,22 @@ class StepShare:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceLine:
+    """What a line of the model's source takes for one micro-batch in a block: `place` is its file
+    and number, `share` the part of the compute of all blocks that it takes in those of its
+    template, `bound` what takes most of that."""
+
+    template: str
+    blocks: int
+    place: str
+    text: str
+    forward: float
+    backward: float
+    share: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
 class OptionGain:
     """An option and its `value` with which a step would take `seconds`: `gain` is the fraction of
     samples a second that it adds."""
@@ -399,6 +415,7 @@ class ReportData:
     levels: tuple[DataShare, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()
+    lines: tuple[SourceLine, ...] = ()
     version: int = VERSION
 
     @property

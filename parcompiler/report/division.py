@@ -21,6 +21,8 @@ from parcompiler.report.units import (
 
 FULL, NEARLY = 1.0, 0.9  # fractions of a device's memory
 SHOWN = 8  # ranks in a summary
+LINES = 16  # of the model's source; a row counts the others
+LETTERS = 48  # of each
 
 
 def stages(report: ReportData) -> Table:
@@ -53,6 +55,30 @@ def summary(report: ReportData) -> Table:
         scaled("peak", (rank.peak_memory for _, rank in ranks), BYTES),
         number("of its\nmemory", (Cell(percent(share), alarm(share)) for share in shares)),
     )
+
+
+def lines(report: ReportData) -> Table:
+    """What the lines of the model's source take in the blocks of each template, longest first."""
+    shown, others = report.lines[:LINES], report.lines[LINES:]
+    rest = [f"{len(others)} more lines"] if others else []
+    shares = [*(line.share for line in shown), *([sum(line.share for line in others)] * len(rest))]
+    return table(
+        "Where compute goes, for a micro-batch in a block",
+        words("template", [*(f"{line.template} × {line.blocks}" for line in shown), *rest]),
+        words("line", (f"{line.place} {shortened(line.text)}".strip() for line in shown)),
+        scaled("time", (line.forward + line.backward for line in shown), SECONDS),
+        number("of all\ncompute", map(percent, shares)),
+        words("bound by", (line.bound for line in shown)),
+    )
+
+
+def shortened(text: str) -> str:
+    """The beginning of a line.
+
+    >>> shortened("x = self.mlp(self.norm(x)) * self.weight_of_the_residual_stream")
+    'x = self.mlp(self.norm(x)) * self.weight_of_the…'
+    """
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
 
 
 def work(report: ReportData) -> Table:

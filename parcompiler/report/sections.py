@@ -25,6 +25,7 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
         division.measured,
         division.stages,
         division.work,
+        division.lines,
         division.memory,
         division.versions,
         division.kept,

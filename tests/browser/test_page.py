@@ -95,6 +95,19 @@ def test_what_is_zoomed_in_the_predicted_step_is_zoomed_in_the_measured_one(page
     assert zoomed[0][1] - zoomed[0][0] < 0.5 * (before[0][1] - before[0][0])
 
 
+def test_a_click_on_a_heading_sorts_figures_by_size(page: Page) -> None:
+    table = page.locator(".card", has_text="Where compute goes").locator("table")
+    heading = table.locator("th.number").first
+    seconds = """(cells) => cells.map((cell) => parseFloat(cell.textContent) *
+        (cell.textContent.includes("ms") ? 1000 : 1)).filter((number) => number)"""
+    for order in ("descending", "ascending"):
+        heading.click()
+        assert heading.get_attribute("aria-sort") == order
+        shown = table.locator("tbody tr td:nth-child(3)").evaluate_all(seconds)
+        assert len(shown) > 3
+        assert shown == sorted(shown, reverse=order == "descending")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(page: Page, scheme: Any) -> None:
     page.emulate_media(color_scheme=scheme)

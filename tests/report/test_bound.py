@@ -1,7 +1,9 @@
 """What bounds a step, and what to try next: sums, known cases, and that advice holds."""
 
 import dataclasses
+import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import parcompiler as pc
+from parcompiler.models import gpt
 from parcompiler.report import Report
 from parcompiler.report.overview import bounded, following
 from tests.report.programs import DEVICE, Made, small_gpt, small_t5
@@ -128,3 +131,20 @@ def test_16_bits_are_proposed_where_the_device_is_faster_in_them() -> None:
     (change,) = made.step.changes
     assert (change.option, change.value) == ("precision", "bf16")
     assert change.gain > 0.5
+
+
+def test_lines_of_the_source_have_the_compute_of_their_blocks() -> None:
+    made = small_gpt()
+    priced = made.problem.priced(1)
+    lines = made.report.lines
+    assert sum(line.share for line in lines) == pytest.approx(1, abs=1e-6)
+    layer = [line for line in lines if line.template == "Layer"]
+    b = next(b for b, block in enumerate(priced.cut.blocks) if block.template == "Layer")
+    for name in ("forward", "backward"):
+        whole = getattr(priced, name)[b]
+        assert sum(getattr(line, name) for line in layer) == pytest.approx(whole, rel=1e-6)
+    source = inspect.getsource(sys.modules[gpt.GPT.__module__]).splitlines()
+    for line in layer:
+        file, _, number = line.place.partition(":")
+        assert file == "model.py" and source[int(number) - 1].strip() == line.text
+    assert "self.down" in layer[0].text and layer[0].backward > layer[0].forward
