@@ -155,14 +155,14 @@ def main() -> None:
             if level:
                 name = f"FSDP2 as zero={level}"
                 steps[name], optimizers[name] = sharded(options.hidden, count, level)
-        if 1 in options.levels:
-            name = "ZeroRedundancyOptimizer"
-            steps[name], optimizers[name] = redundant(options.hidden, count)
+            if level == 1:
+                name = "ZeroRedundancyOptimizer"
+                steps[name], optimizers[name] = redundant(options.hidden, count)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         losses: dict[str, list[float]] = {name: [] for name in steps}
         peaks: dict[str, list[int]] = {name: [] for name in steps}
         for number in range(options.steps + 2):
-            for name, step in steps.items():
+            for name, step in [*steps.items()][:: -1 if number % 2 else 1]:
                 own = batch(count, ranks * number + rank)
                 dist.barrier()
                 if options.memory:

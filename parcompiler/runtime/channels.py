@@ -268,6 +268,7 @@ class Channels:
         if self._cast is not None:
             return self._cast.scatter(segments, own, group)
         if self._by_gloo:  # whose reduce-scatter is an all-reduce of a copy: twice the bytes
+            assert group is not None
             return Addends(_real(segments), _real(own), group)
         return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parcompiler.runtime.collective_queue import CollectiveQueue, Pending
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ADDENDS = 0  # the tag of messages of a group that has no others
 
 
 def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -65,24 +66,27 @@ class CastSums:
 
 class Addends:
     """Segments [ranks, n] of the ranks of a group on their way, each to its rank, which adds them
-    up into its `own`, in the order of the ranks, when it waits."""
+    up into its `own`, in the order of the ranks, when it waits. Its own segment stays in place."""
 
-    def __init__(
-        self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
-    ) -> None:
-        self._own, self._received = own.view(-1), torch.empty_like(segments)
-        work = dist.all_to_all_single(self._received, segments, group=group, async_op=True)
-        assert work is not None
-        self._work: dist.Work = work
+    def __init__(self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        me = group.rank()
+        self._own = own.view(-1)
+        self._rows = [row if k == me else torch.empty_like(row) for k, row in enumerate(segments)]
+        self._works = []
+        for k in range(group.size()):
+            if k != me:
+                self._works.append(group.recv([self._rows[k]], k, _ADDENDS))
+                self._works.append(group.send([segments[k]], k, _ADDENDS))
 
     def is_completed(self) -> bool:
         """Whether all have come."""
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Wait for them, and add them up."""
-        self._work.wait()
-        first, second, *others = (row.view(-1) for row in self._received)
+        for work in self._works:
+            work.wait()
+        first, second, *others = (row.view(-1) for row in self._rows)
         torch.add(first, second, out=self._own)
         for row in others:
             self._own.add_(row)

@@ -65,9 +65,6 @@ class Reduction:
         self._works: list[Work] = []
         self._started = 0
         self._channels: Summing | None = None
-        numbers = (k for behind in self._behind.values() for k in behind)
-        for tensor in {id(tensor): tensor for k in numbers for tensor in self._tensors[k]}.values():
-            tensor.register_post_accumulate_grad_hook(self._accumulated)
         self._awaits = awaits
 
     def begin(self, channels: Summing) -> None:
@@ -82,11 +79,14 @@ class Reduction:
     @contextmanager
     def watching(self, backward: Instruction) -> Iterator[None]:
         """Around `backward`: sums of gradients that it makes final may start."""
-        numbers = self._behind.get(backward, ())
-        self._watched = {id(tensor): k for k in numbers for tensor in self._tensors[k]}
+        pairs = [(k, t) for k in self._behind.get(backward, ()) for t in self._tensors[k]]
+        self._watched = {id(tensor): k for k, tensor in pairs}
+        hooks = [t.register_post_accumulate_grad_hook(self._accumulated) for _, t in pairs]
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             self._watched = {}
 
     def start(self, line: Instruction) -> None:
