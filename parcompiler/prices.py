@@ -5,7 +5,7 @@ An asynchronous program holds versions of the weights of a stage besides the cur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from parcompiler.cost import collective
@@ -39,7 +39,34 @@ __all__ = [
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:
     """Seconds and bytes of one micro-batch on each stage; `lowered` may have several of one."""
     divided = replace(plan, stages=lowered.choices)
-    return costs(problem, divided, [stage.tensors for stage in lowered.stages])
+    found = costs(problem, divided, [stage.tensors for stage in lowered.stages])
+    if not any(line.kind is Kind.GATHER_PARAMETERS for own in lowered.instructions for line in own):
+        return found
+    moments = _ready(problem, divided, lowered)
+    return tuple(replace(cost, ready=moment) for cost, moment in zip(found, moments, strict=True))
+
+
+def _ready(problem: Problem, plan: Plan, lowered: Lowered) -> Iterator[float]:
+    """For each stage the seconds behind the optimizer's step before which its first forward may not
+    begin, if the parameters of each block are to have come when that runs."""
+    seconds = collective_seconds(problem, lowered)
+    names = {item.label: item.names for item in lowered.shared}
+    priced = problem.at_zero("auto").under(plan)
+    number = {block.name: b for b, block in enumerate(priced.cut.blocks)}
+    rows = lowered.vocabulary.tensors if lowered.vocabulary else ()
+    for stage in lowered.stages:
+        coming, arrivals = 0.0, dict[str, float]()
+        for line in lowered.instructions[stage.rank]:
+            if line.kind is Kind.GATHER_PARAMETERS:
+                coming += seconds(line)
+                arrivals |= dict.fromkeys(names[line.value or ""], coming)
+        forward, done = priced.on(stage.rank).forward, 0.0
+        ready = max((arrivals.get(name, 0.0) for name in rows), default=0.0)
+        for call in stage.calls:
+            for binding in call.block.tensors:
+                ready = max(ready, arrivals.get(binding.name, 0.0) - done)
+            done += forward[number[call.block.name]]
+        yield ready
 
 
 def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:

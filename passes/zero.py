@@ -2,7 +2,8 @@
 
     level   a data rank keeps        exchanged in a step of m micro-batches
     0       everything               gradients: all-reduce, beside the last backward
-    1       parts of states          gradients: reduce-scatter there; parameters: all-gather
+    1       parts of states          gradients: reduce-scatter there; parameters: all-gather,
+                                     beside the next forward
     2       and of gradients         the same, with a reduce-scatter beside each of m backwards
     3       and of parameters        of each block, before both its passes, and its gradients behind
                                      them, beside the compute of other blocks: m times
@@ -169,8 +170,8 @@ def _rows(problem: Problem, plan: Plan) -> list[Parameter]:
 
 
 class Exchange(NamedTuple):
-    """Seconds of what a rank exchanges with its data replicas in a step, and those behind its last
-    compute."""
+    """Seconds of what a rank exchanges with its data replicas in a step, and those before its first
+    compute and behind its last."""
 
     seconds: float
     late: float
@@ -178,7 +179,8 @@ class Exchange(NamedTuple):
 
 def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     """Of each rank at the level of a problem, as the simulator times it: sums begin as gradients
-    become final in the last backward, or in every one, and gathers behind the sums."""
+    become final in the last backward, or in every one; the first forward begins when what is
+    gathered beside it comes as early as it is read, if every bucket has an equal part in it."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
     stages, units = costs(problem, plan), _units(problem, plan)
     found = []
@@ -191,11 +193,12 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
             ranks=problem.mesh.grid.replicas([rank]),
         )  # fmt: skip
         sums = count * each("reduce-scatter" if level else "all-reduce")
-        gathers = count * each("all-gather") if level else 0.0
-        seconds = sums + gathers
-        late = max(sums / count, sums - _window(problem, plan, rank)) + gathers
+        gather = each("all-gather") if level else 0.0
+        mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
+        waits = max(gather, count * gather - mine[0].forward * (1 - 1 / count))
+        seconds = sums + count * gather
+        late = max(sums / count, sums - _window(problem, plan, rank)) + waits
         if level >= 2:
-            mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
             compute = sum(cost.forward + cost.backward for cost in mine)
             seconds += (m - 1) * sums
             late += (m - 1) * max(0.0, sums - compute)

@@ -53,7 +53,7 @@ EXPLAINED = {
     Kind.BROADCAST: "to all ranks",
     Kind.REDUCE: "summed over all ranks",
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
-    Kind.GATHER_PARAMETERS: "rows that the other data ranks have updated",
+    Kind.GATHER_PARAMETERS: "rows that others have updated, beside the next forward",
     Kind.PUSH_PULL: "gradients to the first data rank, parameters back",
     Kind.AVERAGE_PARAMETERS: "weights of all data ranks, behind the last step of a round",
     Kind.UNSHARD: "whole parameters, from the rows of all data ranks",

@@ -87,7 +87,7 @@ def _simulated(event: StepEvent, number: int, averaged: bool) -> Iterator[Record
     """
     line = event.instruction
     if line.kind is not Kind.SEND:
-        beside = line.kind in GROUP or line.kind is Kind.UNSHARD
+        beside = line.kind in GROUP or line.kind in (Kind.UNSHARD, Kind.GATHER_PARAMETERS)
         beside = beside or (line.kind is Kind.REDUCE_GRADIENTS and averaged)
         yield _slice(event, event.rank, _track(line) if beside else COMPUTE_TRACK)
         return
@@ -118,7 +118,7 @@ def _track(line: Instruction) -> str:
         return f"{'from' if line.kind is Kind.RECV else 'to'} rank {line.peer}"
     if line.kind in GROUP:
         return "vocabulary"
-    if line.kind is Kind.UNSHARD:
+    if line.kind in (Kind.UNSHARD, Kind.GATHER_PARAMETERS):
         return "parameters"
     return "gradients" if line.kind is Kind.REDUCE_GRADIENTS else COMPUTE_TRACK
 
@@ -149,7 +149,7 @@ def _title(line: Instruction) -> str:
             return clean(f"{line.value}{gradient} {line.microbatch}")
         case Kind.UNSHARD | Kind.RESHARD:
             return f"{line.kind} {line.microbatch} of stage {line.stage}"
-        case Kind.REDUCE_GRADIENTS:
+        case Kind.REDUCE_GRADIENTS | Kind.GATHER_PARAMETERS:
             return clean(f"{line.kind} {line.value}")
         case _:
             return line.kind.value

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -86,6 +86,11 @@ class Interpreter:
         self._versions = Versions() if program.asynchronous else None
         held = {j: [*stage.tensor_names().values()] for j, stage in stages.items()}
         self.parts = DataParts(program, self.tensors, channels, held) if program.sharing else None
+        self._whole = {j: {*own} for j, own in held.items() if program.sharing == 3}  # for its use
+        self._elsewhere = {*self.tensors}.difference(*held.values())  # what no stage waits for
+        if 0 < program.sharing < 3:
+            for stage in stages.values():
+                self._elsewhere |= self._waiting(stage)
         factored = program.updates.compression == "powersgd"
         self.powersgd = PowerSGD(program.updates.rank, channels) if factored else None
         self._deferral = Deferral()
@@ -130,6 +135,11 @@ class Interpreter:
         if self._passes is not None:
             self._verbs |= self._passes.verbs
 
+    def arrive(self) -> None:
+        """Wait for what other data ranks have updated, where it is on its way."""
+        if self.parts is not None:
+            self.parts.arrive()
+
     def check(self, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Raise InputError for words that are not in a table of the vocabulary's rows."""
         if self._passes is not None:
@@ -158,6 +168,7 @@ class Interpreter:
         self._recording = record is not None
         start = time.perf_counter()
         with torch.set_grad_enabled(training):
+            self._await(self._elsewhere)
             for line in instructions:
                 self.flight.note(line)
                 begin = 0.0 if record is None else time.perf_counter()
@@ -403,9 +414,23 @@ class Interpreter:
     def _make_whole(self, j: int) -> None:
         """Wait until the parameters of a stage are whole, where they come in pieces."""
         self._reduction.settle()
-        pending = None if self.parts is None else self.parts.ready(j)
+        self._await(self._whole.get(j, set()))
+
+    def _await(self, names: Set[str]) -> None:
+        """Wait until parameters are whole that data ranks have rows of, or have updated in rows."""
+        pending = None if self.parts is None else self.parts.ready(names)
         if pending is not None:
             self._received(pending)
+
+    def _waiting(self, stage: Stage) -> set[str]:
+        """Let each layer of a stage wait for what other data ranks have updated of it; what the
+        stage has in no layer."""
+        names = stage.tensor_names()
+        for path in stage.scopes:
+            own = {names.pop(place) for place in [*names] if place.startswith(f"{path}.")}
+            layer = stage.get_submodule(path)
+            layer.register_forward_pre_hook(lambda *_, own=own: self._await(own))
+        return {*names.values()}
 
     def _reduce_gradients(self, state: StepState, instruction: Instruction) -> None:
         """Start summing gradients over ranks, if they are not being summed already."""

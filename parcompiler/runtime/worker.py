@@ -138,18 +138,18 @@ class Worker:
             check_programs(program, files, self._channels)
             self._channels.open()
             with self._in_groups(), torch.device(self.device), Unfilled():
-                self.stages = {j: make() for j, make in stages.items()}
-                self.vocabulary = (
+                self._stages = {j: make() for j, make in stages.items()}
+                self._vocabulary = (
                     None if vocabulary is None else VocabularyRows(program).make(vocabulary)
                 )
             self._interpreter = Interpreter(
-                program, self.stages, self._channels, self.vocabulary, self.flight, fused=compiled
+                program, self._stages, self._channels, self._vocabulary, self.flight, fused=compiled
             )
             if compiled:
                 from parcompiler.runtime.compiled.build import CompiledStages
 
                 self.compiled = CompiledStages(
-                    program, self.stages, self.device, self._channels.axes, self._channels.row,
+                    program, self._stages, self.device, self._channels.axes, self._channels.row,
                     self._interpreter.defers,
                 )  # fmt: skip
             self._updates = Updates(
@@ -176,7 +176,7 @@ class Worker:
             self._tensors = RankTensors(
                 program, self._interpreter.tensors, self._updates, self._channels
             )
-            self._predictions = Predictions(program, self._channels, self.vocabulary)
+            self._predictions = Predictions(program, self._channels, self._vocabulary)
             layout = RankLayout(program)
             state = RankState(program, self._interpreter, self._updates, layout, self._calls)
             if folder is not None:
@@ -198,6 +198,18 @@ class Worker:
     def rank(self) -> int:
         """This rank."""
         return self.program.rank
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """The modules of this rank, by stage."""
+        self._arrive()
+        return self._stages
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The module of its rows of the vocabulary, where all ranks have some."""
+        self._arrive()
+        return self._vocabulary
 
     def step(self, batch: object) -> torch.Tensor:
         """Forward and backward of one batch; the mean loss, on every rank.
@@ -360,8 +372,8 @@ class Worker:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Within it, modules are in evaluation mode; their buffers stay as they are."""
-        modules: list[nn.Module] = [*self.stages.values()]
-        modules += [] if self.vocabulary is None else [self.vocabulary]
+        modules: list[nn.Module] = [*self._stages.values()]
+        modules += [] if self._vocabulary is None else [self._vocabulary]
         modes = {module: module.training for module in modules}
         buffers = [(buffer, buffer.clone()) for module in modes for buffer in module.buffers()]
         for module in modes:
@@ -480,6 +492,7 @@ class Worker:
         where it has some."""
         parts = self._interpreter.parts
         pieces = () if parts is None else parts.in_pieces
+        self._arrive()
         for name, tensor in self._interpreter.tensors.items():
             own = parts.parts.get(name) if parts is not None and name in pieces else tensor
             if isinstance(own, nn.Parameter):
@@ -668,6 +681,8 @@ class Worker:
         """
         if self._refused and not self._closed:
             self._watch.fail(self._refused)
+        else:
+            self._arrive()
         fault = "" if self._closed else self._checkpoints.ended()
         self._close(self._refused or CLOSED)
         if fault:
@@ -728,10 +743,18 @@ class Worker:
         return torch.tensor(serving.record, dtype=torch.int16)
 
     def _settle(self) -> None:
-        """Give the data ranks of an asynchronous program the weights as they are. A collective."""
+        """Have the weights as they are: what others have updated comes, and the data ranks of an
+        asynchronous program get those of the server, which is a collective."""
+        self._arrive()
         if self._updates.serving is not None:
             with self._failing_together("settle"):
                 self._updates.serving.settle()
+
+    def _arrive(self) -> None:
+        """Wait for what others have updated, before someone looks at it."""
+        if not self._closed:
+            with self._failing_together():
+                self._interpreter.arrive()
 
     def _restart(self) -> None:
         """Leave behind what belongs to other weights."""
@@ -847,7 +870,7 @@ class Worker:
         self, call: str = "", but: type[Exception] | tuple[()] = ()
     ) -> Iterator[None]:
         """Around the work of all ranks: any exception on one rank, other than `but`, closes all.
-        `call` is its name where it is a call of its own.
+        `call` is its name where it is a call of its own: no parameter is on its way in those.
 
         A rank that fails, or is interrupted, tells the others why and closes the connections that
         they wait on: half a step is not to be continued.
@@ -855,6 +878,8 @@ class Worker:
         self._check_open()
         self._watch.begin(call)
         try:
+            if call:
+                self._interpreter.arrive()
             yield
         except but:
             raise
@@ -874,7 +899,7 @@ class Worker:
 
     def _explained(self, error: Exception) -> Exception:
         """The exception that this rank raises for `error`, after telling the other ranks."""
-        stages: Mapping[int, Stage] = getattr(self, "stages", {})
+        stages: Mapping[int, Stage] = getattr(self, "_stages", {})
         return explain(error, self.rank, self.flight.place, stages.values(), self._watch)
 
     def _close(self, reason: str) -> None:

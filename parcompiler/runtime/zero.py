@@ -5,7 +5,8 @@
     data 1       w1        b1            those of its rows: a reduce-scatter
     data 2         w2        b2      [2] it updates these rows, with optimizer states and masters
                                          of them alone
-              w0 w1 w2  b0 b1 b2     [3] and all gather what the others have made of theirs
+              w0 w1 w2  b0 b1 b2     [3] and all gather what the others have made of theirs,
+                                         beside the next forward: each layer waits for its own
 
 Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1: 4 + 12/d bytes a parameter in mixed
 precision with Adam instead of 16, and as many bytes on the links as an all-reduce. Rows are those
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,10 +74,12 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class Arrival:
-    """A collective on its way; `wait` does `then` when it has ended, once."""
+    """A collective on its way, with so many bytes of memory; `wait` does `then` when it has ended,
+    once."""
 
     works: Sequence[Any]
     then: Callable[[], object]
+    nbytes: int = 0
     _waits: bool = True
 
     def is_completed(self) -> bool:
@@ -164,6 +167,7 @@ class DataParts:
                 "than this optimizer needs them: call worker.set_optimizer before worker.step"
             )
             raise InputError(message)
+        self.arrive()
         dtypes = {name: self.parameters[name].dtype for name in self.in_pieces}
         wholes = self.joined(self.parts, dtypes)
         self.whole = not self.whole
@@ -203,9 +207,8 @@ class DataParts:
             arrival = self._exchange(names, self.parts, self.parameters)
             self._arriving.append(({*names}, arrival))
 
-    def ready(self, j: int) -> Arrival | None:
-        """What to wait for until the parameters of a stage are whole; None where they are."""
-        needed = {*self._stages.get(j, ())}
+    def ready(self, needed: Set[str]) -> Arrival | None:
+        """What to wait for until these parameters are whole; None where they are."""
         behind = [k for k, (names, _) in enumerate(self._arriving) if names & needed]
         if not behind:
             return None
@@ -220,11 +223,15 @@ class DataParts:
             if not self._users[name]:
                 self._free(name)
 
-    def end(self) -> None:
-        """The end of a list: what it has left whole is free again."""
+    def arrive(self) -> None:
+        """Wait for all that is on its way."""
         for _, arrival in self._arriving:
             arrival.wait()
         self._arriving.clear()
+
+    def end(self) -> None:
+        """The end of a list: what it has left whole is free again."""
+        self.arrive()
         for name in +self._users:
             self._free(name)
         self._users.clear()
@@ -287,11 +294,23 @@ class DataParts:
             parameter.grad = None
 
     def gather(self) -> Iterator[Instruction]:
-        """Get the rows that the other data ranks have updated, line by line: yields each, and then
-        does it. A collective of the data ranks."""
+        """Start getting the rows that the other data ranks have updated, line by line: yields each,
+        and then starts it. A collective of the data ranks. `ready` and `arrive` wait for them.
+
+        What is on its way takes no more memory than the gradients that the step has freed.
+        """
+        self.arrive()
+        freed = self.parameters if self.level == 1 else self.parts
+        room, first = sum(tensor.nbytes for tensor in freed.values()), 0
         for line, names in self._behind.items():
             yield line
-            self._exchange(names, self.parts, self.parameters).wait()
+            arrival = self._exchange(names, self.parts, self.parameters)
+            self._arriving.append(({*names}, arrival))
+            room -= arrival.nbytes
+            while room < 0:
+                _, earlier = self._arriving[first]
+                earlier.wait()
+                room, first = room + earlier.nbytes, first + 1
 
     def joined(
         self, rows: Tensors, dtypes: Mapping[str, torch.dtype], *, keep: bool = True
@@ -322,7 +341,8 @@ class DataParts:
                     buffer.copy_(rows[name].view_as(buffer))
                 works.append(self._channels.give(buffer, self._ranks, home))
                 buffers[name] = buffer
-            return Arrival(works, lambda: self._copy_wholes(buffers, into))
+            size = sum(buffer.nbytes for buffer in buffers.values())
+            return Arrival(works, lambda: self._copy_wholes(buffers, into), size)
         memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
         segments, places = self._bucket(names, into[names[0]], memory)
         mine = [place for place in places if place.data == self._index]
@@ -330,7 +350,9 @@ class DataParts:
         if views and views[0].data_ptr() != rows[mine[0].name].data_ptr():
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
         works = self._channels.gather(segments, self._ranks)
-        return Arrival(works, lambda: self._copy_rows(segments, places, into))
+        own = memory and segments.data_ptr() == memory[0].data_ptr()
+        nbytes = 0 if own else segments.nbytes
+        return Arrival(works, lambda: self._copy_rows(segments, places, into), nbytes)
 
     def _serve(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
         """Start giving all data ranks what the first of them has."""
@@ -343,7 +365,8 @@ class DataParts:
                 buffer.copy_(rows[name].reshape(buffer.shape))
         work = self._channels.give(bucket, self._ranks, 0)
         there = not self._index and into is self.parameters
-        return Arrival([work], lambda: self._copy_wholes({} if there else buffers, into))
+        then = lambda: self._copy_wholes({} if there else buffers, into)  # noqa: E731
+        return Arrival([work], then, bucket.nbytes)
 
     def _copy_wholes(self, buffers: Tensors, into: Tensors) -> None:
         """Fill tensors with those that have come."""

@@ -49,7 +49,9 @@ class StageCost:
     `resident` are bytes of parameters, gradients, optimizer states and constants; the gradients
     among them are there from the `first` backward of a step on. `update` are added in the
     optimizer's step, which takes `step` seconds for its parameters. `gathered` are its parameters,
-    from when data ranks begin to make them whole until they are in parts again.
+    from when data ranks begin to make them whole until they are in parts again. `ready`
+    are the seconds behind the optimizer's step before which the first forward may not begin, if all
+    that it reads is to be gathered by then.
     A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 
@@ -69,6 +71,7 @@ class StageCost:
     trained: bool = True
     gathered: int = 0
     step: float = 0.0
+    ready: float = 0.0
 
     @property
     def early(self) -> int:

@@ -3,7 +3,9 @@
 A SEND does not hold its rank up, nor does a collective: they begin behind the task before them, on
 the lane of their link or group, and who needs them waits for their end. SHARE_LOSS is waited for
 where it stands. The optimizer's step stands in no list: it is a task of each rank that updates
-something (an UPDATE of no stage), behind all sums of all ranks and before what is gathered then.
+something (an UPDATE of no stage), behind all sums of all ranks. What data ranks gather of updated
+parameters begins with the step, as in a steady state it does behind the update before, and the
+first forward of a stage waits for what it needs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from parcompiler.timeline.memory import Buffer, Place
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
-ENDS = BEHIND | {Kind.SHARE_LOSS}  # collectives that are waited for
+GATHER = Kind.GATHER_PARAMETERS
+ENDS = (BEHIND | {Kind.SHARE_LOSS}) - {GATHER}  # collectives that are waited for
 GROUP = frozenset({Kind.BROADCAST, Kind.REDUCE, Kind.EXCHANGE})  # collectives of the vocabulary
 
 
@@ -47,7 +50,14 @@ class SendRecv(NamedTuple):
         return f"{name} mb {self.microbatch} from rank {self.source}"
 
 
-Exchange = SendRecv | Instruction  # an instruction is a collective
+class Ready(NamedTuple):
+    """From when on the first forward of a stage finds parameters there as early as it reads them,
+    though some are on their way when it begins."""
+
+    stage: int
+
+
+Exchange = SendRecv | Ready | Instruction  # an instruction is a collective
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,7 @@ class _RankTasks:
     unsharded: Counter[Instruction] = field(default_factory=Counter)  # how many alike there were
     gathered: dict[int | None, int] = field(default_factory=dict)  # what a stage waits for
     whole: dict[int | None, tuple[Exchange, int]] = field(default_factory=dict)  # since which task
+    begun: set[int | None] = field(default_factory=set)  # stages
 
 
 class _Builder:
@@ -200,8 +211,8 @@ class _Builder:
 
     def _parties(self, what: Exchange) -> int:
         """How many tasks take part in an exchange."""
-        if isinstance(what, SendRecv):
-            return 1
+        if not isinstance(what, Instruction):
+            return int(isinstance(what, SendRecv))
         return len(what.ranks or self.programs)
 
     def _exchange(self, what: Exchange, time: int = 0) -> int:
@@ -221,6 +232,7 @@ class _Builder:
     def _rank(self, at: _RankTasks, lines: Sequence[Instruction]) -> list[int]:
         """The tasks of one rank."""
         first = len(self.lines)
+        gathers = any(line.kind is GATHER for line in lines)
         leaving: dict[tuple[object, ...], list[int]] = {}
         behind = next((k for k, line in enumerate(lines) if line.kind in BEHIND), len(lines))
         for k, line in enumerate((*lines, None)):
@@ -233,6 +245,11 @@ class _Builder:
                 break
             if line.kind in WORK:
                 self._work(at, line)
+                if gathers and line.kind is Kind.FORWARD and line.stage not in at.begun:
+                    at.begun.add(line.stage)
+                    self.needs[at.last].append(self._exchange(Ready(line.stage or 0)))
+            elif line.kind is GATHER:
+                self.members[self._exchange(line) - self.size].append(START)
             elif line.kind is Kind.RECV:
                 self._post(at, line, message(at.rank, line))
             elif line.kind is Kind.SEND:
@@ -345,6 +362,8 @@ def _lanes(what: Exchange) -> tuple[object, ...]:
     """What an exchange occupies: one at a time on a link, in the group, of the sums of a rank."""
     if isinstance(what, SendRecv):
         return ((what.source, what.target),)
+    if isinstance(what, Ready):
+        return ()
     if what.kind in GROUP:
         return ("vocabulary",)
     if what.kind is Kind.UPDATE:

@@ -27,7 +27,15 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import BACKWARDS, BUCKETED, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.costs import StageCost, VocabularyCost, optimizer_seconds
 from parcompiler.timeline.memory import levels, memory
-from parcompiler.timeline.program import ENDS, Ends, Exchange, ProgramTasks, SendRecv, tasks_of
+from parcompiler.timeline.program import (
+    ENDS,
+    Ends,
+    Exchange,
+    ProgramTasks,
+    Ready,
+    SendRecv,
+    tasks_of,
+)
 from parcompiler.timeline.run import INFINITY, START, Moments, run
 from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
@@ -53,6 +61,8 @@ class TaskPrices:
         """Seconds of an instruction, or of an exchange."""
         if isinstance(what, SendRecv):
             return self.message_seconds(what)
+        if isinstance(what, Ready):
+            return self.costs[what.stage].ready
         if what.kind in BUCKETED or what.kind in (Kind.SHARE_LOSS, Kind.UNSHARD):
             return self.collective_seconds(what)
         match what.kind:
@@ -73,6 +83,8 @@ class TaskPrices:
 
     def size(self, what: Exchange) -> int:
         """Bytes of a message, or of what a collective leaves on a rank."""
+        if isinstance(what, Ready):
+            return 0
         if isinstance(what, Instruction) and what.kind is Kind.UNSHARD:
             assert what.stage is not None
             return self.costs[what.stage].gathered
@@ -244,7 +256,7 @@ def _events(program: ProgramTasks, moments: Moments) -> Iterator[TimelineEvent]:
             continue
         if isinstance(what, SendRecv):
             yield TimelineEvent(what.source, begin, end, _send(what))
-        else:
+        elif isinstance(what, Instruction):
             for rank in what.ranks or ranks:
                 yield TimelineEvent(rank, begin, end, what)
 
@@ -302,8 +314,8 @@ def _is_shown(program: ProgramTasks, x: int) -> bool:
 
 
 def _is_meeting(what: Exchange) -> bool:
-    """Whether an exchange says that all ranks are at the optimizer's step."""
-    return isinstance(what, Instruction) and what.kind is Kind.UPDATE
+    """Whether an exchange says that all ranks are at the optimizer's step, or parameters there."""
+    return isinstance(what, Ready) or (isinstance(what, Instruction) and what.kind is Kind.UPDATE)
 
 
 def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:
@@ -315,6 +327,7 @@ def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:
             program.members[x - program.tasks.size],
             program.exchanges[x - program.tasks.size],
         )
+        assert not isinstance(what, Ready)
         last = max(members, key=lambda task: 0.0 if task == START else moments.ends[task])
         rank = what.source if isinstance(what, SendRecv) else program.lines[last][0]
         line = _send(what) if isinstance(what, SendRecv) else what

@@ -1,6 +1,7 @@
 """Counts the bytes of parameters and of gradients that are in memory during a training step.
 
-Rank 0 prints a line of JSON for each.
+Rank 0 prints a line of JSON for each: with how many buckets of updated parameters are on their way
+behind the step, how many are when someone has looked at the parameters, and the loss then.
 """
 
 import json
@@ -19,10 +20,10 @@ def nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def measured(folder: str, batch: dict[str, torch.Tensor]) -> dict[str, int]:
+def measured(folder: str, batch: dict[str, torch.Tensor]) -> dict[str, float]:
     """The most bytes of parameters at any layer's forward, and of gradients at any moment when one
     is final."""
-    most = {"parameters": 0, "gradients": 0}
+    most: dict[str, float] = {"parameters": 0, "gradients": 0}
     with pc.load(folder).worker() as worker:
         worker.set_optimizer(torch.optim.SGD, lr=0.1)
         wholes = [p for stage in worker.stages.values() for p in stage.parameters()]
@@ -38,8 +39,14 @@ def measured(folder: str, batch: dict[str, torch.Tensor]) -> dict[str, int]:
         for parameter in wholes:
             parameter.register_post_accumulate_grad_hook(look)
         worker.train_step(batch)
+        parts = worker._interpreter.parts
+        most["coming"] = len(parts._arriving) if parts else 0
         look()
         most["resident"] = nbytes(tensors)
+        assert next(worker.named_parameters(), None)
+        most["late"] = len(parts._arriving) if parts else 0
+        worker.train_step(batch)
+        most["loss"] = worker.evaluate(batch).item()
         return most
 
 

@@ -31,6 +31,9 @@ PLANS: dict[str, tuple[pc.Mesh, dict[str, Any]]] = {
     "pipeline 2": (pc.Mesh(pipeline=2), {}),
     "tensor 2": (pc.Mesh(tensor=2), {}),
     "data 2": (pc.Mesh(data=2), {}),
+    "data 2, zero 1": (pc.Mesh(data=2), {"zero": 1}),
+    "data 2, zero 3": (pc.Mesh(data=2), {"zero": 3}),
+    "data 3, asynchronous": (pc.Mesh(data=3), {"updates": "asynchronous"}),
     "pipeline 2, vocab-2": (pc.Mesh(pipeline=2), SPREAD),
     "pipeline 2, pipedream": (pc.Mesh(pipeline=2), {"schedule": "pipedream"}),
     "pipeline 4": (pc.Mesh(pipeline=4), {}),
@@ -50,7 +53,11 @@ PLANS: dict[str, tuple[pc.Mesh, dict[str, Any]]] = {
     "pipeline 8": (pc.Mesh(pipeline=8), {}),
     "pipeline 4 x data 2, vocab-2": (pc.Mesh(pipeline=4, data=2), SPREAD),
 }  # fmt: skip
-EXAMPLES = [("pipeline 2 x tensor 2, vocab-2", 0), ("pipeline 2, vocab-2", 1)]
+EXAMPLES = [
+    ("pipeline 2 x tensor 2, vocab-2", 0),
+    ("pipeline 2, vocab-2", 1),
+    ("data 3, asynchronous", 1),
+]
 
 
 @pytest.fixture(scope="module")

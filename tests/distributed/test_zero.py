@@ -107,7 +107,7 @@ def test_shared_updates_are_those_of_every_rank(
         torch.testing.assert_close(shared.losses, alone.losses, rtol=1e-3, atol=0)
 
 
-def test_bytes_in_memory_are_those_of_the_level(
+def test_bytes_in_memory_and_on_their_way_are_those_of_the_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parcompiler.problem.BUCKET", 2**17)  # about a layer
@@ -130,6 +130,9 @@ def test_bytes_in_memory_are_those_of_the_level(
         assert most["parameters"] <= (parts + 3 * layer if zero == 3 else whole)
         assert most["resident"] <= (parts if zero == 3 else whole)
         assert most["gradients"] >= (whole if zero < 2 else whole // 2)
+        assert (most["coming"] > 2) == (zero in (1, 2))  # beside the next forward
+        assert most["late"] == 0
+        assert most["loss"] == pytest.approx(found[0]["loss"], rel=1e-5)
     assert len(found) == 1 + len(LEVELS)
 
 

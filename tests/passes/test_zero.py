@@ -8,6 +8,7 @@ import torch
 import parcompiler as pc
 from parcompiler import problem
 from parcompiler.device import device
+from parcompiler.instruction import Kind
 from parcompiler.models import gpt
 from parcompiler.passes import estimate
 
@@ -91,6 +92,21 @@ def test_what_a_level_takes_is_what_a_plan_with_it_takes() -> None:
         near = 0.02 if share.level < 3 else 0.05
         assert share.memory == pytest.approx(max(forced.peak_memory), rel=near)
         assert share.step == pytest.approx(forced.step_time, rel=near)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_updated_parameters_come_beside_the_first_forward(zero: int) -> None:
+    program = compiled(zero=zero)
+    timeline = program.simulate()
+    of_kind = {kind: [x for x in timeline.events if x.instruction.kind is kind] for kind in Kind}
+    gathers, forward = of_kind[Kind.GATHER_PARAMETERS], of_kind[Kind.FORWARD][0]
+    lines = [x for x in program.lowered.instructions[0] if x.kind is Kind.GATHER_PARAMETERS]
+    assert [event.instruction for event in gathers] == lines
+    assert len(lines) > 2
+    assert 0 == gathers[0].begin < gathers[0].end <= forward.begin  # what it reads first
+    assert forward.begin < gathers[-1].begin < gathers[-1].end < forward.end
+    waits = timeline.step_time - compiled(zero=0).simulate().step_time
+    assert waits < gathers[-1].end
 
 
 def test_tensors_that_no_operator_reads_count_with_the_first_stage() -> None:

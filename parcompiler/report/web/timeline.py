@@ -36,7 +36,7 @@ LANES = {  # what runs beside the compute
     "messages": (MESSAGES, GREY),
     "vocabulary": (TRANSFERS | {Kind.EXCHANGE}, GREEN),
     "gradients summed": (frozenset({Kind.REDUCE_GRADIENTS}), PURPLE),
-    "parameters gathered": (frozenset({Kind.UNSHARD}), PURPLE),
+    "parameters gathered": (frozenset({Kind.UNSHARD, Kind.GATHER_PARAMETERS}), PURPLE),
 }
 NAMES = {
     **WORDS,
