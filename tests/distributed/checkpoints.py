@@ -57,7 +57,9 @@ class Player:
         if "scale" in job:
             worker.loss_scale = job["scale"]
         self.loader = Loader(worker.data_rank)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(
+            self.optimizer, job.get("gamma", 0.9)
+        )
         self.extra = {"loader": self.loader, "scheduler": self.scheduler}
 
     def batch(self, seed: int) -> dict[str, torch.Tensor]:

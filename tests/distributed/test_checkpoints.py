@@ -1,6 +1,7 @@
 """Runs that were saved go on as if they had not been interrupted, under the plan that they had bit
 for bit, and under any other from the same tensors."""
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.runtime.checkpoint import folder as folders
+from parcompiler.verification.data_ranks import trained_in_order
+from parcompiler.verification.reference import Original, one_thread
 from tests.cli import models
 from tests.distributed import checkpoints, forked
 
@@ -71,14 +74,17 @@ class Case:
     def ranks(self) -> int:
         return self.pipeline * self.data * self.tensor
 
-    def export(self, path: Path) -> None:
+    def compiled(self) -> pc.Program:
         captured = programs(
             ROWS // 4 // self.data, self.dropout, self.options.get("precision"),
             tied=self.tied, normed=self.normed,
         )  # fmt: skip
         mesh = pc.Mesh(pipeline=self.pipeline, data=self.data, tensor=self.tensor)
         options = {"vocabulary": "whole", "stages": "even", "progress": False, **self.options}
-        pc.compile(captured, mesh, microbatches=4, **options).export(path)
+        return pc.compile(captured, mesh, microbatches=4, **options)
+
+    def export(self, path: Path) -> None:
+        self.compiled().export(path)
 
     def job(self, name: str, program: str, *actions: Any, **more: Any) -> dict[str, Any]:
         return {
@@ -106,6 +112,10 @@ RESUMED["server"] = Case(1, 4, options={"updates": "parameter-server"}, dropout=
 RESUMED["factors"] = Case(2, 2, options={"compression": "powersgd", "compression_rank": 2})
 RESUMED["zero-whole"] = Case(2, 2, options={"zero": 2}, optimizer="Adafactor")
 RESUMED["zero-pieces"] = Case(1, 4, options={"zero": 3, "precision": "bf16"}, dropout=0.1)
+SERVED = {
+    "served": Case(1, 2, options={"updates": "asynchronous", "staleness": 1}),
+    "alone": Case(),
+}
 WIDE = {"precision": "fp64"}
 DIVIDED = {
     "one": Case(options=WIDE),
@@ -201,8 +211,24 @@ def divided_jobs(pairs: Iterable[tuple[str, str]]) -> Iterable[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     jobs = [*resumed_jobs(RESUMED), *divided_jobs(CYCLE), *failing_jobs(), *script_jobs()]
-    jobs += elastic_jobs()
-    return Played(tmp_path_factory.mktemp("checkpoints"), RESUMED | DIVIDED, jobs)
+    jobs += [*elastic_jobs(), *served_jobs()]
+    return Played(tmp_path_factory.mktemp("checkpoints"), RESUMED | SERVED | DIVIDED, jobs)
+
+
+def served_jobs() -> Iterable[dict[str, Any]]:
+    """A run whose data ranks do not wait for each other, interrupted; and another plan's."""
+    actions: dict[str, list[Any]] = {
+        "first": [["train", STEPS], ["save", "served/mids"]],
+        "second": [
+            ["load", "served/mids"], ["save", "served/same"],
+            ["train", STEPS], ["save", "served/ends"],
+        ],
+        "alone": [["load", "served/mids"], ["save", "served/alone"], ["train", 1]],
+    }  # fmt: skip
+    for name, played in actions.items():
+        program = "alone" if name == "alone" else "served"
+        more = {"gamma": 1.0, "no_loader": name == "alone"}
+        yield SERVED[program].job(f"served-{name}", program, *played, **more)
 
 
 def failing_jobs() -> Iterable[dict[str, Any]]:
@@ -316,6 +342,32 @@ def check_resumed(played: Played, name: str) -> None:
     assert_equal(ends, again)
     assert ends.facts["extra"] == again.facts["extra"]
     assert ends.facts["seeds"] == again.facts["seeds"]
+
+
+def test_an_asynchronous_run_goes_on_and_is_repeated_from_its_record_to_the_bit(
+    played: Played,
+) -> None:
+    played.losses(*(f"served-{name}" for name in ("first", "second", "alone")))
+    mids, same, ends, alone = (
+        played.checkpoint(f"served/{name}") for name in ("mids", "same", "ends", "alone")
+    )
+    assert_equal(mids, same)
+    early, record = (one.whole("rank 0 arrivals/").tolist() for one in (mids, ends))
+    assert record[: len(early)] == early
+    assert [record.count(r) for r in (0, 1)] == [2 * STEPS] * 2
+    program, batches = SERVED["served"].compiled(), []
+    for seed in range(2 * STEPS):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+        batches.append({item.key: rows for item in program.problem.graph.inputs})
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
+    with one_thread(), Original(program, 0, None) as original:
+        again = trained_in_order(original, program.lowered, batches, optimizer, record).state
+    stored = {name.removeprefix("model/") for name in ends.entries if name.startswith("model/")}
+    assert stored
+    for name in stored:
+        assert torch.equal(ends.whole(f"model/{name}"), again[name]), name
+        assert torch.equal(alone.whole(f"model/{name}"), mids.whole(f"model/{name}")), name
 
 
 def test_statistics_of_data_ranks_are_kept_apart(played: Played) -> None:
