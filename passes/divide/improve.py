@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from operator import truediv
 
 from parcompiler.passes.divide.ledger import DivisionCosts
 from parcompiler.passes.divide.runs import even_runs, lean_runs
@@ -59,8 +60,7 @@ def slim_runs(task: DivisionTask) -> tuple[int, ...]:
     """Runs whose largest share of a memory limit is small."""
 
     def shares(book: DivisionCosts) -> tuple[float, ...]:
-        parts = (book.memory(rank) / size for rank, size in enumerate(task.room))
-        return tuple(sorted(parts, reverse=True))
+        return tuple(sorted(map(truediv, book.memory(), task.room), reverse=True))
 
     book = DivisionCosts(task, lean_runs(task))
     if task.each > 1:

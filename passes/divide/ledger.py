@@ -27,7 +27,8 @@ class DivisionCosts:
         self._moments: list[Counter[int]] = [Counter() for _ in range(task.ranks)]
         self._squares = 0
         self._is_ample = task.most <= min(task.room)
-        self._above: list[int | None] = [None] * task.ranks  # bytes above the limit, if known
+        self._memory, self._excess = [*task.room], 0
+        self._touched = set(range(task.ranks))  # ranks whose memory may have changed
         self._consumers = [[0] * task.stages for _ in task.flows]
         for i, j in enumerate(stage_of):
             self._compute(i, j, 1)
@@ -50,22 +51,23 @@ class DivisionCosts:
         self.at[i] = j
         self._receives(i, ranks, 1)
 
-    def memory(self, rank: int) -> int:
-        """Bytes on a rank when it is fullest."""
-        saved = [self.saved[j] for j in self.task.on[rank]]
-        moments = self.task.held[rank]
-        most: int = max([sum(map(mul, counts, saved)) for counts in moments])
-        return self.fixed[rank] + most
+    def memory(self) -> list[int]:
+        """Bytes on each rank when it is fullest."""
+        task, found = self.task, self._memory
+        for rank in self._touched:
+            saved = [self.saved[j] for j in task.on[rank]]
+            most: int = max([sum(map(mul, counts, saved)) for counts in task.held[rank]])
+            size = self.fixed[rank] + most
+            self._excess += max(0, size - task.room[rank]) - max(0, found[rank] - task.room[rank])
+            found[rank] = size
+        self._touched.clear()
+        return found
 
     def excess(self) -> int:
         """Bytes that the ranks take above their limits."""
-        if self._is_ample:
-            return 0
-        above = self._above
-        for rank, known in enumerate(above):
-            if known is None:
-                above[rank] = max(0, self.memory(rank) - self.task.room[rank])
-        return sum(filter(None, above))
+        if not self._is_ample:
+            self.memory()
+        return self._excess
 
     def objective(self) -> int:
         """Units of a step, times the stages per rank."""
@@ -117,9 +119,9 @@ class DivisionCosts:
         self.fixed[rank] += max(moments, default=0) - before
 
     def _take(self, j: int, rank: int, units: int) -> None:
-        """Add units of time to a stage; what was known of the memory of its rank is so no more."""
+        """Add units of time to a stage; the memory of its rank may change with it."""
         before = self.seconds[j]
         self.seconds[j] = before + units
         self._squares += units * (2 * before + units)
         self.busy[rank] += units
-        self._above[rank] = None
+        self._touched.add(rank)

@@ -32,7 +32,7 @@ def test_a_ledger_remembers_what_a_new_one_finds() -> None:
             new = DivisionCosts(task, book.at)
             assert book.excess() == new.excess()
             assert book.squares() == new.squares() == sum(s * s for s in book.seconds)
-            assert [book.memory(r) for r in range(2)] == [new.memory(r) for r in range(2)]
+            assert book.memory() == new.memory()
 
 
 def test_a_run_is_what_its_blocks_are_as_a_stage() -> None:
@@ -45,4 +45,4 @@ def test_a_run_is_what_its_blocks_are_as_a_stage() -> None:
         runs(first, 9)  # longer runs may be asked for first
         for j, (a, b) in enumerate([(0, first), (first, second), (second, 9)]):
             assert runs.seconds(j, a, b) == book.seconds[j]
-            assert runs(a, b).memory(task.in_flight[j]) == book.memory(j)
+            assert runs(a, b).memory(task.in_flight[j]) == book.memory()[j]
