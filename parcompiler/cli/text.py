@@ -4,14 +4,15 @@
     a saved data set    of the package datasets: its column "text", or "input_ids"
     tokens.bin          tokens already
 
-The tokenizer is the package tokenizers'; a text without one is taken byte by byte.
+The tokenizer is the package tokenizers'; a text without one is taken byte by byte. Texts are read
+piece by piece, each time that they are needed: they may be larger than the memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from parcompiler.runtime.tokens import columns, described, write_tokens
 
 KINDS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl")
 END = "<|endoftext|>"  # between texts
+PIECE = 2**20  # characters of a text that are read at once, to the end of their line
+BATCH = 64  # pieces that are encoded at once
+Piece = tuple[str, bool]  # of a text, and whether it is the last
 
 
 def tokens_of(
@@ -42,8 +46,10 @@ def tokens_of(
     beside = (beside if beside.is_dir() else beside.parent) / "tokenizer.json"
     if tokenizer is None and model.startswith(HF) and beside.exists():
         tokenizer = beside
-    texts = [*_texts(data)]
-    digest = hashlib.sha256(json.dumps([texts, size]).encode())
+    digest, characters = hashlib.sha256(str(size).encode()), 0
+    for text, ends in _texts(data):
+        digest.update(text.encode() + b"\0" * ends)
+        characters += len(text)
     digest.update(tokenizer.read_bytes() if tokenizer is not None else b"")
     if target.exists():
         try:
@@ -51,21 +57,20 @@ def tokens_of(
                 return target.absolute()
         except InputError:
             pass
-    found = torch.tensor(_encoded(texts, tokenizer, size, save), dtype=torch.int64)
-    write_tokens(target, found, of=digest.hexdigest())
+    pieces, below = _encoded(data, tokenizer, size, save)
+    count = write_tokens(target, pieces, below, of=digest.hexdigest())
     if not quiet:
         import click
 
-        characters = sum(map(len, texts))
-        click.echo(f"tokens: {len(found):,} of {characters:,} characters", err=True)
+        click.echo(f"tokens: {count:,} of {characters:,} characters", err=True)
     return target.absolute()
 
 
-def _texts(data: Sequence[Path]) -> Iterator[str]:
-    """All texts, in order."""
+def _texts(data: Sequence[Path]) -> Iterator[Piece]:
+    """The pieces of all texts, in order."""
     for path in data:
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            yield from _of_datasets(path)
+            yield from ((text, True) for text in _of_datasets(path))
             continue
         files = [path]
         if path.is_dir():
@@ -75,10 +80,20 @@ def _texts(data: Sequence[Path]) -> Iterator[str]:
             raise InputError(message)
         for file in files:
             try:
-                yield file.read_text(encoding="utf-8")
+                yield from _pieces(file)
             except (OSError, UnicodeDecodeError) as error:
                 message = f"cannot read {file} as text ({error}): give UTF-8, or a file of tokens"
                 raise InputError(message) from error
+
+
+def _pieces(file: Path) -> Iterator[Piece]:
+    """A file in pieces that end with a line."""
+    with file.open(encoding="utf-8") as opened:
+        piece = opened.read(PIECE) + opened.readline()
+        while piece:
+            following = opened.read(PIECE) + opened.readline()
+            yield piece, not following
+            piece = following
 
 
 def _of_datasets(path: Path) -> Iterator[str]:
@@ -97,9 +112,10 @@ def _of_datasets(path: Path) -> Iterator[str]:
 
 
 def _encoded(
-    texts: Sequence[str], tokenizer: Path | None, size: int | None, save: Path
-) -> list[int]:
-    """The tokens of texts, the end of each marked where the tokenizer can."""
+    data: Sequence[Path], tokenizer: Path | None, size: int | None, save: Path
+) -> tuple[Iterator[torch.Tensor], int]:
+    """The tokens of texts, the end of each marked where the tokenizer can, and what all of them are
+    below."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -109,18 +125,24 @@ def _encoded(
         if size is not None and size < 256:
             message = f"bytes are 256 tokens, and the model has {size}: install tokenizers"
             raise InputError(message) from error
-        return [byte for text in texts for byte in text.encode()]
-    made = _trained(texts, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
+        in_bytes = (torch.tensor([*text.encode()]) for text, _ in _texts(data))
+        return in_bytes, 256
+    made = _trained(data, size) if tokenizer is None else Tokenizer.from_file(str(tokenizer))
     made.save(str(save / "tokenizer.json"))
-    end = made.token_to_id(END)
-    return [
-        number
-        for encoding in made.encode_batch(list(texts))
-        for number in [*encoding.ids, *([] if end is None else [end])]
-    ]
+    return _by(made, _texts(data)), max(made.get_vocab().values()) + 1
 
 
-def _trained(texts: Sequence[str], size: int | None) -> Any:
+def _by(tokenizer: Any, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    """The tokens of pieces, some at once."""
+    pieces, end = iter(pieces), tokenizer.token_to_id(END)
+    while some := [*islice(pieces, BATCH)]:
+        encodings = tokenizer.encode_batch([text for text, _ in some])
+        for encoding, (_, ends) in zip(encodings, some, strict=True):
+            mark = [end] if ends and end is not None else []
+            yield torch.tensor([*encoding.ids, *mark], dtype=torch.int64)
+
+
+def _trained(data: Sequence[Path], size: int | None) -> Any:
     """A byte-pair encoding of a text, with as many tokens as the model knows."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -138,5 +160,5 @@ def _trained(texts: Sequence[str], size: int | None) -> Any:
         vocab_size=min(size, 2**15), initial_alphabet=ByteLevel.alphabet(), special_tokens=[END],
         show_progress=False,
     )  # fmt: skip
-    made.train_from_iterator(texts, trainer)
+    made.train_from_iterator((text for text, _ in _texts(data)), trainer)
     return made

@@ -96,11 +96,14 @@ def train_command(
     program = save / "program"
     model = request["model"] or ""
     shifts = model.startswith(HF)
+    from parcompiler.runtime.joining import place
+
+    rank, size = place() or (0, 0)  # 0 ranks: a process that starts them itself
     started = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     names = [os.environ[name] for name in started if name in os.environ] or [str(os.getpid())]
     ready = save / f".ready-{'-'.join(names)}"
-    size = 0
-    if os.environ.get("RANK", "0") == "0":
+    ranks = 0
+    if rank == 0:
         ready.unlink(missing_ok=True)
         with output.writing(save):
             save.mkdir(parents=True, exist_ok=True)
@@ -111,7 +114,7 @@ def train_command(
         profiled(profile, steps)  # refuses steps that there are not, before anything is compiled
         torch.manual_seed(seed)
         made = compiled(settings, real=pretrained is None, **request)
-        report, size = made.report(), made.problem.mesh.size
+        report, ranks = made.report(), made.problem.mesh.size
         with output.writing(program):
             made.write(
                 program, report, weights=True if pretrained is None else pretrained,
@@ -141,15 +144,15 @@ def train_command(
     arguments += ["--tensorboard", save / "tensorboard"] if tensorboard else []
     arguments += ["--profile", profile] if profile else []
     line = [str(program / "main.py"), *map(str, arguments)]
-    if "RANK" in os.environ:
+    if size:
         sys.argv = line
         sys.path.insert(0, str(program))  # as Python does for a script
         runpy.run_path(line[0], run_name="__main__")
-        if size:  # the others have read it: all have trained
+        if rank == 0:  # the others have read it: all have trained
             ready.unlink(missing_ok=True)
         return DONE
     ready.unlink()
-    code = _ranks(line, size)
+    code = _ranks(line, ranks)
     tokenizer_file = save / "tokenizer.json"
     if code == DONE and tokenizer_file.exists():
         shutil.copy(tokenizer_file, save / "weights" / "tokenizer.json")

@@ -16,7 +16,7 @@ from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
 from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.files import loading
-from parcompiler.runtime.joining import rank_among, rank_device
+from parcompiler.runtime.joining import place, rank_among, rank_device
 from parcompiler.runtime.metrics import Metrics
 from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
@@ -81,6 +81,7 @@ __all__ = [
     "own_draws",
     "own_experts",
     "piece",
+    "place",
     "rank_among",
     "rank_device",
     "recomputed",

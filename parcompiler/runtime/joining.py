@@ -1,8 +1,14 @@
-"""How a process becomes a rank: its device, and torch.distributed from torchrun's environment."""
+"""How a process becomes a rank: its device, and torch.distributed from its environment.
+
+torchrun and a PyTorchJob of Kubeflow say RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what srun
+says of a task is put into these words.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -12,6 +18,8 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.program import RankProgram
 
 OVERRIDE = "PARCOMPILER_DEVICE"
+PORTS = range(15_000, 30_000)  # below those that systems give to clients
+_FIRST_NODE = re.compile(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)")  # of gpu[003-006,010],other
 _STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by where its ranks meet
 
 
@@ -68,10 +76,13 @@ def current_rank(size: int) -> int:
 
 
 def place() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks, as torchrun says; None where it says nothing.
+    """This process's rank and the number of ranks, as what started it says; None for a process
+    that was started alone.
 
     Raises LaunchError when they are no numbers.
     """
+    if "RANK" not in os.environ:
+        os.environ.update(_of_srun(os.environ))
     if "RANK" not in os.environ:
         return None
     rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "")
@@ -82,6 +93,27 @@ def place() -> tuple[int, int] | None:
         )
         raise LaunchError(message)
     return int(rank), int(size)
+
+
+def _of_srun(given: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task of several that srun has started; none for other processes,
+    such as the script of a batch job.
+
+    The ranks meet at the first node of the step, at a port that its job and step say.
+    """
+    size, nodes = given.get("SLURM_STEP_NUM_TASKS", ""), given.get("SLURM_STEP_NODELIST", "")
+    first = _FIRST_NODE.match(nodes)
+    if not size.isdecimal() or int(size) < 2 or first is None or "SLURM_PROCID" not in given:
+        return {}
+    numbers = [int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    alone = "SLURM_GPUS_PER_TASK" in given  # a task sees its own devices, counted from 0
+    return {
+        "RANK": given["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": "0" if alone else given.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": given.get("MASTER_ADDR") or "".join(filter(None, first.groups())),
+        "MASTER_PORT": given.get("MASTER_PORT") or str(PORTS[sum(numbers) % len(PORTS)]),
+    }
 
 
 def rank_among(ranks: range) -> int:

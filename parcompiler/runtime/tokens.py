@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,34 @@ DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int
 LABELS = ("next", "same")
 
 
-def write_tokens(path: Path, tokens: torch.Tensor, **facts: object) -> None:
-    """Write a file of tokens, in the narrowest integers that hold them; `facts` are kept in the
-    JSON beside it."""
-    most = int(tokens.max()) if len(tokens) else 0
-    kind = next(name for name, dtype in DTYPES.items() if most <= torch.iinfo(dtype).max)
-    data = tokens.to(DTYPES[kind]).contiguous()
-    size = data.nbytes
-    path.write_bytes(bytes((ctypes.c_char * size).from_address(data.data_ptr())))
-    described = {"dtype": kind, "tokens": len(data), "largest": most, **facts}
-    Path(f"{path}.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+def write_tokens(
+    path: Path, tokens: torch.Tensor | Iterable[torch.Tensor], below: int | None = None,
+    **facts: object,
+) -> int:  # fmt: skip
+    """Write a file of tokens, in the narrowest integers that hold them; returns their number.
+
+    They may come piece by piece; then the integers hold those `below` a number (None: of 32 bits).
+    `facts` are kept in the JSON beside the file. Raises InputError for a token that is not below.
+    """
+    if isinstance(tokens, torch.Tensor):
+        below = int(tokens.max()) + 1 if len(tokens) else 1
+        tokens = [tokens]
+    below = below or torch.iinfo(torch.int32).max
+    kind = next(name for name, dtype in DTYPES.items() if below - 1 <= torch.iinfo(dtype).max)
+    beside, count, largest = Path(f"{path}.json"), 0, 0
+    beside.unlink(missing_ok=True)  # written last: without it this is no file of tokens
+    with path.open("wb") as file:
+        for piece in tokens:
+            largest = max(largest, int(piece.max()) if len(piece) else 0)
+            if largest >= below:
+                message = f"token {largest} of {path} is not below {below}"
+                raise InputError(message)
+            data = piece.to(DTYPES[kind]).contiguous()
+            file.write(bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr())))
+            count += len(data)
+    described = {"dtype": kind, "tokens": count, "largest": largest, **facts}
+    beside.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return count
 
 
 class TokenRows(Dataset[dict[str, torch.Tensor]]):

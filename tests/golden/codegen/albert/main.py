@@ -5,16 +5,16 @@
 The rank scripts stand beside this file; README.md says who does what.
 """
 
-import os
 import runpy
 from pathlib import Path
 
-from parcompiler.runtime import loading, run
+from parcompiler.runtime import loading, place, run
 
-rank = os.environ.get("RANK", "")
-if not rank.isdecimal():
+here = place()  # as torchrun, srun or a PyTorchJob says
+if here is None:
     raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
-if int(rank) >= 2:
+rank, _ = here
+if rank >= 2:
     raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
 script = Path(__file__).parent / f"rank_{rank}.py"
 with loading(script):

@@ -5,18 +5,18 @@
 The rank scripts stand beside this file; README.md says who does what.
 """
 
-import os
 import runpy
 from pathlib import Path
 
-from parcompiler.runtime import loading, run
+from parcompiler.runtime import loading, place, run
 
-rank = os.environ.get("RANK", "")
-if not rank.isdecimal():
+here = place()  # as torchrun, srun or a PyTorchJob says
+if here is None:
     raise SystemExit("start this with torchrun --nproc-per-node 4 main.py")
-if int(rank) >= 4:
+rank, _ = here
+if rank >= 4:
     raise SystemExit(f"this program has 4 ranks, there is no rank {rank}")
-first = int(rank) // 2 * 2  # of the ranks that share a script
+first = rank // 2 * 2  # of the ranks that share a script
 script = Path(__file__).parent / f"rank_{first}.py"
 with loading(script):
     worker = runpy.run_path(str(script))["worker"]
