@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import parcompiler as pc
+from parcompiler import prices
+from parcompiler.cost import Operation, roofline
+from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device, Link, device
+from parcompiler.instruction import BEHIND, Instruction, Kind
 from parcompiler.models import bert, gpt, llama, resnet
+from parcompiler.passes.shard.local import local
+from parcompiler.timeline import Timeline, free, simulate_lowered
 
+# Of 512: Wikipedia's sequences have 256 tokens in the mean (Krell et al. 2021, arXiv 2107.02027),
+# and are padded to the next multiple of 64.
+BINNED = 288
 ROOM = 10**15  # bytes of a device: whether a published run fits is not asked
 
 
@@ -25,6 +34,11 @@ class Run:
     """One published row: what ran, on which ranks, and the seconds of a step.
 
     `degrees` are tensor, pipeline and data; `batch` the rows of a micro-batch and how many of them.
+    With "selective" recomputation the core of attention, in memory, runs again in the backward.
+    `overlaps` says what the source lets run beside compute: sums of "gradients", which our runtime
+    does, gathers of "parameters" beside the next forward and collectives of "tensor" ranks beside
+    the products next to them, which it does not. Steps `follow` each other without waiting for all
+    ranks where the source validates norms behind the update.
     """
 
     source: str
@@ -40,6 +54,9 @@ class Run:
     precision: str = "fp16"
     fused: bool = True  # attention in one kernel
     zero: int = 0
+    schedule: str = "1f1b"
+    overlaps: tuple[str, ...] = ()
+    follow: bool = False
     network: float | None = None  # bytes per s of a device, where it is not the catalogue's
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -49,24 +66,32 @@ def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -
     return {**sizes, "sequence": sequence}
 
 
-NARAYANAN = {"recompute": "full", "fused": False}
-BLOOM = {**NARAYANAN, "zero": 1, "network": 6.25e9}
-H100 = {"device": "h100", "precision": "bf16", "zero": 1}
+MEGATRON: dict[str, Any] = {"dropout": 0.1}  # of attention and layers: Megatron-LM's defaults
+NARAYANAN: dict[str, Any] = {"recompute": "full", "fused": False}
+SELECTIVE: dict[str, Any] = {"recompute": "selective", "fused": False}
+BLOOM: dict[str, Any] = {**NARAYANAN, "zero": 1, "network": 6.25e9}
+H100: dict[str, Any] = {
+    "device": "h100", "precision": "bf16", "zero": 1,
+    "overlaps": ("gradients", "parameters", "tensor"),
+}  # fmt: skip
+NVIDIA: dict[str, Any] = {"overlaps": ("gradients",)}
+QI_6B = _gpt(30, 4096, 32, 50304, 1024) | {"tied": False}
+QI_28B = _gpt(62, 6144, 48, 50304, 1024) | {"tied": False}
 WIDE = _gpt(72, 14336, 64, 250880, 2048)
 
 RUNS = (
-    Run("narayanan2021", "1.7B", "gpt", _gpt(24, 2304, 24, 51200, 2048), (1, 1, 32), (16, 1),
-        3.528, **NARAYANAN),
-    Run("narayanan2021", "18B", "gpt", _gpt(40, 6144, 48, 51200, 2048), (8, 1, 32), (8, 4),
-        9.399, **NARAYANAN),
-    Run("narayanan2021", "145B", "gpt", _gpt(80, 12288, 96, 51200, 2048), (8, 8, 24), (2, 48),
-        24.817, virtual=2, **NARAYANAN),
-    Run("korthikanti2022", "22B full", "gpt", _gpt(48, 6144, 64, 51200, 2048), (8, 1, 1), (4, 1),
-        1.420, **NARAYANAN),
-    Run("korthikanti2022", "22B selective", "gpt", _gpt(48, 6144, 64, 51200, 2048), (8, 1, 1),
-        (4, 1), 1.100),
-    Run("korthikanti2022", "530B selective", "gpt", _gpt(105, 20480, 128, 51200, 2048),
-        (8, 35, 1), (1, 280), 37.830, virtual=3),
+    Run("narayanan2021", "1.7B", "gpt", _gpt(24, 2304, 24, 51200, 2048) | MEGATRON, (1, 1, 32),
+        (16, 1), 3.528, **NARAYANAN),
+    Run("narayanan2021", "18B", "gpt", _gpt(40, 6144, 48, 51200, 2048) | MEGATRON, (8, 1, 32),
+        (8, 4), 9.399, **NARAYANAN),
+    Run("narayanan2021", "145B", "gpt", _gpt(80, 12288, 96, 51200, 2048) | MEGATRON, (8, 8, 24),
+        (2, 48), 24.817, virtual=2, **NARAYANAN),
+    Run("korthikanti2022", "22B full", "gpt", _gpt(48, 6144, 64, 51200, 2048) | MEGATRON,
+        (8, 1, 1), (4, 1), 1.420, **NARAYANAN),
+    Run("korthikanti2022", "22B selective", "gpt", _gpt(48, 6144, 64, 51200, 2048) | MEGATRON,
+        (8, 1, 1), (4, 1), 1.100, **SELECTIVE),
+    Run("korthikanti2022", "530B selective", "gpt", _gpt(105, 20480, 128, 51200, 2048) | MEGATRON,
+        (8, 35, 1), (1, 280), 37.830, virtual=3, **SELECTIVE),
     Run("megatron_h100_2024", "7.1B", "gpt", _gpt(30, 4096, 32, 131072, 4096), (2, 1, 48), (2, 2),
         0.800, **H100),
     Run("megatron_h100_2024", "70B", "gpt", _gpt(84, 8192, 64, 131072, 4096), (8, 2, 48), (1, 8),
@@ -75,17 +100,100 @@ RUNS = (
         (1, 32), 8.399, **H100),
     Run("llama3_2024", "405B", "llama",
         {**_gpt(126, 16384, 128, 128256, 8192), "kv_heads": 8, "ffn": 53248}, (8, 16, 128),
-        (1, 16), 6.494, virtual=8, device="h100", precision="bf16", zero=1),
+        (1, 16), 6.494, virtual=8, **{**H100, "overlaps": ("gradients", "parameters")}),
     Run("bloom2022", "TP8 PP12", "gpt", WIDE, (8, 12, 4), (4, 128), 117.070, **BLOOM),
     Run("bloom2022", "TP4 PP12", "gpt", WIDE, (4, 12, 8), (2, 128), 110.480, **BLOOM),
     Run("bloom2022", "TP2 PP12", "gpt", WIDE, (2, 12, 16), (2, 64), 112.500, **BLOOM),
     Run("bloom2022", "TP1 PP48", "gpt", _gpt(96, 12288, 64, 250880, 2048), (1, 48, 8), (1, 256),
         142.170, **BLOOM),
-    Run("deeplearningexamples", "BERT-large", "bert", {"sequence": 512, "dropout": 0.1},
-        (1, 1, 8), (32, 128), 19.776),
+    Run("qi2023", "6.2B 1F1B", "gpt", QI_6B, (1, 8, 1), (3, 24),
+        24 * 3 / 8 / 3.50),
+    Run("qi2023", "6.2B ZB-1p", "gpt", QI_6B, (1, 8, 1), (3, 24),
+        24 * 3 / 8 / 3.88, schedule="zb-h1", follow=True),
+    Run("qi2023", "6.2B ZB-2p", "gpt", QI_6B, (1, 8, 1), (3, 24),
+        24 * 3 / 8 / 4.32, schedule="zb-h2", follow=True),
+    Run("qi2023", "28.3B 1F1B", "gpt", QI_28B, (1, 32, 1), (1, 96),
+        96 / 32 / 0.76),
+    Run("qi2023", "28.3B ZB-1p", "gpt", QI_28B, (1, 32, 1), (1, 96),
+        96 / 32 / 0.87, schedule="zb-h1", follow=True),
+    Run("qi2023", "28.3B ZB-2p", "gpt", QI_28B, (1, 32, 1), (1, 96),
+        96 / 32 / 0.99, schedule="zb-h2", follow=True),
+    Run("qi2023", "28.3B ZB-V", "gpt", QI_28B, (1, 32, 1), (2, 96),
+        96 * 2 / 32 / 1.01, schedule="zb-v", follow=True),
+    Run("deeplearningexamples", "BERT-large 128", "bert",
+        {"sequence": 128, "dropout": 0.1, "masked": 20}, (1, 1, 8), (256, 32), 65536 / 4591,
+        fused=False, **NVIDIA),
+    Run("deeplearningexamples", "BERT-large 512", "bert",
+        {"sequence": BINNED, "dropout": 0.1, "masked": BINNED * 15 // 100}, (1, 1, 8), (32, 128),
+        19.776, fused=False, **NVIDIA),
+    Run("deeplearningexamples", "ResNet-50, one", "resnet", {"sequence": 224}, (1, 1, 1), (256, 1),
+        256 / 2470),
     Run("deeplearningexamples", "ResNet-50", "resnet", {"sequence": 224}, (1, 1, 8), (256, 1),
-        0.123),
+        0.123, **NVIDIA),
 )  # fmt: skip
+
+
+class MaskedBERT(bert.BERT):
+    """BERT whose head predicts masked positions alone, as the authors' does."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        """`positions` are among those of all rows, `labels` are theirs."""
+        x = self.embeddings(tokens, torch.zeros_like(tokens))
+        for layer in self.layers:
+            x = layer(x, None)
+        x = x.flatten(0, 1)[positions]
+        return F.cross_entropy(self.head(self.norm(F.gelu(self.dense(x)))), labels)
+
+
+def as_published(run: Run, made: pc.Program) -> Timeline:
+    """The step of a program with what the source overlaps in the place of what our runtime does."""
+    problem, plan, lowered = local(made.problem, made.plan), made.plan, made.lowered
+    sums = prices.collective_seconds(made.problem, lowered)
+    costs = list(prices.stage_costs(problem, plan, lowered))
+    forward = [0.0] * made.problem.mesh.pipeline  # of the first micro-batch
+    for stage, cost in zip(lowered.stages, costs, strict=True):
+        forward[stage.rank] += cost.forward
+    gathers = [line for own in lowered.instructions for line in own if line.kind in BEHIND]
+    total = [sum(sums(line) for line in gathers if line.ranks == (r,)) for r in range(len(forward))]
+
+    def seconds(line: Instruction) -> float:
+        if line.kind is not Kind.GATHER_PARAMETERS or "parameters" not in run.overlaps:
+            return sums(line)
+        rank = line.ranks[0]
+        return sums(line) * max(0.0, 1 - forward[rank] / total[rank])
+
+    priced = problem.under(plan)
+    traced = {block.name: c for block, c in zip(priced.cut.blocks, priced.costs, strict=True)}
+    for j, stage in enumerate(lowered.stages):
+        more = [0.0, 0.0]
+        for call in stage.calls:
+            cost = traced[call.block.name]
+            if "tensor" in run.overlaps:  # all but the first of as many pieces as ranks
+                for side, operations in enumerate((cost.forward, cost.backward)):
+                    own = [one for one in operations if one.kind == EXCHANGE]
+                    hidden = roofline.seconds(own, problem.device) * (1 - 1 / run.degrees[0])
+                    more[side] -= hidden
+            if run.recompute == "selective":
+                more[1] += roofline.seconds(_core(run, cost.forward), problem.device)
+        costs[j] = dataclasses.replace(
+            costs[j], forward=costs[j].forward + more[0], backward=costs[j].backward + more[1]
+        )
+    left = prices.left_seconds(problem, plan, lowered) if "gradients" in run.overlaps else free
+    return simulate_lowered(
+        lowered, costs, prices.message_seconds(made.problem, lowered),
+        collective_seconds=seconds, left_seconds=left,
+    )  # fmt: skip
+
+
+def _core(run: Run, operations: Sequence[Operation]) -> list[Operation]:
+    """The operators of attention that read or write all scores, of 2 bytes; no linear layers."""
+    heads = run.sizes["heads"] // run.degrees[0]
+    scores = 2 * run.batch[0] * heads * run.sizes["sequence"] ** 2
+    others = "aten.mm.default", "aten.addmm.default"
+    return [
+        one for one in operations
+        if one.kind != EXCHANGE and one.nbytes >= scores and one.name not in others
+    ]  # fmt: skip
 
 
 def program(run: Run) -> pc.Program:
@@ -99,11 +207,11 @@ def program(run: Run) -> pc.Program:
             mesh,
             inputs,
             microbatches=run.batch[1],
-            schedule="interleaved" if run.virtual > 1 else "1f1b",
+            schedule="interleaved" if run.virtual > 1 else run.schedule,
             virtual_stages=run.virtual,
             stages="even",
             vocabulary="whole",
-            recompute=run.recompute,
+            recompute="none" if run.recompute == "selective" else run.recompute,
             precision=run.precision,
             zero=run.zero if data > 1 else 0,
             progress=False,
@@ -128,11 +236,13 @@ def _model(run: Run) -> tuple[torch.nn.Module, tuple[Tensor, ...]]:
             return model, (torch.empty(rows, 3, sequence, sequence), torch.zeros(rows).long())
         tokens = torch.zeros(rows, sequence, dtype=torch.long)
         if run.kind == "bert":
-            sizes = dataclasses.replace(bert.PRESETS["large"], **run.sizes)
-            return bert.BERT(sizes), (tokens, tokens)
+            sizes = {name: size for name, size in run.sizes.items() if name != "masked"}
+            positions = torch.zeros(rows * run.sizes["masked"], dtype=torch.long)
+            large = dataclasses.replace(bert.PRESETS["large"], **sizes)
+            return MaskedBERT(large), (tokens, positions, positions)
         if run.kind == "llama":
             return llama.Llama(llama.Config(**run.sizes)), (tokens, tokens)
-        return gpt.GPT(gpt.Config(**run.sizes, tied=True)), (tokens, tokens)
+        return gpt.GPT(gpt.Config(**{"tied": True, **run.sizes})), (tokens, tokens)
 
 
 @contextmanager
@@ -145,7 +255,7 @@ def _attention(*, fused: bool) -> Iterator[None]:
         yield
 
 
-def _in_memory(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-    """Attention by products and a softmax; the mask is part of the softmax's kernel."""
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    return torch.softmax(scores, dim=-1) @ v
+def _in_memory(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, **_: object) -> Tensor:
+    """Attention by products and a softmax; scale and mask are part of the softmax's kernel."""
+    scores = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
+    return F.dropout(scores, dropout_p) @ v if dropout_p else scores @ v

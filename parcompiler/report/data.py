@@ -201,7 +201,8 @@ class PredictedStep:
     mean over ranks, `imbalance` the largest time of a rank over the mean, `mfu` the model's FLOPs
     over what all ranks could do in that time. `rows` and `tokens` of a step are None where the
     inputs do not tell. `parts` are where the seconds of the busiest rank go, `changes` the options
-    that would shorten it most.
+    that would shorten it most. `period` is from one step to the next where no rank waits at its end
+    for all others.
     """
 
     seconds: float
@@ -212,6 +213,7 @@ class PredictedStep:
     mfu: float
     rows: int | None
     tokens: int | None
+    period: float = 0.0
     parts: tuple[StepShare, ...] = ()
     changes: tuple[OptionGain, ...] = ()
 

@@ -159,6 +159,7 @@ def step(
     updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)
     return data.PredictedStep(
         seconds=seconds,
+        period=timeline.period,
         ideal=microbatches * even + sum(updates) / problem.mesh.pipeline,
         idle=fmean(timeline.bubble),
         imbalance=max(ranks) * len(ranks) / sum(ranks) if any(ranks) else 1.0,

@@ -33,6 +33,9 @@ SHARED = (
 )
 
 
+SOONER = 0.01  # of a step: less is not said
+
+
 def overview(report: ReportData) -> Table:
     """Model, mesh and decisions."""
     return facts(title(report), _facts(report))
@@ -138,6 +141,8 @@ def _step(report: ReportData) -> Iterator[tuple[str, ...]]:
         times.append(report.measurement.seconds)
     ratios = [ratio(times[1] / times[0])] if len(times) > 1 and times[0] else []
     yield "time", *column(times, SECONDS), *ratios
+    if 0 < predicted.period < (1 - SOONER) * predicted.seconds:
+        yield "from step to step, if ranks do not meet", quantity(predicted.period, SECONDS)
     yield "ideal: even stages, no idle time, free messages", quantity(predicted.ideal, SECONDS)
     yield "idle, mean of the ranks", percent(predicted.idle)
     yield "imbalance: busiest rank over mean", ratio(predicted.imbalance)

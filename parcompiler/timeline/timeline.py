@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from parcompiler.instruction import COMPUTE, EMBEDDING, HEAD, Instruction, Kind
+from parcompiler.instruction import BEHIND, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.schedules.action import LETTERS
 
 WIDTH = 64  # columns of the drawn step
@@ -40,6 +40,25 @@ class Timeline:
     events: tuple[TimelineEvent, ...] = field(repr=False)
     critical_path: tuple[TimelineEvent, ...] = field(repr=False)
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(repr=False)
+
+    @property
+    def period(self) -> float:
+        """Seconds from one step to the next where no rank waits at its end for all others to be
+        there: the longest that a rank has between its first compute and its own update.
+
+        A norm for clipping, or the check of a loss scale, lets them wait: then a step follows in
+        `step_time`. (Qi et al. 2023, arXiv 2401.10241, section 4, validate behind the update.)
+        """
+        spans = []
+        for rank in range(len(self.bubble)):
+            own = [event for event in self.events if event.rank == rank]
+            behind = [e for e in own if e.instruction.kind in BEHIND | {Kind.UPDATE}]
+            before = [e for e in own if e.instruction.kind in WORK | {Kind.REDUCE_GRADIENTS}]
+            first = min((event.begin for event in before), default=0.0)
+            ends = [event.end for event in before if event.instruction.kind is not Kind.UPDATE]
+            update = sum(event.end - event.begin for event in behind)
+            spans.append(max(ends, default=0.0) - first + update)
+        return min(self.step_time, max(spans, default=0.0))
 
     def __str__(self) -> str:
         """The numbers of each rank and a drawing of its step; `.` is idle."""

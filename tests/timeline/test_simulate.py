@@ -113,6 +113,18 @@ def test_pipelines_take_as_many_slots_as_microbatches_and_ranks_less_one(
     assert timeline.bubble == pytest.approx([(p - 1) / (m + p - 1)] * p)
 
 
+def test_steps_follow_sooner_where_ranks_do_not_meet_and_idle_at_neither_end() -> None:
+    """The bubbles of section 2.3 of the zero-bubble paper are those of each rank's own span."""
+    p, m = 4, 12
+    cost = StageCost(forward=1.0, backward=2.0, weight=1.0, resident=0, saved=1, step=0.5)
+    for name, step, period in (
+        ("1f1b", 3 * (m + p - 1), 3 * (m + p - 1)),
+        ("zb-h2", 3 * m + p - 1, 3 * m),
+    ):
+        timeline = simulate_lowered(lowered_chain(name, p, m), [cost] * p)
+        assert (timeline.step_time, timeline.period) == (step + 0.5, period + 0.5), name
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), CASES)
 def test_peaks_in_activations_are_those_of_the_schedule(name: str, p: int, m: int) -> None:
