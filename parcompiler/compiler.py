@@ -107,8 +107,9 @@ def compile(
     `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
     or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
     that use several (1 stands for their least number, 2). `recompute` says which blocks run again
-    in their backward instead of keeping activations: "none", "full" (all that may), "auto" (what
-    memory forces), or {pattern of block names: bool}, of which the last that matches decides.
+    in their backward instead of keeping activations: "none", "full" (all that may), "selective"
+    (only their norms, gates and gathers), "auto" (what memory forces), or {pattern of block names:
+    bool}, of which the last that matches decides.
     `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients too,
     3 parameters too, "auto" decides by time under memory. `updates` is how data ranks bring
     together what they learn: "all-reduce" (gradients are averaged), "parameter-server" (one rank of

@@ -205,7 +205,8 @@ class Plan:
     `orders` says what each rank computes, in the cells of torch.distributed.pipelining, where the
     name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
     `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
-    activations for their backward (named at the coarsest granularity until that is decided).
+    activations for their backward (named at the coarsest granularity until that is decided);
+    with `selective` the others run their cheap operators again (see `cost.selective`).
     `meshes` are those of the cluster that `mesh` was chosen from, that of the plan first.
     `runner_up` is the fastest of what the plan was preferred to: a plan that is up to 2 % faster
     and less plain, or the next of the meshes. `updates` are None where data ranks average whole
@@ -225,6 +226,7 @@ class Plan:
     sent: tuple[str, ...] | None = None
     stages: tuple[StageChoice, ...] | None = None
     recompute: tuple[str, ...] | None = None
+    selective: bool = False
     solution: Solution | None = None
     search: Solution | None = None
     weighed: tuple[Weighed, ...] | None = None
@@ -255,6 +257,8 @@ class Plan:
             del data["runner_up"]
         if self.zero is None:  # nor without data ranks
             del data["zero"]
+        if not self.selective:  # all that is not recomputed is kept
+            del data["selective"]
         if self.updates is None:  # the default: an all-reduce of whole gradients
             del data["updates"]
         for axis in ("context", "expert"):

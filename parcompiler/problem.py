@@ -32,6 +32,7 @@ from parcompiler.cost import (
     trace_block,
 )
 from parcompiler.cost.collective import slowest
+from parcompiler.cost.selective import running_again
 from parcompiler.cost.stand_in import tensors
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device
@@ -133,6 +134,18 @@ class Priced:
             ranks=tuple(one.recomputing(names) for one in self.ranks),
         )
 
+    def mixed(self, other: Priced, names: Collection[str]) -> Priced:
+        """The same blocks, those of these names as in `other`."""
+        places = [(other if b.name in names else self) for b in self.cut.blocks]
+
+        def taken(name: str) -> Any:
+            return tuple(getattr(one, name)[b] for b, one in enumerate(places))
+
+        fields = "costs", "forward", "backward", "weight", "hidden"
+        pairs = zip(self.ranks, other.ranks, strict=True)
+        ranks = tuple(mine.mixed(its, names) for mine, its in pairs)
+        return dataclasses.replace(self, ranks=ranks, **{name: taken(name) for name in fields})
+
     def gathering(self, exchanges: Sequence[tuple[float, float]]) -> Priced:
         """The same blocks when the parameters of each are gathered before both of its passes, and
         its gradients scattered behind them, beside other compute: seconds of both for each."""
@@ -220,13 +233,14 @@ class Problem:
     `local` keeps what was found out before (see `once`), the problems of one tensor rank among it
     (see passes/shard/local.py), `times` what was measured on the `bench`, by granularity and
     template, and `vocabulary_times` the same of a spread vocabulary, by method. `explain` says
-    whether it is worth time to say what would do when nothing fits.
+    whether it is worth time to say what would do when nothing fits. With `selective` cheap
+    operators of all blocks run again in the backward (see `cost.selective`).
     """
 
     graph: Graph
     mesh: Mesh
     options: Options
-    _priced: dict[tuple[int, frozenset[str], bool], Priced] = field(
+    _priced: dict[tuple[int, frozenset[str], bool, bool], Priced] = field(
         default_factory=dict, repr=False, compare=False
     )
     local: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -238,6 +252,7 @@ class Problem:
     vocabulary_times: dict[str, VocabularyTime] = field(
         default_factory=dict, repr=False, compare=False
     )
+    selective: bool = False
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         """What `find` returns, found once for each key, mesh and level of ZeRO: many schedules ask
@@ -245,7 +260,7 @@ class Problem:
 
         Of the options it must depend on those in the key alone.
         """
-        place = self.mesh, self.options.zero, key
+        place = self.mesh, self.options.zero, self.selective, key
         if place not in self.local:
             self.local[place] = find()
         found: Found = self.local[place]
@@ -277,13 +292,19 @@ class Problem:
 
     def at_zero(self, level: str | int) -> Problem:
         """The problem with a level of ZeRO, or with one that is open ("auto")."""
-        place = "zero", self.mesh, level
+        place = "zero", self.mesh, level, self.selective
         options = dataclasses.replace(self.options, zero=level)
         found: Problem | None = self.local.get(place)
         if found is None or (found.options, found.explain) != (options, self.explain):
             found = dataclasses.replace(self, options=options)
             self.local[place] = found
         return found
+
+    def selectively(self, selective: bool) -> Problem:
+        """The problem in which cheap operators run again, or do not."""
+        if selective == self.selective:
+            return self
+        return dataclasses.replace(self, selective=selective)
 
     @property
     def device(self) -> Device:
@@ -330,15 +351,26 @@ class Problem:
     def recomputing(self, level: int, names: Collection[str]) -> Priced:
         """The blocks at a granularity, with their costs when some of them are recomputed, and their
         parameters gathered where they are."""
-        key = level, frozenset(names), self.gathers
+        key = level, frozenset(names), self.gathers, self.selective
         if key not in self._priced:
             if self.gathers:
                 plain = self.at_zero("auto").recomputing(level, names)
                 found = plain.gathering(self.exchanges(plain))
             else:
-                found = self.priced(level).recomputing(key[1]) if names else self._plain(level)
+                found = (
+                    self._keeping(level, names).recomputing(key[1])
+                    if names
+                    else (self._plain(level))
+                )
             self._priced[key] = found
         return self._priced[key]
+
+    def _keeping(self, level: int, names: Collection[str]) -> Priced:
+        """The blocks at a granularity; in those of these names no operator runs again by itself."""
+        found = self.priced(level)
+        if not self.selective:
+            return found
+        return found.mixed(self.selectively(False).priced(level), names)
 
     def _plain(self, level: int) -> Priced:
         """The blocks at a granularity, nothing recomputed or gathered."""
@@ -545,7 +577,9 @@ class Problem:
         found = {}
         for name, cost in costs.items():
             known = self.times.get((level, name))
-            if known is None:
+            if self.selective and self.bench is not None:  # longer than what was measured
+                known = self._longer(level, name, first[name], cost)
+            elif known is None:
                 known = modelled(name, cost, self.device)
                 if self.bench is not None:
                     given = first[name], self.graph, self.device, self.bench
@@ -553,6 +587,19 @@ class Problem:
                     self.times[level, name] = known
             found[name] = known
         return found
+
+    def _longer(self, level: int, name: str, block: Block, cost: BlockCost) -> TemplateTime:
+        """The time of a template that was measured where nothing runs again."""
+        plain = self.selectively(False)
+        priced = plain.priced(level)
+        (before, *_) = (
+            other
+            for one, other in zip(priced.cut.blocks, priced.costs, strict=True)
+            if one.template == name
+        )
+        more = seconds(cost.backward, self.device) - seconds(before.backward, self.device)
+        known = plain.times[level, name]
+        return dataclasses.replace(known, backward=known.backward + more)
 
     def arguments(self, instances: Sequence[Block]) -> dict[fx.Node, str]:
         """What the blocks of a template call their inputs; those of the first."""
@@ -565,7 +612,9 @@ class Problem:
         """The cost of each block of a template."""
         split = self.mesh.pipeline > 1  # some schedule may divide its backward
         block = instances[0]
-        return self._cost(block.nodes, self.arguments(instances), block.outputs, split=split)
+        again = running_again(self.graph, block) if self.selective else frozenset()
+        arguments = self.arguments(instances)
+        return self._cost(block.nodes, arguments, block.outputs, split=split, again=again)
 
     def _cost(
         self,
@@ -574,11 +623,12 @@ class Problem:
         outputs: tuple[fx.Node, ...],
         *,
         split: bool = False,
+        again: frozenset[fx.Node] = frozenset(),
     ) -> BlockCost:
         """The cost of some nodes that read others under these names: the same on every mesh of
         accelerators, and on every one of CPUs."""
-        key = "cost", nodes, tuple(arguments.items()), outputs, split, self.accelerator
-        return self.graph.once(key, lambda: self._traced(nodes, arguments, outputs, split))
+        key = "cost", nodes, tuple(arguments.items()), outputs, split, self.accelerator, again
+        return self.graph.once(key, lambda: self._traced(nodes, arguments, outputs, split, again))
 
     def _traced(
         self,
@@ -586,6 +636,7 @@ class Problem:
         arguments: Mapping[fx.Node, str],
         outputs: tuple[fx.Node, ...],
         split: bool,
+        again: frozenset[fx.Node],
     ) -> BlockCost:
         """The same, found by running them."""
         trainable = {item.node for item in self.graph.parameters if item.trainable}
@@ -596,6 +647,7 @@ class Problem:
             split=split,
             overwritten=overwritten(nodes, arguments, outputs),
             accelerator=self.accelerator,
+            again=again,
         )
 
     def _cheaper_sent(self, parts: Cut) -> tuple[fx.Node, ...]:

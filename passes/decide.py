@@ -19,9 +19,12 @@ from typing import Any
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
-from parcompiler.passes.base import MARGIN, Pass
+from parcompiler.passes.base import GAIN, MARGIN, Pass
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.stage import StagePass
 from parcompiler.passes.vocabulary import VocabularyPass, choices_for
 from parcompiler.plan import MeshChoice, Plan, Shape
 from parcompiler.problem import Problem
@@ -41,6 +44,7 @@ def start(problem: Problem) -> Plan:
         optimizer=options.optimizer,
         zero=options.zero if mesh.replicas > 1 and isinstance(options.zero, int) else None,
         updates=None if options.data_updates == ALL_REDUCE else options.data_updates,
+        selective=options.recompute == "selective",
     )
 
 
@@ -122,7 +126,8 @@ def plainness(plan: Plan) -> tuple[int, ...]:
     name = plan.schedule or ""
     place = CANDIDATES.index(name) if name in CANDIDATES else len(CANDIDATES)
     spread = plan.vocabulary is not None and plan.vocabulary.spread
-    return plan.mesh.pipeline, place, plan.virtual_stages, bool(plan.recompute), spread
+    again = plan.selective or bool(plan.recompute)
+    return plan.mesh.pipeline, place, plan.virtual_stages, again, spread
 
 
 def choice_of(plan: Plan, seconds: float) -> MeshChoice:
@@ -167,13 +172,49 @@ def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
     return sorted(found, key=lambda item: item.key)
 
 
+def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
+    """Whether memory is in the way of a schedule whose step may be below so many seconds."""
+    rank_problem, enough = local(problem, plan), (1 - GAIN) * seconds
+    bare = dataclasses.replace(start(problem), vocabulary=plan.vocabulary, zero=plan.zero)
+    divided = {(x.schedule, x.virtual_stages) for x in plan.weighed or () if x.seconds is not None}
+    return any(
+        StagePass().run(rank_problem, item).recompute  # found before
+        if (item.schedule, item.virtual_stages) in divided
+        else is_forced(rank_problem, item)
+        for item in (candidates_for(rank_problem, bare) if plan.weighed else ())
+        if roomy_bound(rank_problem, item) < enough
+    )
+
+
 def _completing(
     problem: Problem, passes: Sequence[Pass], observer: Observer
 ) -> Callable[[Plan, float], Plan]:
     """What makes a plan whole: every pass in its turn. It may raise InfeasibleError for a plan
-    whose step is not below so many seconds."""
+    whose step is not below so many seconds.
+
+    Where memory is short, cheap operators of all blocks may run again.
+    """
 
     def complete(plan: Plan, below: float) -> Plan:
+        if problem.options.recompute != "auto" or plan.selective or tuple(passes) != DEFAULT:
+            return decided(plan, below)
+        selective = dataclasses.replace(plan, selective=True)
+        try:
+            kept = decided(plan, below)
+        except InfeasibleError as refusal:
+            with suppress(InfeasibleError):
+                if below == math.inf:
+                    return decided(selective, below)
+            raise refusal
+        with suppress(InfeasibleError, PlanError):
+            seconds = estimate(local(problem, kept), kept).step_time
+            if kept.recompute or _is_tight(problem, kept, seconds):
+                lean = decided(selective, min(below, seconds))
+                if estimate(local(problem, lean), lean).step_time < (1 - GAIN) * seconds:
+                    return lean
+        return kept
+
+    def decided(plan: Plan, below: float) -> Plan:
         for item in passes:
             if isinstance(item, VocabularyPass | SchedulePass):
                 item = dataclasses.replace(item, below=min(item.below, below))

@@ -46,10 +46,18 @@ def even_step(problem: Problem, plan: Plan) -> float:
     What all ranks do for the vocabulary is added to the work of each; they may do it while stages
     wait for each other.
     """
+    return _even_at_first(problem, plan).seconds
+
+
+def is_forced(problem: Problem, plan: Plan) -> bool:
+    """Whether memory makes even stages under the schedule of a plan recompute, or has no room."""
+    return _even_at_first(problem, plan).is_forced
+
+
+def _even_at_first(problem: Problem, plan: Plan) -> Even:
+    """The even step of the coarsest blocks."""
     level = problem.levels[0]
-    return problem.once(
-        _key("even", problem, plan), lambda: _even(problem, plan, plan, level)
-    ).seconds
+    return problem.once(_key("even", problem, plan), lambda: _even(problem, plan, plan, level))
 
 
 def even_bound(problem: Problem, plan: Plan) -> float:

@@ -1,10 +1,13 @@
 """Which blocks keep no activations: their backward runs their forward again.
 
     kept         F ──── all that its backward reads ────► B
+    selective    F ──── all but what is cheaply made ───► norms, gates .. B
     recomputed   F ──── its inputs ─────────────────────► F B
 
 What the options leave to memory ("auto") is chosen together with the stages, by the stage pass:
 what costs the least time, and nothing where more memory would not shorten the step (see `forced`).
+Where that recomputes blocks, it is weighed against a plan in which all others are selective, which
+says of each operator whether it runs again (see `decide` and `cost.selective`).
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class RecomputePass(Pass):
 
 
 def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tuple[str, ...]:
-    """The blocks at a granularity that are recomputed if "none", "full" or patterns say so.
+    """The blocks at a granularity that are recomputed if a word or patterns say so.
 
     "full" leaves out what must run once only (running statistics) and what keeps nothing anyway.
     A pattern matches a block by its name or by that of a module around it; the last one decides.
@@ -50,7 +53,7 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
     """
     priced = problem.priced(level)
     names = [block.name for block in priced.cut.blocks]
-    if wanted == "none":
+    if wanted in ("none", "selective"):
         return ()
     if isinstance(wanted, str):
         saved = {name for name, cost in zip(names, priced.costs, strict=True) if cost.saved}

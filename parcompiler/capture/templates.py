@@ -23,7 +23,8 @@ EMITTED = frozenset(
     "self torch nn F Tensor runtime DEVICE float complex getattr range super tuple zip".split()
 )
 ATTRIBUTES = frozenset(dir(nn.Module())) | frozenset(
-    "names inputs receives gives loss random scopes tensor_names constants once prepare".split()
+    "names inputs receives gives loss random again scopes tensor_names constants once"
+    " prepare".split()
 )
 
 

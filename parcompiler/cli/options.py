@@ -104,7 +104,8 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
      "many layers; or the number of blocks of each."),
     ("--recompute", words.RECOMPUTE,
      "Which blocks run again in their backward instead of keeping activations: "
-     "auto (what memory forces), none, full, or patterns: 'layers.*=yes,head=no'."),
+     "auto (what memory forces), none, selective (their norms, gates and gathers), full, "
+     "or patterns: 'layers.*=yes,head=no'."),
     ("--zero", words.listed("LEVEL", words.ZERO),
      "What data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients "
      "too, 3 parameters too; auto by predicted time under memory. Default: auto."),

@@ -135,7 +135,9 @@ def patterns(text: str) -> str | dict[str, bool]:
     for part in text.split(","):
         pattern, _, answer = (word.strip() for word in part.rpartition("="))
         if not pattern or answer not in ANSWERS:
-            wanted = "auto, none, full, or patterns of blocks, as in 'layers.*=yes,head=no'"
+            wanted = (
+                "auto, none, selective, full, or patterns of blocks, as in 'layers.*=yes,head=no'"
+            )
             message = f"{part!r} is none of {wanted}"
             raise ValueError(message)
         answers[pattern] = ANSWERS[answer]
@@ -170,7 +172,7 @@ def _is_count(text: str) -> bool:
     return bool(re.fullmatch(r"[0-9]{1,15}", text)) and int(text) > 0
 
 
-_RECOMPUTED = ("auto", "none", "full")
+_RECOMPUTED = ("auto", "none", "selective", "full")
 
 MESH = Typed("auto|AXIS=N,...", degrees, _axes)
 STAGES = counts(

@@ -33,13 +33,19 @@ class BlockAttributes:
     `counted` are the counters of batches that such a module keeps besides.
     `names` gives for paths that are not those of the model what the model has there, from the
     layer on where it starts with a dot. `deferring` are the nodes that leave the gradients of
-    their weights for later.
+    their weights for later, `again` those that run again in the backward.
     """
 
-    def __init__(self, graph: Graph, block: Block, deferring: Collection[fx.Node] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        block: Block,
+        deferring: Collection[fx.Node] = (),
+        again: Collection[fx.Node] = (),
+    ) -> None:
         self._block = block
         self._tensors = [graph.by_name[binding.name] for binding in block.tensors]
-        self.deferring = deferring
+        self.deferring, self.again = deferring, again
         self._paths: dict[str, str] = {}
         self._taken: dict[str, set[str]] = {}
         self.names: dict[str, str] = {}

@@ -12,7 +12,7 @@ from parcompiler.capture.blocks import steps
 from parcompiler.capture.clean import Context
 from parcompiler.capture.effects import Effects, is_random, mutated_operands
 from parcompiler.capture.gradients import requiring
-from parcompiler.capture.templates import identifier
+from parcompiler.capture.templates import identifier, unique
 from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.heading import home_of
 from parcompiler.codegen.layout import remarked, wrap
@@ -101,9 +101,13 @@ class Body:
         attributes = self._attributes
         if names is None or (attributes and node in attributes.counted):
             return None
+        again = attributes is not None and node in attributes.again
         if attributes and node in attributes.calls:
             module, argument = attributes.calls[node]
-            text = f"{module}({self.name(argument)})"
+            operand = self.name(argument)
+            text = f"runtime.again({module}, {operand})" if again else f"{module}({operand})"
+        elif again:
+            text = self._again(node)
         else:
             deferring = attributes is not None and node in attributes.deferring
             text = expression(node, self.name, deferring=deferring)
@@ -111,6 +115,18 @@ class Body:
             return wrap(text, indent)
         line = wrap(f"{', '.join(names)} = {text}", indent)
         return line if len(names) > 1 else remarked(line, _remark(node))
+
+    def _again(self, node: fx.Node) -> str:
+        """The call of an operator that runs again: of its name, or of a function around it."""
+        operands = [self.name(operand) for operand in node.all_input_nodes]
+        names = dict.fromkeys(operands)
+        for text in names:
+            names[text] = unique(text.rpartition(".")[2], {n for n in names.values() if n})
+        inside = expression(node, lambda operand: str(names[self.name(operand)]))
+        head, _, rest = inside.partition("(")
+        if rest != f"{names[operands[0]]})" or not head.startswith(("F.", "torch.", "runtime.")):
+            head = f"lambda {', '.join(map(str, names.values()))}: {inside}"
+        return f"runtime.again({', '.join([head, *names])})"
 
     def _place(self, node: fx.Node) -> str:
         """The module of a node relative to the block; torch's own layers belong to theirs."""

@@ -74,8 +74,8 @@ class StageWriter:
         when = "wait for BACKWARD_WEIGHT" if self.stage.index in self.lowered.split else BESIDE
         for blocks in by_template.values():
             variables = self.lowered.variables
-            deferring = self._deferring(blocks)
-            yield block_class(self.graph, self.effects, blocks, variables, deferring, when)
+            deferring, again = self._deferring(blocks), self._again[blocks[0].template]
+            yield block_class(self.graph, self.effects, blocks, variables, deferring, when, again)
 
     def _deferring(self, instances: Sequence[Block]) -> set[fx.Node]:
         """The nodes of the first of some equal blocks that leave gradients of weights for later;
@@ -94,6 +94,11 @@ class StageWriter:
             if beside and readers[item.node] > 1
         }
         return {node for node, weight in beside.items() if weight.name not in shared}
+
+    @cached_property
+    def _again(self) -> dict[str, frozenset[fx.Node]]:
+        """The nodes that run again of the first block of each template."""
+        return {call.block.template: call.again for call in reversed(self.stage.calls)}
 
     def _stage_class(self) -> str:
         """The class that calls the layers."""
@@ -134,6 +139,8 @@ class StageWriter:
             yield "    loss = True"
         if any(is_random(node) for call in self.stage.calls for node in call.block.nodes):
             yield "    random = True"
+        if any(call.again for call in self.stage.calls):
+            yield "    again = True"
         rows = [(string(path), string(scope)) for path, scope in self.layers.scopes()]
         yield from [*table("scopes = {", rows, "}", 4), ""] if rows else [""]
 
@@ -235,17 +242,19 @@ def block_class(
     variables: Mapping[fx.Node, str],
     deferring: Collection[fx.Node],
     when: str,
+    again: Collection[fx.Node] = (),
 ) -> str:
     """The class of a template, from the blocks that are instances of it.
 
-    The gradients of weights of its linear layers that are `deferring` come later: `when`.
+    The gradients of weights of its linear layers that are `deferring` come later: `when`. The nodes
+    in `again` run again in its backward.
     """
     block = instances[0]
     arguments = argument_names(graph, [item.inputs for item in instances], variables)
     tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
     nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
     operands = {nodes[name]: text for name, text in tensors.items()} | arguments
-    attributes = BlockAttributes(graph, block, deferring)
+    attributes = BlockAttributes(graph, block, deferring, again)
     body = Body(graph, effects, operands, scope=block.scope, attributes=attributes)
     lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
     title, made = _title(instances), attributes.constructor()
@@ -254,6 +263,8 @@ def block_class(
         listed = (kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text)
         kinds = ", ".join(f"`runtime.{kind}`" for kind in listed)
         title += f" The gradients of weights of {kinds} {when}."
+    if again:
+        title += " What `runtime.again` computes is not kept: it runs again in the backward."
     results = ", ".join(body.name(node) for node in block.outputs)
     kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
     parameters = "".join(f", {name}: Tensor" for name in arguments.values())

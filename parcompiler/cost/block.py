@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from parcompiler.again import RunningAgain
 from parcompiler.capture.deferrable import PLACES, deferrable_weight, overlapping
 from parcompiler.cost.execution import (
     Boundary,
@@ -122,6 +123,7 @@ def trace_block(
     split: bool = False,
     overwritten: Overwritten | None = None,
     accelerator: bool = False,
+    again: Collection[fx.Node] = (),
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
@@ -130,14 +132,15 @@ def trace_block(
     `differentiable` the names of the nodes that carry gradients. With `split` the block runs once
     more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
     node the values of others are let go, if nothing saves them (see `naming.variables`); the rest
-    live to the end. With `accelerator` dropout runs in fused kernels (see
-    `execution.Recorder`). Raises InputError when the block reads a node that is none of these.
+    live to the end. With `accelerator` some operators run in fused kernels, and the nodes in
+    `again` run again in the backward (see `execution.Recorder`). Raises InputError when the block
+    reads a node that is none of these.
     """
     reads = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
         outside = boundary(*reads)
         memory = LiveMemory(_storages(outside.values))
-        recorder = Recorder(memory, accelerator=accelerator)
+        recorder = Recorder(memory, accelerator=accelerator, again=again)
         variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
         values = outside.values
         with saved, recorder:
@@ -146,6 +149,7 @@ def trace_block(
                 {node: _product(node, weight) for node, weight in products.items()},
                 values,
                 recorder.left.append,
+                saved,
             )
             estimated = execute(nodes, values, recorder, variables, leaving)
         # Only outputs survive, so that what just led to dropped values is not saved; and no
@@ -173,7 +177,7 @@ def trace_block(
             "first_peak": memory.peak_with_gradients,
             "output_peak": memory.peak_with_outputs,
         }
-        in_two_parts = _first_part(*reads, outputs, accelerator) if split else {}
+        in_two_parts = _first_part(*reads, outputs, accelerator, again) if split else {}
     return BlockCost(
         forward=forward,
         backward=recorder.take(),
@@ -291,6 +295,7 @@ def _first_part(
     differentiable: Collection[str],
     outputs: Sequence[fx.Node],
     accelerator: bool,
+    again: Collection[fx.Node],
 ) -> dict[str, Any]:
     """The fields of a `BlockCost` about a backward in two parts; none where no layer can defer.
 
@@ -301,12 +306,12 @@ def _first_part(
         return {}
     outside = boundary(nodes, inputs, parameters, buffers, differentiable)
     memory = LiveMemory(_storages(outside.values))
-    recorder = Recorder(memory, accelerator=accelerator)
+    recorder = Recorder(memory, accelerator=accelerator, again=again)
     deferred: list[Left] = []
     values: dict[fx.Node, Any] = outside.values
     names = {node: weight.name for node, weight in linear.items()}
-    with recorder:
-        execute(nodes, values, recorder, made=_leaving(names, values, deferred.append))
+    with RunningAgain() as scope, recorder:
+        execute(nodes, values, recorder, made=_leaving(names, values, deferred.append, scope))
     seed = backward_seed(_roots({node: values[node] for node in outputs}, differentiable), memory)
     del values
     sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
@@ -328,7 +333,10 @@ def _first_part(
 
 
 def _leaving(
-    layers: Mapping[fx.Node, Any], values: Mapping[fx.Node, Any], leave: Callable[[Left], None]
+    layers: Mapping[fx.Node, Any],
+    values: Mapping[fx.Node, Any],
+    leave: Callable[[Left], None],
+    scope: RunningAgain,
 ) -> Callable[[fx.Node], None]:
     """Lets linear `layers`, once they are made, leave their input and the gradient of their result
     in the backward."""
@@ -338,8 +346,12 @@ def _leaving(
             return
         x = node.args[_INPUT[node.target]]
         assert isinstance(x, fx.Node), "the input of a layer is a value"
-        what, memory = layers[node], storage_of(values[x])
-        values[node].register_hook(lambda dy: leave((what, (memory, storage_of(dy)))))
+        what, packed = layers[node], scope.pack(values[x])
+
+        def left(dy: Tensor) -> None:
+            leave((what, (storage_of(scope.unpack(packed)), storage_of(dy))))
+
+        values[node].register_hook(left)
 
     return made
 

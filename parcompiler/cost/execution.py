@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parcompiler.again import again
 from parcompiler.cost.live_memory import ForwardVariables, LiveMemory
 from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
 from parcompiler.cost.stand_in import CPU, is_differentiable, run, source, stand_in, tensors
@@ -29,12 +30,19 @@ class Recorder(TorchDispatchMode):
     With `accelerator` dropout runs in the kernels that accelerators have for it: one that keeps a
     mask of bytes, and attention's, which draws its mask anew in the backward. The CPU multiplies by
     a mask of the value's dtype, and takes attention with dropout apart. RMS norms have a kernel
-    there, and are some twenty on the CPU, which keep two copies in float32.
+    there, and are some twenty on the CPU, which keep two copies in float32. The nodes in `again`
+    run again in the backward (see `again`).
     """
 
-    def __init__(self, memory: LiveMemory | None = None, *, accelerator: bool = False) -> None:
+    def __init__(
+        self,
+        memory: LiveMemory | None = None,
+        *,
+        accelerator: bool = False,
+        again: Collection[fx.Node] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.accelerator = accelerator
+        self.accelerator, self.again = accelerator, again
         self.operations: list[Operation] = []
         self.memory = memory or LiveMemory()
         self.left: list[tuple[Operation, object]] = []  # products, with the tensors they hold
@@ -164,7 +172,11 @@ def execute(
                 variables.before()
             count, grad_mode = len(recorder.operations), torch.is_grad_enabled()
             try:
-                values[node] = _result(node, args, kwargs, recorder)
+                if node in recorder.again:
+                    operands = [values[operand] for operand in node.all_input_nodes]
+                    values[node] = again(partial(_run, node, recorder), *operands)
+                else:
+                    values[node] = _result(node, args, kwargs, recorder)
             except Exception:  # whatever it is: the recorded shapes still say what comes out
                 del recorder.operations[count:]
                 if "exchange" in node.meta:
@@ -187,17 +199,26 @@ def calls(
 
     Close it, so that the contexts end where a node fails.
     """
-
-    def argument(item: Any) -> Any:
-        if isinstance(item, fx.Node):
-            return values[item]
-        return device if isinstance(item, torch.device) else item
-
     for contexts, members in groupby(nodes, key=lambda node: node.meta.get("contexts", ())):
         with _entered(contexts):
             for node in members:
                 assert node.op == "call_function", f"{node.format_node()} is no operator"
-                yield node, *map_aggregate((node.args, node.kwargs), argument)
+                arguments = partial(_argument, values, device)
+                yield node, *map_aggregate((node.args, node.kwargs), arguments)
+
+
+def _run(node: fx.Node, recorder: Recorder, *operands: torch.Tensor) -> Any:
+    """The result of a node from its operands."""
+    values = dict(zip(node.all_input_nodes, operands, strict=True))
+    arguments = map_aggregate((node.args, node.kwargs), partial(_argument, values, CPU))
+    return _result(node, *arguments, recorder)
+
+
+def _argument(values: Mapping[fx.Node, Any], device: torch.device, item: Any) -> Any:
+    """An argument of a node, with its value."""
+    if isinstance(item, fx.Node):
+        return values[item]
+    return device if isinstance(item, torch.device) else item
 
 
 def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import saved_tensors_hooks
 
+from parcompiler.again import RunningAgain
 from parcompiler.cost.stand_in import stand_in, storage_of, tensors
 
 
@@ -123,15 +123,15 @@ class ForwardVariables:
                         self._now += sign * storage.nbytes()
 
 
-class SavedTensors(saved_tensors_hooks):
-    """Within it, notes what autograd saves for the backward.
+class SavedTensors(RunningAgain):
+    """Within it, notes what autograd keeps for the backward.
 
     Operators whose results are thrown away save nothing that lasts: ask for the `storages` when
     only the block's outputs are still alive. `peak` is that of the memory when the last was saved.
     """
 
     def __init__(self, memory: LiveMemory | None = None) -> None:
-        super().__init__(self._pack, lambda saved: saved.tensor)
+        super().__init__()
         self.peak = 0
         self._memory = memory
         self._saved: list[weakref.ref[_SavedTensor]] = []
@@ -141,12 +141,17 @@ class SavedTensors(saved_tensors_hooks):
         alive = (reference() for reference in self._saved)
         return {storage_of(saved.tensor) for saved in alive if saved is not None}
 
-    def _pack(self, tensor: torch.Tensor) -> _SavedTensor:
+    def keep(self, tensor: torch.Tensor) -> _SavedTensor:
+        """Note a tensor that is kept."""
         if self._memory is not None:
             self.peak = self._memory.peak
-        saved = _SavedTensor(tensor.detach())  # an output would keep its own node, and so itself
+        saved = _SavedTensor(tensor)
         self._saved.append(weakref.ref(saved))
         return saved
+
+    def kept(self, packed: _SavedTensor) -> torch.Tensor:
+        """The tensor."""
+        return packed.tensor
 
 
 class _SavedTensor:

@@ -43,6 +43,10 @@ class StandIn(torch.Tensor):
         made.meta = meta
         return made
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory that it would occupy; views share it."""
+        return self.meta.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -110,7 +114,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The memory that a tensor would occupy; views share it."""
-    return (tensor.meta if isinstance(tensor, StandIn) else tensor).untyped_storage()
+    return tensor.untyped_storage()
 
 
 class _Source(torch.autograd.Function):

@@ -49,13 +49,15 @@ class StageValue:
 class Call:
     """One block run by a stage: what it reads and what it names its results.
 
-    With `recompute` its activations are not kept: the backward runs it again.
+    With `recompute` its activations are not kept: the backward runs it again. Otherwise it runs the
+    nodes in `again` again.
     """
 
     block: Block
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     recompute: bool = False
+    again: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import fx
 from parcompiler.capture.blocks import Cut
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.prologue import cone
+from parcompiler.cost.selective import running_again
 from parcompiler.graph import Block, Graph, dtype_of, order_of, shape_of
 from parcompiler.lower.lowered import Call, StageProgram, StageValue, TiedTensor
 from parcompiler.lower.names import variables
@@ -37,7 +38,7 @@ class Division:
         }
         self.prologue = set(cut.prologue)
         self.inputs = [n for n in graph.fx_graph.nodes if n.name in graph.input_nodes]
-        self.recompute = frozenset(plan.recompute or ())
+        self.recompute, self.selective = frozenset(plan.recompute or ()), plan.selective
         spread = graph.vocabulary
         self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
         self.headed = spread.head.x if spread and spread.head else None  # what the head takes
@@ -123,6 +124,7 @@ class Division:
             tuple(self.variables[node] for node in block.inputs),
             tuple(self.variables[node] for node in block.outputs),
             recompute=block.name in self.recompute,
+            again=running_again(self.graph, block) if self.selective else frozenset(),
         )
 
     def _prologue(self, needed: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

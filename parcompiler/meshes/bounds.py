@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -85,7 +85,14 @@ def _trials(problem: Problem) -> Iterator[tuple[Problem, Plan]]:
     for choice in choices:
         trial = dataclasses.replace(start(problem), vocabulary=choice)
         trial = ShardPass().run(local(problem, trial), trial)
-        yield local(problem, trial), trial
+        for selective in (trial.selective, *_maybe_selective(problem)):
+            trial = dataclasses.replace(trial, selective=selective)
+            yield local(problem, trial), trial
+
+
+def _maybe_selective(problem: Problem) -> Sequence[bool]:
+    """Whether cheap operators may run again because memory forces that."""
+    return [True] if problem.options.recompute == "auto" else []
 
 
 @dataclass(frozen=True)
@@ -135,12 +142,11 @@ class Bounds:
     def activations(self) -> int:
         """Bytes that the largest block keeps inside for its backward, on one device: a recomputed
         one has them too, when that begins."""
+        auto = self.problem.options.recompute in ("auto", "selective")
+        problem = self.problem.selectively(auto)
         return min(
-            max(
-                (cost.saved - cost.saved_outputs for cost in self._costs(level, vocabulary=False)),
-                default=0,
-            )
-            for level in self.problem.levels
+            max((cost.saved - cost.saved_outputs for cost in costs), default=0)
+            for costs in (self._costs(problem, k, vocabulary=False) for k in problem.levels)
         )
 
     def seconds(self, candidate: Candidate) -> float:
@@ -180,17 +186,17 @@ class Bounds:
         """Seconds of all blocks at a granularity for a micro-batch that `tensor` devices divide
         evenly; of the layers of the vocabulary only the matrix products count."""
         device, total = self.problem.device, 0.0
-        for cost in self._costs(level, vocabulary=False):
+        for cost in self._costs(self.problem, level, vocabulary=False):
             total += seconds(_divided((*cost.forward, *cost.backward), tensor), device)
-        for cost in self._costs(level, vocabulary=True):
+        for cost in self._costs(self.problem, level, vocabulary=True):
             products = [o for o in (*cost.forward, *cost.backward) if o.kind == "matmul"]
             kernels = device.launch_overhead * len(products)
             total += max(0.0, seconds(_divided(products, tensor), device) - kernels)
         return total
 
-    def _costs(self, level: int, *, vocabulary: bool) -> Iterator[BlockCost]:
+    def _costs(self, problem: Problem, level: int, *, vocabulary: bool) -> Iterator[BlockCost]:
         """The costs of the blocks with layers of the vocabulary, or of all others."""
-        priced = self.problem.priced(level)
+        priced = problem.priced(level)
         for block, cost in zip(priced.cut.blocks, priced.costs, strict=True):
             if self._spreadable.isdisjoint(block.nodes) != vocabulary:
                 yield cost

@@ -93,9 +93,9 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not. `zero` is what data ranks share out, None where there is one; `updates` how they bring
-    together what they learn; of a parameter server the bytes that go through its link in a step,
-    and those of its states (`server`)."""
+    not; with `selective` the others run cheap operators again. `zero` is what data ranks share out,
+    None where there is one; `updates` how they bring together what they learn; of a parameter
+    server the bytes that go through its link in a step, and those of its states (`server`)."""
 
     microbatches: int
     precision: str | None
@@ -106,6 +106,7 @@ class Choices:
     blocks: int
     templates: int
     recompute: tuple[str, ...] = ()
+    selective: bool = False
     without: tuple[int, ...] = ()
     zero: int | None = None
     updates: DataUpdates | None = None

@@ -94,6 +94,7 @@ def choices(problem: Problem, plan: Plan, priced: Priced, lowered: Lowered) -> d
         blocks=len(priced.cut.blocks),
         templates=len({block.template for block in priced.cut.blocks}),
         recompute=plan.recompute or (),
+        selective=plan.selective,
         without=prices.without_recomputation(problem, plan),
         zero=plan.zero,
         updates=plan.updates,

@@ -83,6 +83,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
         yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
         if choices.without:
             yield "no recompute", _without(choices.without, mesh)
+    if choices.selective:
+        yield "runs again", "norms, gates and gathers, whose results are not kept (selective)"
     if report.runner_up is not None:
         yield "runner-up", runner_up(report)
     yield "random operators", "yes" if model.random else "no"

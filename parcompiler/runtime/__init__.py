@@ -3,6 +3,7 @@
 RankProgram      the program of one rank: its instructions, and the tensors that enter and leave
 Worker           executes it: step, train_step, evaluate
 recomputed       runs a layer whose activations are not kept
+again            runs an operator whose result is not kept
 Linear, linear, addmm  linear layers whose backward comes in two parts
 sync_batch_norm  batch norm over the batches of all data ranks
 Vocabulary       a rank's rows of the embeddings and of the head, with their loss
@@ -11,6 +12,7 @@ Layers of which tensor ranks hold pieces call the conversions of `tensor`, the o
 `sharded`, `piece` for a size that differs between ranks, and draw random numbers in `own_draws`.
 """
 
+from parcompiler.again import again
 from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
@@ -66,6 +68,7 @@ __all__ = [
     "Vocabulary",
     "Worker",
     "addmm",
+    "again",
     "all_gather",
     "all_reduce",
     "all_to_all",

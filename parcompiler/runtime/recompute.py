@@ -20,6 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from parcompiler.again import once
 from parcompiler.runtime import axis, deferred, rng
 
 
@@ -48,7 +49,7 @@ def _with_weights(layer: nn.Module) -> Callable[..., Any]:
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the forward and of its repetition."""
     draws, deferral, groups = rng.current(), deferred.current(), axis.all_active()
-    return nullcontext(), _again(draws.resumed() if draws else None, deferral, groups)
+    return once(), _again(draws.resumed() if draws else None, deferral, groups)
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def _again(
 ) -> Iterator[None]:
     """Within it, layers run in the contexts of the forward."""
     with ExitStack() as stack:
+        stack.enter_context(once())
         stack.enter_context(draws or nullcontext())
         stack.enter_context(deferral.forward() if deferral else nullcontext())
         for group in groups:

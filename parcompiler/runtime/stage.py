@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from parcompiler.again import RunningAgain
 
 
 class Layer(nn.Module):
@@ -24,7 +27,8 @@ class Stage(nn.Module):
     `inputs` are tensors of the batch and `receives` values of earlier stages: the arguments of
     forward. `gives` are its results, in order; the loss comes behind them where `loss` is true, and
     then those that it `keeps`: outputs of the model.
-    `random` says that some operator draws random numbers.
+    `random` says that some operator draws random numbers, `again` that some run again in the
+    backward.
     `scopes` maps the path of each block in this module to its path in the user's model.
     """
 
@@ -34,6 +38,7 @@ class Stage(nn.Module):
     keeps: ClassVar[tuple[str, ...]] = ()
     loss: ClassVar[bool] = False
     random: ClassVar[bool] = False
+    again: bool = False
     names: ClassVar[Mapping[str, str]] = {}
     scopes: ClassVar[Mapping[str, str]] = {}
     once: tuple[torch.Tensor, ...] = ()  # what `constants` returned
@@ -53,7 +58,8 @@ class Stage(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, with the constants there."""
         self.prepare()
-        return super().__call__(*args, **kwargs)
+        with RunningAgain() if self.again else nullcontext():
+            return super().__call__(*args, **kwargs)
 
     def tensor_names(self) -> dict[str, str]:
         """Attribute path in this module -> name in the user's model, for every tensor."""

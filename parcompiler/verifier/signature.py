@@ -76,6 +76,8 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
             if call.recompute != (call.block.name in again):
                 verb = "is" if call.recompute else "is not"
                 yield Fault(PLANNED, f"{call.block.name} {verb} recomputed, unlike in the plan")
+            if call.again and not plan.selective:
+                yield Fault(PLANNED, f"{call.block.name} runs operators again, unlike in the plan")
     wanted = [*plan.stages] if plan.stages else []
     found = _joined(lowered.choices, wanted) if lowered.zero == 3 else [*lowered.choices]
     if len(found) != len(wanted):

@@ -3,6 +3,7 @@
 problem   the whole model
   │ plan.vocabulary   layers that all ranks compute leave the stages
   │ plan.sharding     local shapes, collectives
+  │ plan.selective    costs of blocks whose cheap operators run again
   ▼
 local(problem, plan)
 """
@@ -25,7 +26,8 @@ def local(problem: Problem, plan: Plan) -> Problem:
     Raises PlanError for a vocabulary or a sharding that the graph cannot have.
     """
     level = problem.options.zero if plan.zero is None else plan.zero
-    problem = whole = problem.at_zero("auto")  # graphs and costs are the same at every level
+    # Graphs and costs are the same at every level.
+    problem = whole = problem.selectively(False).at_zero("auto")
     choice, n = plan.vocabulary, plan.mesh.tensor
     if choice is not None and choice.spread:
         # The graph is the same for all methods.
@@ -42,7 +44,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
             return unsplit.anew(graph=made)
 
         problem = unsplit.once(plan.sharding, sharded)
-    return problem.at_zero(level)
+    return problem.selectively(plan.selective).at_zero(level)
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:

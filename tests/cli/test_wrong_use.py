@@ -62,7 +62,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, *MESH, "--schedule", "no.csv"), "cannot read no.csv (No such file"),
         (("plan", MODEL, *MESH, "--vocabulary", "no"), "vocabulary must be one of 'auto', 'whole'"),
         (("plan", MODEL, *MESH, "--stages", "3,x"), "'3,x' is none of auto, even, or the number"),
-        (("plan", MODEL, *MESH, "--recompute", "some"), "'some' is none of auto, none, full, or"),
+        (
+            ("plan", MODEL, *MESH, "--recompute", "some"),
+            "'some' is none of auto, none, selective, full, or",
+        ),
         (("plan", MODEL, *MESH, "--shard", "head"), "'head' is no pin: write '*.ffn.up.weight=S"),
         (("plan", MODEL, *MESH, "--shard", "head=Q"), "'Q' is no placement: write 'R'"),
         (("plan", MODEL, *MESH, "--precision", "fp8"), "precision must be one of None, 'fp32'"),

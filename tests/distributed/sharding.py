@@ -55,6 +55,7 @@ def sharded(
     microbatches: int = 2,
     schedule: str = "1f1b",
     recompute: Sequence[str] = (),
+    selective: bool = False,
 ) -> Sharded:
     """A model on a mesh: even stages, and the strategies that `chooser` takes."""
     whole = zoo.captured(name) if isinstance(name, str) else name
@@ -66,6 +67,7 @@ def sharded(
         schedule=schedule,
         virtual_stages=stages_per_rank(schedule, 1),
         recompute=tuple(recompute),
+        selective=selective,
         granularity=1,
         sent=(),
     )

@@ -84,6 +84,15 @@ def test_strategies_at_random_equal_one_process(
     check(sharded(name, chooser, pc.Mesh(pipeline=pipeline, tensor=tensor)))
 
 
+def test_gathers_that_run_again_equal_one_process() -> None:
+    chooser = partial(choosing.at_random, seed=0)
+    program = sharded("llama", chooser, pc.Mesh(tensor=2), selective=True)
+    calls = program.lowered.stages[0].calls
+    names = Counter(str(node.target) for call in calls for node in call.again)
+    assert names["runtime.all_gather"]
+    check(program)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(2, 6))
 @pytest.mark.parametrize("name", MODELS)

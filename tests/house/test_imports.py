@@ -22,7 +22,7 @@ PICTURE = """\
 3  problem options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
-0  errors instruction grid pieces documents data_updates
+0  errors instruction grid pieces documents data_updates again
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
@@ -30,13 +30,22 @@ LAYER = {
 
 # Two rooms stand beside the layers: what of ours each imports, and from which layer up it is used.
 ASIDE = {
-    "runtime": {"runtime", "errors", "instruction", "grid", "pieces", "data_updates"},
+    "runtime": {"runtime", "errors", "instruction", "grid", "pieces", "data_updates", "again"},
     "models": {"models"},
 }
 LOWEST_USER_OF_ASIDE = 5
 
 # What an exported folder carries to machines that have torch and nothing else; and plain models.
-TORCH_ONLY = {"errors", "instruction", "grid", "pieces", "data_updates", "runtime", "models"}
+TORCH_ONLY = {
+    "errors",
+    "instruction",
+    "grid",
+    "pieces",
+    "data_updates",
+    "again",
+    "runtime",
+    "models",
+}
 
 # The one room that knows a library.
 DOORS = {"ortools": "solver"}

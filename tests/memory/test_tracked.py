@@ -78,6 +78,19 @@ def test_what_is_recomputed_is_predicted() -> None:
     assert again[0].peak < 0.9 * plain[0].peak
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "schedule", "most"),
+    [("llama", "bf16", "1f1b", 0.82), ("gpt", "fp32", "zb-h1", 0.95)],
+)
+def test_what_runs_again_is_not_held_and_that_is_predicted(
+    name: str, dtype: str, schedule: str, most: float
+) -> None:
+    options: Any = {"pipeline": 2, "schedule": schedule, "microbatches": 4}
+    kept = check(compiled(name, DTYPES[dtype], **options, recompute="none"))
+    again = check(compiled(name, DTYPES[dtype], **options, recompute="selective"))
+    assert again[0].peak < most * kept[0].peak
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "pipeline", "data", "precision"), [("gpt", 2, 2, None), ("llama", 1, 4, "bf16")]
@@ -95,7 +108,7 @@ def test_what_data_ranks_hold_at_each_level_is_predicted(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,7 +97,7 @@ def chain(
         graph,
         pc.Mesh(pipeline=stages, device=on or small()),
         options or plain(4),
-        {(1, frozenset(), False): whole, (2, frozenset(), False): cut_finely},
+        {(1, frozenset(), False, False): whole, (2, frozenset(), False, False): cut_finely},
     )
     problem.__dict__["levels"] = range(1, 3)
     graph.__dict__["unread"] = frozenset()  # of the blocks at either granularity

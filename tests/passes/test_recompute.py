@@ -1,11 +1,13 @@
 """What is recomputed: by words, by patterns, by what memory forces; and what it costs."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
 from functools import cache
 
 import pytest
+import torch
 
 import parcompiler as pc
 from parcompiler.capture import capture
@@ -14,6 +16,7 @@ from parcompiler.cost import BlockCost
 from parcompiler.device import device
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
+from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.estimate import costs, estimate
@@ -198,3 +201,30 @@ def test_the_error_says_what_would_do_with_everything_recomputed() -> None:
         planned(problem_of("gpt-dropout", "auto", memory=100_000, stages="auto"))
     (note,) = (n for n in caught.value.__notes__ if n.startswith("with every block recomputed"))
     assert "the least that would do is" in note
+
+
+@cache
+def roomy() -> pc.Program:
+    """A GPT without data on two H100 with memory for everything."""
+    config = gpt.Config(layers=6, heads=8, hidden=512, vocabulary=1024, sequence=512)
+    with torch.device("meta"):
+        tokens = torch.zeros(8, 512, dtype=torch.long)
+        inputs = {"tokens": tokens, "labels": tokens}
+        return pc.compile(gpt.GPT(config), pc.Mesh(2, device="h100"), inputs, microbatches=8)
+
+
+def test_cheap_operators_run_again_where_memory_is_short() -> None:
+    memory = int(0.65 * max(roomy().simulate().peak_memory))
+    mesh = pc.Mesh(2, device=dataclasses.replace(device("h100"), memory=memory))
+    steps = {}
+    for wanted in ("auto", "selective", "full"):
+        with contextlib.suppress(pc.InfeasibleError):
+            program = pc.compile(roomy(), mesh, microbatches=8, recompute=wanted)
+            steps[wanted] = program.simulate().step_time
+            if wanted == "auto":
+                assert program.plan.selective
+                assert Plan.from_json(program.plan.to_json()) == program.plan
+                assert "norms, gates and gathers" in program.report().to_text()
+    assert steps["auto"] <= 1.001 * min(steps.values())
+    assert steps["auto"] < 0.97 * steps["full"]
+    assert not roomy().plan.selective

@@ -57,6 +57,8 @@ class CompiledStages:
         defers: Callable[[int], bool],
     ) -> None:
         """`defers` says whether a stage's backward leaves products for weights for later."""
+        for stage in stages.values():
+            stage.again = False  # what a compiled layer keeps is the compiler's choice
         self._program, self._stages, self._defers = program, stages, defers
         self._surroundings = Surroundings(device, axes, row)
         self._layers = {
