@@ -130,7 +130,7 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
         reason = "is for data ranks, and there is one (data=1)"
     elif options.asynchronous:
         reason = f"needs a synchronous schedule ({options.schedule!r} updates inside the step)"
-    elif options.zero not in ("auto", 0, *[1] * (wanted.compression in ("bf16", "fp16"))):
+    elif options.zero not in ("auto", 0) and wanted.compression not in ("bf16", "fp16"):
         reason = f"does not go with zero={options.zero}: every rank that updates has whole states"
     elif wanted.compression in ("bf16", "fp16") and options.narrow is not None:
         reason = f"saves nothing: gradients are in 16 bits (precision={options.precision!r})"
@@ -146,9 +146,19 @@ def check_data_updates(lowered: Lowered) -> None:
     updates, graph = lowered.updates, lowered.graph
     way = updates.way
     updated = [item.name for item in graph.parameters if item.mutated]
-    reason = ""
+    reason, each = "", updates.compression is not None and lowered.zero > 1
     if (updates.separate or updates.compression) and is_synchronized(graph.fx_graph):
         reason = "takes each data rank by itself, and a SyncBatchNorm of the model all together"
+    elif each and lowered.tied:
+        reason = (
+            f"with zero={lowered.zero} casts what each rank adds, and {lowered.tied[0].name!r} is "
+            "on several (untie it, or keep its users on one stage)"
+        )
+    elif each and lowered.split:
+        reason = (
+            f"with zero={lowered.zero} casts what each micro-batch adds, and a backward in two "
+            "parts adds of several at once (take a schedule with whole backwards, such as '1f1b')"
+        )
     elif way == "asynchronous" and updated:
         reason = f"has no common statistics, and forwards update {updated[0]!r} ({len(updated)})"
     elif way == "asynchronous" and graph.hooks:

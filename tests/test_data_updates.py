@@ -65,6 +65,7 @@ def test_options_come_back_from_the_value(options: dict[str, Any]) -> None:
         ({"compression": "bf16", "mesh": {}}, "compression='bf16' is for data ranks"),
         ({"updates": "local", "zero": 1}, "does not go with zero=1"),
         ({"compression": "powersgd", "zero": 1}, "does not go with zero=1"),
+        ({"compression": "powersgd", "zero": 3}, "does not go with zero=3"),
         ({"updates": "asynchronous", "schedule": "pipedream"}, "pipedream"),
         ({"compression": "fp16", "precision": "bf16"}, "saves nothing: gradients are in 16 bits"),
         ({"updates": "local", "precision": "fp16"}, "needs one scale of the loss"),

@@ -265,11 +265,12 @@ class Channels:
     def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""
         group = self._shared[ranks]
-        if self._cast is not None:
-            return self._cast.scatter(segments, own, group)
         if self._by_gloo:  # whose reduce-scatter is an all-reduce of a copy: twice the bytes
             assert group is not None
-            return Addends(_real(segments), _real(own), group)
+            dtype = None if self._cast is None else self._cast.dtype
+            return Addends(_real(segments), _real(own), group, dtype)
+        if self._cast is not None:
+            return self._cast.scatter(segments, own, group)
         return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
 
     def gather(self, segments: torch.Tensor, ranks: tuple[int, ...]) -> list[Any]:

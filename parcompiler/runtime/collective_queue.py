@@ -115,6 +115,10 @@ class _Event:
     def __init__(self, result: Any, event: torch.cuda.Event) -> None:
         self._result, self._event = result, event
 
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._event.query())
+
     def wait(self) -> Any:
         """The result, for all that the current stream does from now on."""
         stream = torch.cuda.current_stream()

@@ -40,13 +40,13 @@ class CastSums:
     """Sums over ranks in `dtype`, one after another, beside the compute."""
 
     def __init__(self, dtype: torch.dtype, queue: CollectiveQueue) -> None:
-        self._dtype, self._queue = dtype, queue
+        self.dtype, self._queue = dtype, queue
 
     def sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         """Start adding up a tensor over a group, in place."""
 
         def start() -> tuple[torch.Tensor, None]:
-            sum_in_order(tensor, group, self._dtype)
+            sum_in_order(tensor, group, self.dtype)
             return tensor, None
 
         return self._queue.put(start)
@@ -58,7 +58,7 @@ class CastSums:
 
         def start() -> tuple[torch.Tensor, None]:
             flat = _real(segments).view(dist.get_world_size(group), -1)
-            _real(own).copy_(_own_sum(flat.to(self._dtype), flat.dtype, group))
+            _real(own).copy_(_own_sum(flat.to(self.dtype), flat.dtype, group))
             return own, None
 
         return self._queue.put(start)
@@ -66,11 +66,18 @@ class CastSums:
 
 class Addends:
     """Segments [ranks, n] of the ranks of a group on their way, each to its rank, which adds them
-    up into its `own`, in the order of the ranks, when it waits. Its own segment stays in place."""
+    up into its `own`, in the order of the ranks, when it waits. Its own segment stays in place.
+    With a `dtype` each is rounded to that, and so is their sum."""
 
-    def __init__(self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-        me = group.rank()
-        self._own = own.view(-1)
+    def __init__(
+        self,
+        segments: torch.Tensor,
+        own: torch.Tensor,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        me, self._own, self._dtype = group.rank(), own.view(-1), dtype
+        segments = segments if dtype is None else segments.to(dtype)
         self._rows = [row if k == me else torch.empty_like(row) for k, row in enumerate(segments)]
         self._works = []
         for k in range(group.size()):
@@ -86,10 +93,12 @@ class Addends:
         """Wait for them, and add them up."""
         for work in self._works:
             work.wait()
-        first, second, *others = (row.view(-1) for row in self._rows)
+        first, second, *others = (row.view(-1).to(self._own.dtype) for row in self._rows)
         torch.add(first, second, out=self._own)
         for row in others:
             self._own.add_(row)
+        if self._dtype is not None:
+            self._own.copy_(self._own.to(self._dtype))
 
 
 def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:

@@ -34,9 +34,9 @@ def trained_together(
     first: Gradients = {}
     means = []
     for batch in batches:
-        losses, each = steps.gradients_of_ranks(batch)
+        losses, groups = steps.gradients_of_ranks(batch)
         with original.accumulating():
-            steps.set_gradients(steps.packed(each))
+            steps.set_gradients(steps.packed(groups))
         first = first or original.gradients()
         steps.update()
         means.append(torch.stack(losses).mean())
@@ -129,6 +129,12 @@ def trained_in_order(
     return Outcome(torch.stack(losses), first, original.state())
 
 
+def _total(each: Sequence[Gradients]) -> Gradients:
+    """The sums of gradients by name."""
+    names = dict.fromkeys(name for gradients in each for name in gradients)
+    return {name: sum_of([g[name] for g in each if name in g]) for name in names}
+
+
 def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
     """Copies of tensors."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -149,22 +155,25 @@ class _Steps:
 
     def gradients_of_ranks(
         self, batch: Mapping[str, torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[Gradients]]:
+    ) -> tuple[list[torch.Tensor], list[list[Gradients]]]:
         """The losses of all micro-batches, and what each data rank adds to the gradient of their
-        mean. Every data rank begins with the buffers of the model; those of the first remain."""
-        batches = self._lowered.grid.batches
-        original, count = self._original, self._lowered.microbatches * batches
-        losses, each, before = list[torch.Tensor](), list[Gradients](), original.updated()
-        first = before
-        for r in range(batches):
+        mean: in one group, or in one of each micro-batch where each is summed by itself. Every data
+        rank begins with the buffers of the model; those of the first remain."""
+        original, each = self._original, self._lowered.microbatches
+        losses, before = list[torch.Tensor](), original.updated()
+        size, first = 1 if self._lowered.zero > 1 else each, before
+        groups: list[list[Gradients]] = [[] for _ in range(0, each, size)]
+        for r in range(self._lowered.data):
             original.set_values(before)
-            losses += self.go(batch, r, count)
-            named = original.parameters.items()
-            each.append({name: p.grad for name, p in named if p.grad is not None})
-            self.set_gradients({})
+            for k, group in enumerate(groups):
+                numbers = range(r * each + k * size, r * each + (k + 1) * size)
+                losses += original.backward(batch, numbers, each * self._lowered.data)
+                named = original.parameters.items()
+                group.append({name: p.grad for name, p in named if p.grad is not None})
+                self.set_gradients({})
             first = original.updated() if r == 0 else first
         original.set_values(first)
-        return losses, each
+        return losses, groups
 
     def go(self, batch: Mapping[str, torch.Tensor], r: int, count: int) -> list[torch.Tensor]:
         """Add the gradients of data rank `r`, each micro-batch's over `count`; their losses."""
@@ -176,8 +185,15 @@ class _Steps:
         for name, parameter in self._original.parameters.items():
             parameter.grad = gradients.get(name)
 
-    def packed(self, each: Sequence[Gradients]) -> Gradients:
-        """The gradients that the data ranks make of what each of them adds."""
+    def packed(self, groups: Sequence[Sequence[Gradients]]) -> Gradients:
+        """The gradients that the data ranks make of what each of them adds, group by group."""
+        pairs = [self._packed(each) for each in groups]
+        packed, whole = map(_total, zip(*pairs, strict=True))
+        self.compression_error = max(self.compression_error, _distance(packed, whole))
+        return packed
+
+    def _packed(self, each: Sequence[Gradients]) -> tuple[Gradients, Gradients]:
+        """Those of a group, and what they would be uncompressed."""
         dtype = DTYPES.get(self._lowered.updates.compression or "")
         names = dict.fromkeys(name for gradients in each for name in gradients)
         of_ranks = {name: [g[name] for g in each if name in g] for name in names}
@@ -190,8 +206,7 @@ class _Steps:
             else self._factored(name, gradients)
             for name, gradients in of_ranks.items()
         }
-        self.compression_error = max(self.compression_error, _distance(packed, whole))
-        return packed
+        return packed, whole
 
     def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradient that PowerSGD makes of those of all data ranks, piece by piece as ranks

@@ -51,6 +51,8 @@ def exact(program: pc.Program, tmp_path: Path, *words: str) -> Any:
         ({"data": 3}, {"compression": "bf16"}),
         ({"data": 2, "pipeline": 2}, {"compression": "fp16", "tied": True}),
         ({"data": 2, "tensor": 2}, {"compression": "bf16", "zero": 1}),
+        ({"data": 3}, {"compression": "fp16", "zero": 2}),
+        ({"data": 2, "pipeline": 2}, {"compression": "bf16", "zero": 3, "schedule": "1f1b"}),
     ],
 )
 def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
@@ -58,9 +60,24 @@ def test_gradients_in_16_bits_are_those_of_one_process_that_casts(
 ) -> None:
     name = options["compression"]
     program = compiled(mesh, **options)
-    verification = exact(program, tmp_path, f'updates=DataUpdates(compression="{name}")')
+    words = [f'updates=DataUpdates(compression="{name}")', f"zero={options.get('zero', '')}"]
+    verification = exact(program, tmp_path, *words[: 1 + ("zero" in options)])
     assert "compressed gradients are" in verification.note
     assert "0.0e+00 from whole" not in verification.note
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tied": True, "schedule": "1f1b"}, "'embedding.weight' is on several"),
+        ({"schedule": "zb-h1"}, "take a schedule with whole backwards"),
+    ],
+)
+def test_what_one_process_could_not_cast_alike_is_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(pc.InputError, match=words):
+        compiled({"data": 2, "pipeline": 2}, compression="bf16", zero=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +190,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"updates": "local", "every": 2},
     {"updates": "asynchronous", "staleness": 1},
     {"compression": "bf16"},
+    {"compression": "bf16", "zero": 2, "schedule": "1f1b"},
+    {"compression": "fp16", "zero": 3, "schedule": "1f1b"},
     {"compression": "powersgd", "compression_rank": 2},
 )
 
@@ -188,7 +207,7 @@ def test_every_way_is_exact_on_every_mesh(name: str, options: dict[str, Any]) ->
         try:
             found = pc.compile(program, mesh, microbatches=2, progress=False, **options)
         except pc.InputError as error:
-            assert name == "resnet" and "statistics" in str(error), error
+            assert ("statistics" if name == "resnet" else "is on several") in str(error), error
             continue
         verification = found.verify()
         assert verification.ok, (mesh, str(verification))
