@@ -10,6 +10,7 @@ forward and its backward and divides it. What it makes is kept in its cache on d
 
 from __future__ import annotations
 
+import copyreg
 import fcntl
 import json
 import linecache
@@ -153,13 +154,14 @@ def compile_template(template: Template) -> None:
 
 def compiled(layer: TracedLayer, training: bool) -> Function:
     """A function of tensors without data, and its backward, compiled."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _keys_of_all_processes():
         warnings.simplefilter("ignore")  # of torch, about itself
         return _compiled(layer, training)
 
 
 def _compiled(layer: TracedLayer, training: bool) -> Function:
     """Body of `compiled`, with the warnings that torch gives."""
+    from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
 
     def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -167,9 +169,24 @@ def _compiled(layer: TracedLayer, training: bool) -> Function:
         graph.recompile()
         return compile_fx_inner(graph, inputs, **options)
 
-    with torch.set_grad_enabled(training):
+    # The backward now, not within the first step.
+    with torch.set_grad_enabled(training), config.patch(force_non_lazy_backward_lowering=training):
         function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _keys_of_all_processes() -> Iterator[None]:
+    """Within it, equal graphs have equal keys in the cache of the compiler, in every process.
+
+    Keys are hashes of pickles, and pickle takes a memory format from the first module of the
+    process that has the name torch: from whatever module of the user imported it first.
+    """
+    copyreg.pickle(torch.memory_format, lambda form: (str, (str(form),)))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[torch.memory_format]
 
 
 def _processes() -> int:
