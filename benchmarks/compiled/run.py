@@ -4,7 +4,8 @@
     python benchmarks/compiled/run.py --depth          # seconds to compile 12 and 48 layers
 
 On one rank the emitted program and the model itself, each eager and compiled, take turns step by
-step; on two ranks (pipeline, 1F1B) the emitted program does. One thread a process.
+step; on two ranks (pipeline, 1F1B) the emitted program does. Each is run with 4 and with 8 layers:
+what a step of 8 takes longer is what layers take. One thread a process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,12 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.models import bert, gpt, llama, resnet, t5
 
-MICROBATCHES, ROWS, LAYERS = 2, 2, 4
-WIDTHS = {"heads": 4, "hidden": 128, "vocabulary": 512, "sequence": 128}
+MICROBATCHES, ROWS = 2, 2
+LAYERS = 4, 8
+WIDTHS = {"heads": 4, "hidden": 256, "vocabulary": 512, "sequence": 128}
+RESNETS = (2, 1, 1, 1), (2, 3, 3, 3)  # blocks of each width
+VARIANTS = ("emitted", "compiled", "model", "torch.compile")
+RATIOS = (1, 0), (3, 2), (1, 3)  # of variants
 WARM = 2  # rounds that are not counted
 TOLERANCE = 1e-4  # of losses, float32
 TIMEOUT = timedelta(minutes=20)
@@ -50,9 +56,9 @@ def main() -> None:
     if options.depth:
         _print_depths()
         return
-    print("| model | ranks | emitted (ms) | compiled (ms) | of eager | model (ms) "
-          "| torch.compile (ms) | of torch.compile |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
+    names = [f"{VARIANTS[over]} / {VARIANTS[under]}" for over, under in RATIOS]
+    cells = ["model", "ranks", *VARIANTS, *names, *(f"layers: {name}" for name in names)]
+    print(f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}")
     for name in options.models:
         for ranks in options.ranks:
             print(_row(name, ranks, options.pairs), flush=True)
@@ -60,7 +66,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=(1, 2))
     parser.add_argument("--pairs", type=int, default=12, help="steps of each (12)")
@@ -69,14 +75,15 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def model_of(name: str, layers: int = LAYERS) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def model_of(name: str, layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model, and the batch of a step."""
     torch.manual_seed(0)
     rows = MICROBATCHES * ROWS
     tokens = torch.randint(WIDTHS["vocabulary"], (rows, WIDTHS["sequence"]))
     if name == "resnet":
         images, classes = torch.randn(rows, 3, 64, 64), torch.randint(10, (rows,))
-        config = resnet.Config(widths=(16, 32, 64, 128), classes=10, image_size=64)
+        depths = RESNETS[LAYERS.index(layers)]
+        config = resnet.Config(depths=depths, widths=(16, 32, 64, 128), classes=10, image_size=64)
         return resnet.ResNet(config), {"images": images, "labels": classes}
     if name.startswith("hf-"):
         return _of_huggingface(name, layers), {"input_ids": tokens, "labels": tokens.clone()}
@@ -97,13 +104,16 @@ def _of_huggingface(name: str, layers: int) -> nn.Module:
     import transformers
 
     if name == "hf-gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        config = transformers.GPT2Config(
             vocab_size=WIDTHS["vocabulary"], n_positions=WIDTHS["sequence"], n_layer=layers,
             n_embd=WIDTHS["hidden"], n_head=WIDTHS["heads"], use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        ))  # fmt: skip
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # without it there is a warning, and a graph break
+        return model
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=WIDTHS["vocabulary"], hidden_size=WIDTHS["hidden"], intermediate_size=384,
+        vocab_size=WIDTHS["vocabulary"], hidden_size=WIDTHS["hidden"], intermediate_size=768,
         num_hidden_layers=layers, num_attention_heads=WIDTHS["heads"], num_key_value_heads=2,
         max_position_embeddings=WIDTHS["sequence"], use_cache=False,
     ))  # fmt: skip
@@ -119,17 +129,23 @@ def program_of(model: nn.Module, batch: dict[str, torch.Tensor], ranks: int) -> 
 
 
 def _row(name: str, ranks: int, pairs: int) -> str:
-    """The row of a model: medians of CPU time, and of ratios of neighbouring steps."""
+    """The row of a model: medians of CPU time in ms, and of ratios of neighbouring steps."""
     with tempfile.TemporaryDirectory() as here:
         multiprocessing.spawn(_rank, (here, name, ranks, pairs), nprocs=ranks)
         each = [json.loads((Path(here) / f"{rank}.json").read_text()) for rank in range(ranks)]
     turns = zip(*each, strict=True)
-    rounds = [[sum(column) for column in zip(*parts, strict=True)] for parts in turns]
-    times = [f"{1e3 * statistics.median(column):.1f}" for column in zip(*rounds, strict=True)]
-    times += [""] * (4 - len(times))
-    last = _ratio(rounds, 1, 3) if ranks == 1 else ""
-    cells = [name, str(ranks), *times[:2], _ratio(rounds, 1, 0), *times[2:], last]
-    return f"| {' | '.join(cells)} |"
+    rounds = [[float(sum(column)) for column in zip(*parts, strict=True)] for parts in turns]
+    half = len(rounds[0]) // 2
+    deep = [seconds[half:] for seconds in rounds]
+    layers = [[b - a for a, b in zip(r[:half], r[half:], strict=True)] for r in rounds]
+    times = [f"{1e3 * statistics.median(column):.0f}" for column in zip(*deep, strict=True)]
+    times += [""] * (len(VARIANTS) - half)
+    ratios = [
+        _ratio(each, *pair) if max(pair) < half else ""
+        for each in (deep, layers)
+        for pair in RATIOS
+    ]
+    return f"| {' | '.join([name, str(ranks), *times, *ratios])} |"
 
 
 def _ratio(rounds: list[list[float]], over: int, under: int) -> str:
@@ -144,22 +160,35 @@ def _rank(rank: int, here: str, name: str, ranks: int, pairs: int) -> None:
     store = dist.FileStore(f"{here}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     os.environ["RANK"] = str(rank)
-    model, batch = model_of(name)
-    program = program_of(model, batch, ranks)
-    with program.worker() as eager, program.worker(compiled=True) as compiled:
-        steps: list[Callable[[], torch.Tensor]]
-        steps = [lambda: eager.step(batch), lambda: compiled.step(batch)]
-        if ranks == 1:
-            whole = torch.compile(model, fullgraph=True, dynamic=False)
-            steps += [lambda: _step(model, model, batch), lambda: _step(whole, model, batch)]
-        losses = [step().item() for step in steps]
-        if max(losses) / min(losses) - 1 > TOLERANCE:
-            message = f"the losses differ: {losses}"
-            raise RuntimeError(message)
+    with ExitStack() as stack:
+        steps: list[Callable[[], torch.Tensor]] = []
+        for layers in LAYERS:
+            mine = _variants(name, layers, ranks, stack)
+            losses = [step().item() for step in mine]
+            if max(losses) / min(losses) - 1 > TOLERANCE:
+                message = f"the losses differ: {losses}"
+                raise RuntimeError(message)
+            steps += mine
         rounds = [_round(steps, turn) for turn in range(-WARM, pairs)][WARM:]
         dist.barrier()
     (Path(here) / f"{rank}.json").write_text(json.dumps(rounds))
     dist.destroy_process_group()
+
+
+def _variants(
+    name: str, layers: int, ranks: int, stack: ExitStack
+) -> list[Callable[[], torch.Tensor]]:
+    """What does a step of each variant."""
+    model, batch = model_of(name, layers)
+    program = program_of(model, batch, ranks)
+    eager = stack.enter_context(program.worker())
+    compiled = stack.enter_context(program.worker(compiled=True))
+    steps: list[Callable[[], torch.Tensor]]
+    steps = [lambda: eager.step(batch), lambda: compiled.step(batch)]
+    if ranks == 1:
+        whole = torch.compile(model, fullgraph=True, dynamic=False)
+        steps += [lambda: _step(model, model, batch), lambda: _step(whole, model, batch)]
+    return steps
 
 
 def _step(call: Any, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -84,9 +84,9 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
 
 
 def optimizer_of(worker: Worker, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW as the options say, in one kernel where accelerators have it."""
-    decay = options.weight_decay
-    more: dict[str, Any] = {"fused": True} if worker.device.type == "cuda" else {}
+    """AdamW as the options say: in fused kernels on a GPU, and where layers are compiled too."""
+    decay, fused = options.weight_decay, worker.device.type == "cuda" or worker.compiled
+    more: dict[str, Any] = {"fused": True} if fused else {}
     if decay is not None:
         more |= {
             "weight_decay": 0.0,

@@ -117,7 +117,9 @@ class Updates:
                 self.fill_master(name, self._parameters[name], functools.partial(_copy, master))
 
         def make() -> torch.optim.Optimizer:
-            return kind(own.made(self.weights()), **options)
+            optimizer = kind(own.made(self.weights()), **options)
+            optimizer.register_step_pre_hook(_lay_out_gradients)
+            return optimizer
 
         self._optimizer = make()
         if self.serving is not None:
@@ -366,6 +368,18 @@ def gradient_norm(
             squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
     total(squares)
     return squares.sqrt()
+
+
+@torch.no_grad()
+def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Give gradients the strides of their parameters: the fused steps of torch.optim read the
+    memory of both in order, whatever their strides are (in torch 2.13)."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        if gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

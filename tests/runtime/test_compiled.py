@@ -226,6 +226,7 @@ def test_other_processes_help_and_leave_what_they_compile_on_disk(
         return process
 
     monkeypatch.setattr(build, "_helper", helper)
+
     def looked_up() -> list[int]:
         found = [counters["inductor"][f"fxgraph_cache_{way}"] for way in ("miss", "hit")]
         counters.clear()
@@ -264,10 +265,16 @@ def text_model(name: str, **options: Any) -> tuple[nn.Module, dict[str, torch.Te
     return model, {"tokens": tokens, **more, "labels": tokens.roll(1, 1)}
 
 
+PIECES = {
+    "*.qkv.weight": "S(0)",
+    "*.out.weight": "S(1)",
+    "*.up.weight": "S(0)",
+    "*.down.weight": "S(1)",
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "split": ({"pipeline": 2}, {"schedule": "zb-h1"}, {"dropout": 0.1}),
     "recomputed": ({"pipeline": 2}, {"schedule": "zb-h1", "recompute": "full"}, {"dropout": 0.1}),
-    "tensor": ({"tensor": 2}, {}, {"dropout": 0.1, "vocabulary": 97}),
+    "tensor": ({"tensor": 2}, {"sharding": PIECES}, {"dropout": 0.1, "vocabulary": 97}),
     "zero": ({"data": 2}, {"zero": 3}, {}),
     "vocabulary": ({"pipeline": 2}, {"vocabulary": "vocab-2"}, {}),
     "bf16": ({"pipeline": 2}, {"precision": "bf16"}, {}),

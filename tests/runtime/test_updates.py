@@ -302,3 +302,28 @@ def test_an_optimizer_of_whole_matrices_gets_no_pieces(options: dict[str, Any]) 
         updates.set_optimizer(torch.optim.Adafactor, None, {})
     updates.set_optimizer(torch.optim.Adafactor, None, {}, elementwise=True)
     updates.set_optimizer(torch.optim.Adam, None, {})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_step_reads_gradients_that_lie_otherwise(
+    single: pc.Program, kind: type[torch.optim.Optimizer]
+) -> None:
+    states = []
+    for fused in (False, True):
+        with single.worker() as worker:
+            optimizer = worker.set_optimizer(kind, lr=0.1, fused=fused)
+            worker.step(batch(MICROBATCHES))
+            matrices = [p for _, p in worker.named_parameters() if p.dim() == 2]
+            turned = [p for p in matrices if p.grad is not None]
+            for parameter in turned:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.t().contiguous().t()
+                assert parameter.grad.stride() != parameter.stride()
+            assert turned
+            optimizer.step()
+            states.append(worker.gather_state_dict())
+    loop, fused_step = states
+    assert loop is not None
+    assert fused_step is not None
+    for name, tensor in loop.items():
+        assert torch.allclose(fused_step[name], tensor, rtol=1e-6, atol=1e-7), name

@@ -175,6 +175,11 @@ def _compiled(layer: TracedLayer, training: bool) -> Function:
     return function  # type: ignore[no-any-return]
 
 
+def _written_format(form: torch.memory_format) -> Any:
+    """What pickle takes a memory format for: its name."""
+    return str, (str(form),)
+
+
 @contextmanager
 def _keys_of_all_processes() -> Iterator[None]:
     """Within it, equal graphs have equal keys in the cache of the compiler, in every process.
@@ -182,7 +187,7 @@ def _keys_of_all_processes() -> Iterator[None]:
     Keys are hashes of pickles, and pickle takes a memory format from the first module of the
     process that has the name torch: from whatever module of the user imported it first.
     """
-    copyreg.pickle(torch.memory_format, lambda form: (str, (str(form),)))  # type: ignore[arg-type]
+    copyreg.pickle(torch.memory_format, _written_format)
     try:
         yield
     finally:
