@@ -55,7 +55,7 @@ def check_options(
 ) -> None:
     """Refuse options that do not go together, or not with the mesh."""
     if isinstance(mesh, Mesh):
-        _check_axes(mesh)
+        _check_axes(mesh, options)
         _check_size(mesh, options, plan)
         _check_order(mesh, options)
         _check_replicas(mesh, model, plan)
@@ -106,7 +106,13 @@ def check_token_mean(lowered: Lowered) -> None:
 
 
 def check_outputs(lowered: Lowered) -> None:
-    """Refuse outputs to keep that no layer makes."""
+    """Refuse outputs to keep that no layer makes, or of which context ranks make pieces."""
+    if lowered.graph.kept and lowered.context > 1:
+        message = (
+            f"outputs={sorted(lowered.graph.kept)}: predictions do not bring together the rows of "
+            f"context ranks yet (context={lowered.context}): compile for context=1 to predict"
+        )
+        raise InputError(message)
     made = {name for stage in lowered.stages for name in stage.keeps}
     for name, node in lowered.graph.kept.items():
         if lowered.variables.get(node) not in made:
@@ -169,12 +175,24 @@ def check_data_updates(lowered: Lowered) -> None:
         raise InputError(message)
 
 
-def _check_axes(mesh: Mesh) -> None:
-    """Refuse axes along which no model is divided yet."""
-    for axis in ("context", "expert"):
-        if (degree := getattr(mesh, axis)) > 1:
-            message = f"{axis}={degree}: models are not divided along this axis yet: take {axis}=1"
-            raise InputError(message)
+def _check_axes(mesh: Mesh, options: Options) -> None:
+    """Refuse axes along which no model is divided yet, and what means nothing along them."""
+    if mesh.expert > 1:
+        message = f"expert={mesh.expert}: models are not divided along this axis yet: take expert=1"
+        raise InputError(message)
+    reason, wanted = "", options.data_updates
+    if wanted.separate:
+        reason = f"they update together, and with updates={wanted.way!r} each rank by itself"
+    elif wanted.compression is not None:
+        name = f"compression={wanted.compression!r}"
+        reason = f"{name} is of the gradients of whole batches: leave it out"
+    elif options.vocabulary in METHODS:
+        reason = (
+            f"vocabulary={options.vocabulary!r} needs all rows of the head's input: take 'whole'"
+        )
+    if mesh.context > 1 and reason:
+        message = f"context={mesh.context}: its ranks have pieces of one batch; {reason}"
+        raise InputError(message)
 
 
 def _check_size(mesh: Mesh, options: Options, plan: Plan | None) -> None:

@@ -44,6 +44,7 @@ from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
+from parcompiler.passes.shard.context import on_context_ranks
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -179,7 +180,7 @@ def compile(
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
             graph = prepared(captured, options, one_mesh, options.dtype)
-            problem = Problem(graph, one_mesh, options, bench=bench)
+            problem = on_context_ranks(Problem(graph, one_mesh, options, bench=bench), plan)
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = MicrobatchSizes(problem, captured, wanted)

@@ -206,7 +206,8 @@ class Graph:
     done to complete gradients, by the name of the parameter. `recapture` captures the model on
     other inputs; None where the graph comes from no model. `outputs` are the names of outputs that
     are kept beside the loss: the graph returns them behind it. With `counts` the loss is a sum over
-    targets, and this their number in a micro-batch, computed from the inputs that it names.
+    targets, and this their number in a micro-batch, computed from the inputs that it names. Where
+    it is the graph of one context rank, `undivided` is that of all.
     """
 
     name: str
@@ -227,6 +228,7 @@ class Graph:
     recapture: Callable[[Any], Graph] | None = field(default=None, repr=False, compare=False)
     outputs: tuple[str, ...] = ()
     counts: fx.Graph | None = field(default=None, repr=False)
+    undivided: Graph | None = field(default=None, repr=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:

@@ -186,7 +186,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the ranks of the tensor axis hold, for each template at a granularity.
+    """What the ranks of an axis hold, for each template at a granularity.
 
     What belongs to no block (the prologue) is whole on every rank. `solution` has the seconds of
     one micro-batch in all blocks, and `memory` the predicted bytes of a rank, the mean over stages.
@@ -209,7 +209,8 @@ class Plan:
     with `selective` the others run their cheap operators again (see `cost.selective`).
     `meshes` are those of the cluster that `mesh` was chosen from, that of the plan first.
     `runner_up` is the fastest of what the plan was preferred to: a plan that is up to 2 % faster
-    and less plain, or the next of the meshes. `updates` are None where data ranks average whole
+    and less plain, or the next of the meshes. `context` says what context ranks split, `sharding`
+    what tensor ranks split of that. `updates` are None where data ranks average whole
     gradients.
     """
 
@@ -230,6 +231,7 @@ class Plan:
     solution: Solution | None = None
     search: Solution | None = None
     weighed: tuple[Weighed, ...] | None = None
+    context: Sharding | None = None
     sharding: Sharding | None = None
     vocabulary: VocabularyChoice | None = None
     costs: tuple[TemplateTime, ...] | None = None
@@ -243,6 +245,8 @@ class Plan:
     def to_json(self) -> str:
         """Sorted, indented JSON; `from_json` reads it back to an equal plan."""
         data = dataclasses.asdict(self)
+        if self.context is None:  # there is no such decision without a context axis
+            del data["context"]
         if self.sharding is None:  # there is no such decision without a tensor axis
             del data["sharding"]
         if self.vocabulary is None:  # nor without a pipeline

@@ -40,7 +40,7 @@ from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
 from parcompiler.options import Options
-from parcompiler.plan import Plan, TemplateTime, VocabularyTime
+from parcompiler.plan import Plan, Sharding, TemplateTime, VocabularyTime
 
 Found = TypeVar("Found")
 
@@ -234,7 +234,8 @@ class Problem:
     (see passes/shard/local.py), `times` what was measured on the `bench`, by granularity and
     template, and `vocabulary_times` the same of a spread vocabulary, by method. `explain` says
     whether it is worth time to say what would do when nothing fits. With `selective` cheap
-    operators of all blocks run again in the backward (see `cost.selective`).
+    operators of all blocks run again in the backward (see `cost.selective`). With context ranks,
+    `graph` is that of one of them, and `context` how it was divided.
     """
 
     graph: Graph
@@ -253,6 +254,7 @@ class Problem:
         default_factory=dict, repr=False, compare=False
     )
     selective: bool = False
+    context: Sharding | None = None
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         """What `find` returns, found once for each key, mesh and level of ZeRO: many schedules ask

@@ -261,7 +261,8 @@ class Program:
 
     def on(self, graph: Graph) -> Program:
         """The same plan on another precision or other values of the same graph."""
-        problem = Problem(graph, self.problem.mesh, self.problem.options)
+        given = self.problem
+        problem = Problem(graph, given.mesh, given.options, context=given.context)
         if graph.fx_graph is self.problem.graph.fx_graph:  # the program as it is, with other values
             divided = dataclasses.replace(self.lowered.graph, tensors=graph.tensors)
             lowered = dataclasses.replace(self.lowered, graph=divided)

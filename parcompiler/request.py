@@ -77,8 +77,9 @@ class Request:
         if unknown:
             message = f"{checkpoint.path} is damaged: {unknown.pop()!r} is no option of compile"
             raise InputError(message)
+        batches = checkpoint.facts["mesh"][1] // checkpoint.facts.get("context", 1)
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in data["options"].items()}
-        return cls(**{**data, "options": options, "data": checkpoint.facts["mesh"][1]})
+        return cls(**{**data, "options": options, "data": batches})
 
     def microbatches_for(self, samples: int, data: int) -> int:
         """The micro-batches of so many samples on each of so many data ranks that make a step as it

@@ -40,6 +40,7 @@ def start(problem: Problem) -> Plan:
         fingerprint=problem.graph.fingerprint,
         mesh=Shape(mesh.pipeline, mesh.tensor, mesh.data, mesh.name, mesh.context, mesh.expert),
         microbatches=options.microbatches,
+        context=problem.context,
         precision=options.precision,
         optimizer=options.optimizer,
         zero=options.zero if mesh.replicas > 1 and isinstance(options.zero, int) else None,

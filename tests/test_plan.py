@@ -75,7 +75,7 @@ def test_a_whole_number_is_a_number() -> None:
             r"plan\.stages\[0\]\.blocks\[1\] must be a string",
         ),
         ({"solution": {"status": "optimal"}}, r"plan\.solution lacks the field 'objective'"),
-        ({"colour": "red"}, r"plan has an unknown field 'colour' \(known: costs, fingerprint, "),
+        ({"colour": "red"}, r"plan has an unknown field 'colour' \(known: context, costs, "),
         (
             {"mesh": {"pipeline": 2, "device": ["h100"]}},
             r"plan\.mesh\.device must name 2 devices, or one \(1 found\)",

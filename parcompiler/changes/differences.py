@@ -25,6 +25,7 @@ ABSENT = {
     "orders": "the order that the schedule's name says",
     "solution": "none",
     "search": "none",
+    "context": "whole rows on every rank",
     "sharding": "tensors whole on every rank",
     "costs": "times by the device's figures",
     "vocabulary_costs": "times by the device's figures",
@@ -32,6 +33,7 @@ ABSENT = {
 }
 PRESENT = {
     "orders": "an order of its own",
+    "context": "rows in pieces on the context ranks",
     "sharding": "tensors in pieces on the tensor ranks",
     "costs": "measured times of blocks",
     "vocabulary_costs": "measured times",

@@ -124,7 +124,7 @@ def _reported(name: str, plan: Plan, text: str) -> Side:
     mesh, choices = report.mesh, report.choices
     names = tuple(device.name for device in mesh.devices) or (mesh.device,) * mesh.pipeline
     reported = (
-        *(report.model.name, mesh.pipeline, mesh.data, mesh.tensor, names),
+        *(report.model.name, *mesh.axes.values(), names),
         *(choices.microbatches, choices.precision, choices.optimizer, choices.schedule),
         *(choices.recompute, [(stage.blocks, stage.rank) for stage in report.stages]),
     )

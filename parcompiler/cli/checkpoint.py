@@ -166,12 +166,14 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         head = name.partition("/")[0].partition(" ")[0]
         kind = kinds.get(head, "optimizer_bytes" if head == "optimizer" else "other_bytes")
         totals[kind] += entry.bytes
-    pipeline, data, tensor = checkpoint.facts["mesh"]
+    pipeline, replicas, tensor = checkpoint.facts["mesh"]
+    context = checkpoint.facts.get("context", 1)
+    data = f"data={replicas // context}" + (f", context={context}" if context > 1 else "")
     optimizer = checkpoint.facts.get("optimizer")
     return {
         "path": str(checkpoint.path),
         "step": checkpoint.step,
-        "mesh": f"pipeline={pipeline}, data={data}, tensor={tensor}",
+        "mesh": f"pipeline={pipeline}, {data}, tensor={tensor}",
         "optimizer": "none" if optimizer is None else optimizer["kind"],
         "samples": checkpoint.facts["samples"],
         **_request(checkpoint),

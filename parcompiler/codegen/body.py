@@ -172,7 +172,10 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
     """The `with` statements that a run of nodes stands under."""
     for depth, (kind, *arguments) in enumerate(contexts):
         if kind == "own_draws":
-            call = f"runtime.own_draws({', '.join(literal(a) for a in arguments if a is not None)})"
+            dim, sizes, *axis = arguments
+            texts = [literal(item) for item in (dim, sizes) if item is not None]
+            texts += [f"axis={literal(name)}" for name in axis]
+            call = f"runtime.own_draws({', '.join(texts)})"
         elif kind == "autocast":
             device, dtype, _enabled = arguments
             call = f'torch.autocast("{identifier(str(device))}", dtype=torch.{identifier(dtype)})'

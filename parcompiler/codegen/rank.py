@@ -302,11 +302,17 @@ def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> s
         )
     if program.rows:
         text += f", with {_own_rows(program, shared=shared)}"
-    if program.data > 1:
+    if (batches := program.grid.batches) > 1:
         text += (
-            f", on batches of {program.data} data coordinates"
+            f", on batches of {batches} data coordinates"
             if shared
-            else (f" on batches of data coordinate {at.data}")
+            else (f" on batches of data coordinate {program.batch}")
+        )
+    if program.context > 1:
+        text += (
+            f", a piece of {program.context} of the rows each"
+            if shared
+            else f", piece {at.context} of {program.context} of the rows"
         )
     return paragraph(f"{text}.")
 

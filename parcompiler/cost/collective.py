@@ -58,9 +58,10 @@ def group(ranks: Iterable[int], device: Device) -> RankGroup:
     return RankGroup(len(members), len({rank // device.devices_per_node for rank in members}))
 
 
-def neighbours(size: int, device: Device) -> RankGroup:
-    """Ranks whose numbers follow one another from the first of a node: those of a tensor axis."""
-    return group(range(size), device)
+def neighbours(size: int, device: Device, apart: int = 1) -> RankGroup:
+    """Ranks whose numbers are `apart` from the first of a node on: those of a tensor axis follow
+    one another."""
+    return group(range(0, size * apart, apart), device)
 
 
 def among(mesh: Mesh, ranks: Iterable[int]) -> RankGroup:

@@ -85,7 +85,19 @@ class Recorder(TorchDispatchMode):
         for action, nbytes in exchange.backward if backward else exchange.forward:
             sent = exchange.sent_by(action, nbytes)
             beside = tuple(product for product, _ in self.left)
-            self.add(Operation(action, EXCHANGE, 0.0, sent, dtype, exchange.n, beside))
+            self.add(
+                Operation(
+                    action,
+                    EXCHANGE,
+                    0.0,
+                    sent,
+                    dtype,
+                    exchange.n,
+                    beside,
+                    apart=exchange.apart,
+                    axis=exchange.axis,
+                )
+            )
             self.left.clear()
 
     def take(self) -> tuple[Operation, ...]:

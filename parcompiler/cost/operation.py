@@ -23,8 +23,9 @@ class Operation:
     one FLOP per element that it yields. `dtype` is the one it calculates in. Of a collective
     `nbytes` are what each of its `ranks` sends; without their number it is a message. `beside` are
     operations, which also stand by themselves, that run while it does. `products` are those of
-    matrices that a "matmul" or a "convolution" is, where they are known. `place` is the number of
-    the node of a block that it belongs to, in the forward or in the backward.
+    matrices that a "matmul" or a "convolution" is, where they are known. `apart` are the numbers of
+    a collective's ranks, which are along `axis`. `place` is the number of the node of a block that
+    it belongs to, in the forward or in the backward.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Operation:
     ranks: int = 0
     beside: tuple[Operation, ...] = ()
     products: tuple[Product, ...] = ()
+    apart: int = 1
+    axis: str = "tensor"
     place: int | None = field(default=None, compare=False, repr=False)
 
 

@@ -68,4 +68,6 @@ def exchange_seconds(operation: Operation, device: Device) -> float:
     if n < 2:
         return device.link.seconds(nbytes / device.efficiency.exchange(action, nbytes))
     whole = collective.whole(action, nbytes, n)
-    return collective.seconds(action, whole, collective.neighbours(n, device), device)
+    return collective.seconds(
+        action, whole, collective.neighbours(n, device, operation.apart), device
+    )

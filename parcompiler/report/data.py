@@ -74,13 +74,27 @@ class DeviceMesh:
     peak: float
     devices: tuple[RankDevice, ...] = ()
     margin: float = 0.0
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks at each pipeline coordinate."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The ranks along each axis; context and expert ranks where there are several."""
+        degrees = {"pipeline": self.pipeline, "data": self.data}
+        degrees |= {"context": self.context} if self.context > 1 else {}
+        degrees |= {"tensor": self.tensor}
+        return degrees | ({"expert": self.expert} if self.expert > 1 else {})
 
     @property
     def counted(self) -> str:
         """How many ranks have which device, along the pipeline."""
         names = [one.name for one in self.devices] or [self.device] * self.pipeline
-        copies = self.data * self.tensor
-        return ", ".join(f"{copies * len([*same])} × {name}" for name, same in groupby(names))
+        return ", ".join(f"{self.copies * len([*same])} × {name}" for name, same in groupby(names))
 
     def limit(self, rank: int) -> int:
         """The memory of a rank of the pipeline."""
@@ -175,7 +189,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class TensorCollective:
-    """A collective of the tensor ranks in each of `blocks` blocks, for a micro-batch or `once`.
+    """A collective of the ranks of an axis in each of `blocks` blocks, for a micro-batch or `once`.
 
     `value` is what is exchanged, of `shape` on a rank; each rank sends `sent` bytes. It takes
     `seconds`, of which `exposed` are beside no compute. Gradients of parameters that they use in
@@ -192,6 +206,16 @@ class TensorCollective:
     once: bool = False
     seconds: float = 0.0
     exposed: float = 0.0
+    axis: str = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """An input of which each context rank has as many of the rows of every sample."""
+
+    key: str
+    rows: int
+    own: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +436,7 @@ class ReportData:
     averaged: tuple[Averaged, ...] = ()
     sharded: tuple[Sharded, ...] = ()
     exchanged: tuple[TensorCollective, ...] = ()
+    rows: tuple[RowShare, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
     runner_up: MeshChoice | None = None

@@ -71,6 +71,8 @@ def mesh(problem: Problem) -> data.DeviceMesh:
         pipeline=shape.pipeline,
         data=shape.data,
         tensor=shape.tensor,
+        context=shape.context,
+        expert=shape.expert,
         device=", ".join(dict.fromkeys(one.name for one in devices)),
         memory=min(one.memory for one in devices),
         margin=problem.options.memory_margin,
@@ -151,7 +153,11 @@ def step(
         ranks[stage.rank] += cost.forward + cost.backward
     microbatches = problem.options.microbatches
     batch = microbatches * problem.mesh.data  # micro-batches of a step on all data ranks
-    flops = batch * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
+    flops = (
+        problem.mesh.context
+        * batch
+        * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
+    )
     power = problem.mesh.size * mesh(problem).peak
     even = sum(ranks) / problem.mesh.pipeline
     if rank_priced.pace:
@@ -385,7 +391,15 @@ def _collectives(
                 sent=round(exchange.sent_by(action, nbytes)),
                 backward=backward,
                 once=node.target == FAN_OUT and value.name in trained,
+                axis=str(node.kwargs.get("axis", "tensor")),
             )
+
+
+def row_shares(problem: Problem) -> tuple[data.RowShare, ...]:
+    """What each context rank has of the inputs."""
+    n, inputs = problem.mesh.context, problem.graph.inputs
+    split = (item for item in inputs if n > 1 and len(item.shape) > 1 and item.shape[1] % n == 0)
+    return tuple(data.RowShare(x.key, x.shape[1], x.shape[1] // n) for x in split)
 
 
 def vocabulary(

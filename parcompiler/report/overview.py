@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -41,6 +42,19 @@ def overview(report: ReportData) -> Table:
     return facts(title(report), _facts(report))
 
 
+def _row_shares(report: ReportData) -> str:
+    """Who holds which rows of the inputs."""
+    inputs = defaultdict[tuple[int, int], list[str]](list)
+    for item in report.rows:
+        inputs[item.rows, item.own].append(item.key)
+    last = report.mesh.context - 1
+    return "; ".join(
+        f"of the {rows:,} rows of {', '.join(keys)} rank 0 has 0 to {own - 1:,}, … rank {last} "
+        f"{last * own:,} to {rows - 1:,}"
+        for (rows, own), keys in inputs.items()
+    )
+
+
 def title(report: ReportData) -> str:
     """The report in one line."""
     return f"{report.model.name} on {report.mesh.counted}"
@@ -50,13 +64,15 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     model, mesh, choices = report.model, report.mesh, report.choices
     frozen = f", {quantity(model.frozen, COUNT)} of them not trained" if model.frozen else ""
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
-    axes = f"pipeline {mesh.pipeline} × data {mesh.data} × tensor {mesh.tensor}"
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.axes.items())
     yield "parameters", size + frozen
     if model.evaluating:
         yield "mode", _mode(model)
     each = "" if mesh.devices else f", {quantity(mesh.memory, BYTES)} each"
     kept = f", {percent(mesh.margin)} of it kept free" if mesh.margin else ""
     yield "mesh", f"{axes}{each}{kept}"
+    if report.rows:
+        yield "context", _row_shares(report)
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     own = f"{model.dtype}, as the model is"
@@ -167,7 +183,7 @@ def bounded(report: ReportData) -> str:
 def following(report: ReportData) -> str:
     """What would train more samples a second, in a sentence."""
     mesh = report.mesh
-    given = not report.meshes and mesh.pipeline * mesh.data * mesh.tensor > 1
+    given = not report.meshes and mesh.pipeline * mesh.copies > 1
     others = "; --mesh auto weighs other meshes" if given else ""
     if not report.step.changes:
         return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
@@ -224,7 +240,7 @@ def tiles(report: ReportData) -> Iterator[Tile]:
     verdict = "too much: " if style == "error" else ""
     note = f"{verdict}{percent(fraction)} of {quantity(mesh.limit(rank), BYTES)}, rank {rank}"
     yield Tile("Peak memory", quantity(report.ranks[rank].peak_memory, BYTES), note, style)
-    devices = mesh.pipeline * mesh.data * mesh.tensor
+    devices = mesh.pipeline * mesh.copies
     yield Tile("MFU", percent(step.mfu), f"of {devices:,} × {quantity(mesh.peak, FLOPS)}FLOP/s")
     for name, count in (("Tokens a second", step.tokens), ("Samples a second", step.rows)):
         if count is not None and step.seconds:
@@ -235,8 +251,7 @@ def tiles(report: ReportData) -> Iterator[Tile]:
 def subtitle(report: ReportData) -> str:
     """Model, mesh and schedule in a sentence."""
     model, mesh, choices = report.model, report.mesh, report.choices
-    axes = (("pipeline", mesh.pipeline), ("data", mesh.data), ("tensor", mesh.tensor))
-    named = [f"{name} {size}" for name, size in axes if size > 1] or ["one rank"]
+    named = [f"{name} {size}" for name, size in mesh.axes.items() if size > 1] or ["one rank"]
     each = " on each data rank" if mesh.data > 1 else ""
     return clean(
         f"{quantity(model.parameters, COUNT)} parameters on {' × '.join(named)}: schedule "

@@ -83,6 +83,7 @@ class Report(ReportData):
             averaged=gather.averaged(lowered, timeline),
             sharded=gather.sharded(plan),
             exchanged=gather.exchanged(priced, lowered, problem.slowest_device),
+            rows=gather.row_shares(problem),
             vocabulary=gather.vocabulary(plan, lowered, vocabulary),
             symbols=symbols,
             forms=forms,
@@ -144,9 +145,8 @@ class Report(ReportData):
         ranks together). Raises InputError when the time is no positive number, or the
         trace has another number of ranks or stages.
         """
-        replicas = self.mesh.data * self.mesh.tensor
         measurement = events.measured_step(
-            seconds, trace, len(self.stages), self.mesh.pipeline, replicas
+            seconds, trace, len(self.stages), self.mesh.pipeline, self.mesh.copies
         )
         return dataclasses.replace(self, measurement=serial.rounded(measurement))
 

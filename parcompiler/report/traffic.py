@@ -118,13 +118,16 @@ def placements(report: ReportData) -> Table:
 
 
 def collectives(report: ReportData) -> Table:
-    """Collectives of the tensor ranks: bytes and seconds of each, and bytes in a step."""
+    """Collectives inside of blocks: bytes and seconds of each, and bytes in a step."""
     items, steps = report.exchanged, report.choices.microbatches
     total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
+    axes = [item.axis for item in items]
+    several = [words("axis", axes)] if set(axes) - {"tensor"} else []
     return table(
-        "Collectives of the tensor ranks",
+        "Collectives of the tensor ranks" if not several else "Collectives inside of blocks",
         words("template", (item.template for item in items)),
         number("blocks", (f"× {item.blocks}" for item in items)),
+        *several,
         words("collective", (item.action for item in items)),
         words("in", ("backward" if item.backward else "forward" for item in items)),
         words("of", (item.value for item in items)),

@@ -27,6 +27,7 @@ from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.script import run
 from parcompiler.runtime.sharded import (
     attention_of_heads,
+    attention_of_rows,
     cross_entropy,
     cross_entropy_of_rows,
     embedding,
@@ -41,6 +42,7 @@ from parcompiler.runtime.tensor import (
     all_to_all,
     fan_out,
     first,
+    once,
     reduce_scatter,
     take,
 )
@@ -73,6 +75,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attention_of_heads",
+    "attention_of_rows",
     "cross_entropy",
     "cross_entropy_of_rows",
     "embedding",
@@ -81,6 +84,7 @@ __all__ = [
     "first",
     "linear",
     "loading",
+    "once",
     "own_draws",
     "own_experts",
     "piece",

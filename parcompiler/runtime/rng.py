@@ -51,23 +51,25 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def own_draws(dim: int, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
+def own_draws(
+    dim: int, sizes: tuple[int, ...] | None = None, axis: str = "tensor"
+) -> Iterator[None]:
     """Within it, an operator draws random numbers for this rank's piece along `dim`.
 
     `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
     """
     if (trace := tracing.active()) is not None:
-        with trace.drawing(partial(own_draws, dim, sizes)):
+        with trace.drawing(partial(own_draws, dim, sizes, axis)):
             yield
         return
-    axis, draws = current_axis(), _active.get()
+    group, draws = current_axis(axis), _active.get()
     if draws is not None:
-        with draws.drawing_pieces(axis, dim, sizes):
+        with draws.drawing_pieces(group, dim, sizes):
             yield
         return
     # Ranks draw as much from what they share, so that afterwards they agree again.
-    seed = mixed(int(torch.randint(2**62, (), device="cpu")), axis.rank)
-    with seeded(seed, axis.device):
+    seed = mixed(int(torch.randint(2**62, (), device="cpu")), group.rank)
+    with seeded(seed, group.device):
         yield
 
 

@@ -4,6 +4,7 @@ embedding, embedding_bag    the rows of its piece of a table: zeros for all othe
 cross_entropy               of the logits of its classes: ranks exchange two numbers a row
 cross_entropy_of_rows       its rows, as a part of the mean over those of all ranks
 attention_of_heads          its heads, with the keys and values that they share with others
+attention_of_rows           its rows, under a causal mask
 own_experts                 the rows of its experts: zeros for all others, to be added up
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from parcompiler import pieces
+from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import Axis, current
 
 
@@ -142,15 +144,19 @@ def cross_entropy_of_rows(
     weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    sizes: tuple[int, ...] = (),
+    axis: str = "tensor",
 ) -> torch.Tensor:
-    """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows]."""
-    axis = current()
-    span = pieces.piece(target.shape[0], axis.size, axis.rank)
+    """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows].
+
+    `sizes` are those of segments of the rows, each of which is split by itself.
+    """
+    group, shard = current(axis), Shard(0, sizes or (target.shape[0],))
     counts = target != ignore_index
     each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
     total = F.cross_entropy(
         logits,
-        target.narrow(0, span.start, span.size),
+        shard.take(target, group.size, group.rank),
         weight,
         ignore_index=ignore_index,
         reduction="sum",
@@ -160,15 +166,39 @@ def cross_entropy_of_rows(
 
 
 def attention_of_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int, **more: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+    *,
+    axis: str = "tensor",
+    **more: Any,
 ) -> torch.Tensor:
     """Attention of this rank's of `heads` heads; keys and values are whole, for fewer heads."""
-    axis = current()
-    span = pieces.piece(heads, axis.size, axis.rank)
+    group = current(axis)
+    span = pieces.piece(heads, group.size, group.rank)
     partner = torch.arange(span.start, span.start + span.size, device=key.device)
     partner = partner // (heads // key.shape[-3])
     pair = key.index_select(-3, partner), value.index_select(-3, partner)
     return F.scaled_dot_product_attention(query, *pair, **more)
+
+
+def attention_of_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    axis: str = "tensor",
+    **more: Any,
+) -> torch.Tensor:
+    """Causal attention of this rank's rows of queries [..., rows here, e]; keys and values are
+    whole. What no row attends to is left out, unless dropout draws for all of it."""
+    group, rows = current(axis), query.shape[-2]
+    start = rows * group.rank
+    keys = key.shape[-2] if more.get("dropout_p") else min(start + rows, key.shape[-2])
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(start)
+    pair = key[..., :keys, :], value[..., :keys, :]
+    return F.scaled_dot_product_attention(query, *pair, mask, **more)
 
 
 def own_experts(

@@ -1,4 +1,4 @@
-"""Conversions between the ways in which a value stands on the tensor ranks; all differentiable.
+"""Conversions between the ways in which a value stands on the ranks of an axis; all differentiable.
 
     function          forward          backward                     with partial=True
     fan_out           nothing          all-reduce
@@ -8,6 +8,7 @@
     reduce_scatter    reduce-scatter   all-gather
     all_to_all        all-to-all       all-to-all
     first             zeros elsewhere  nothing
+    once              nothing          zeros elsewhere
 
 Where all ranks hold a value whole, each gets the whole gradient of it, unless `partial`: then each
 gets a summand, for each goes on to use the value for a part of the work. (`fan_out` is the `f` of
@@ -25,79 +26,114 @@ import torch
 from torch import nn
 
 from parcompiler.pieces import Shard
-from parcompiler.runtime.axis import current
+from parcompiler.runtime.axis import Axis, current
 from parcompiler.runtime.compiled import tracing
 
 Sizes = int | tuple[int, ...] | None
 LinearMap = Callable[[torch.Tensor], torch.Tensor | None]  # a linear map of tensors
 
 
-def fan_out(x: torch.Tensor) -> torch.Tensor:
+def fan_out(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
     """A value that every rank goes on to use for its part of the work."""
     trace = tracing.active()
     if trace is not None and (place := trace.place(x)) is not None:
-        return trace.extra(lambda tensors: (fan_out(tensors[place]),), x)[0]
-    axis, parameter = current(), id(x) if isinstance(x, nn.Parameter) else None
+        return trace.extra(lambda tensors: (fan_out(tensors[place], axis=axis),), x)[0]
+    group, parameter = current(axis), id(x) if isinstance(x, nn.Parameter) else None
     if parameter is None:
-        return _converted(x, lambda x: x.view_as(x), axis.all_reduce)
-    return _converted(x, lambda x: x.view_as(x), lambda dy: axis.all_reduce_at_last(parameter, dy))
+        return _converted(x, lambda x: x.view_as(x), group.all_reduce)
+    return _converted(x, lambda x: x.view_as(x), lambda dy: group.all_reduce_at_last(parameter, dy))
 
 
-def all_reduce(x: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, *, partial: bool = False, axis: str = "tensor") -> torch.Tensor:
     """The sum of the ranks' summands."""
-    axis = current()
-    return _converted(x, axis.all_reduce, axis.all_reduce if partial else lambda dy: dy)
+    group = current(axis)
+    return _converted(x, group.all_reduce, group.all_reduce if partial else lambda dy: dy)
 
 
 def all_gather(
-    x: torch.Tensor, dim: int, sizes: Sizes = None, *, partial: bool = False
+    x: torch.Tensor,
+    dim: int,
+    sizes: Sizes = None,
+    *,
+    partial: bool = False,
+    axis: str = "tensor",
 ) -> torch.Tensor:
     """The whole of the ranks' pieces along `dim`."""
-    axis = current()
-    shard = _shard(dim, sizes, x.shape[dim] * axis.size)
+    group = current(axis)
+    shard = _shard(dim, sizes, x.shape[dim] * group.size)
 
     def backward(dy: torch.Tensor) -> torch.Tensor:
-        return axis.reduce_scatter(dy, shard) if partial else shard.take(dy, axis.size, axis.rank)
+        return group.reduce_scatter(dy, shard) if partial else _own(dy, shard, group)
 
-    return _converted(x, lambda x: axis.all_gather(x, shard), backward)
+    return _converted(x, lambda x: group.all_gather(x, shard), backward)
 
 
-def take(x: torch.Tensor, dim: int, sizes: Sizes = None, *, partial: bool = False) -> torch.Tensor:
+def take(
+    x: torch.Tensor,
+    dim: int,
+    sizes: Sizes = None,
+    *,
+    partial: bool = False,
+    axis: str = "tensor",
+) -> torch.Tensor:
     """This rank's piece along `dim` of a value that all ranks hold."""
-    axis, shard = current(), _shard(dim, sizes, x.shape[dim])
+    group, shard = current(axis), _shard(dim, sizes, x.shape[dim])
 
     def backward(dy: torch.Tensor) -> torch.Tensor:
-        return shard.pad(dy, axis.size, axis.rank) if partial else axis.all_gather(dy, shard)
+        return shard.pad(dy, group.size, group.rank) if partial else group.all_gather(dy, shard)
 
-    return _converted(x, lambda x: shard.take(x, axis.size, axis.rank).contiguous(), backward)
+    return _converted(x, lambda x: _own(x, shard, group).contiguous(), backward)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, sizes: Sizes = None) -> torch.Tensor:
+def reduce_scatter(
+    x: torch.Tensor, dim: int, sizes: Sizes = None, *, axis: str = "tensor"
+) -> torch.Tensor:
     """This rank's piece along `dim` of the sum of the ranks' summands."""
-    axis, shard = current(), _shard(dim, sizes, x.shape[dim])
+    group, shard = current(axis), _shard(dim, sizes, x.shape[dim])
     return _converted(
-        x, lambda x: axis.reduce_scatter(x, shard), lambda dy: axis.all_gather(dy, shard)
+        x, lambda x: group.reduce_scatter(x, shard), lambda dy: group.all_gather(dy, shard)
     )
 
 
 def all_to_all(
-    x: torch.Tensor, dim: int, to: int, sizes: Sizes = None, to_sizes: Sizes = None
+    x: torch.Tensor,
+    dim: int,
+    to: int,
+    sizes: Sizes = None,
+    to_sizes: Sizes = None,
+    *,
+    axis: str = "tensor",
 ) -> torch.Tensor:
     """This rank's piece along the dimension `to` of the whole of the ranks' pieces along `dim`."""
-    axis = current()
-    source = _shard(dim, sizes, x.shape[dim] * axis.size)
+    group = current(axis)
+    source = _shard(dim, sizes, x.shape[dim] * group.size)
     target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to])
     return _converted(
         x,
-        lambda x: axis.all_to_all(x, source, target),
-        lambda dy: axis.all_to_all(dy, target, source),
+        lambda x: group.all_to_all(x, source, target),
+        lambda dy: group.all_to_all(dy, target, source),
     )
 
 
-def first(x: torch.Tensor) -> torch.Tensor:
+def first(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
     """Summands of a value that all ranks hold: itself on the first rank, zeros on the others."""
-    is_first = current().rank == 0
-    return _converted(x, lambda x: x.clone() if is_first else torch.zeros_like(x), lambda dy: dy)
+    return _converted(x, _on_first(axis), lambda dy: dy)
+
+
+def once(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
+    """A value that all ranks have computed alike; the first gets its gradient, others zeros."""
+    return _converted(x, lambda x: x.view_as(x), _on_first(axis))
+
+
+def _on_first(axis: str) -> LinearMap:
+    """Zeros on all ranks but the first."""
+    is_first = current(axis).rank == 0
+    return lambda x: x.clone() if is_first else torch.zeros_like(x)
+
+
+def _own(x: torch.Tensor, shard: Shard, group: Axis) -> torch.Tensor:
+    """This rank's piece of a value."""
+    return shard.take(x, group.size, group.rank)
 
 
 def _shard(dim: int, sizes: Sizes, size: int) -> Shard:

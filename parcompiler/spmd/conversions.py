@@ -43,6 +43,7 @@ TABLE: tuple[Conversion, ...] = (
     Conversion("I", "R", "nothing", "all-reduce"),
     Conversion("I", "S", "take", "all-gather"),
     Conversion("I", "P", "first", "nothing"),
+    Conversion("R", "I", "nothing", "first"),
     Conversion("R", "S", "take", "pad"),
     Conversion("S", "R", "all-gather", "reduce-scatter"),
     Conversion("S", "I", "all-gather", "take"),
@@ -64,18 +65,21 @@ BYTES: Mapping[Action, Callable[[float, int], float]] = {
 
 
 def conversion(
-    source: Placement, target: Placement, *, differentiable: bool = True
+    source: Placement, target: Placement, *, differentiable: bool = True, ending: bool = False
 ) -> Conversion | None:
     """The row that leads from `source` to `target`; None where the table has none.
 
-    Without a gradient `R` and `I` are the same, and nothing happens backward. R → I is not offered
-    for values with one: nothing says that ranks agree on what follows. Nor is R → P.
+    Without a gradient `R` and `I` are the same, and nothing happens backward. R → I is offered for
+    the loss alone (`ending`): nothing says of other values that ranks agree on what follows. R → P
+    is not.
 
     >>> print(conversion(R, I), conversion(R, I, differentiable=False).forward)
     None nothing
     """
     if source == target:
         return Conversion(source.kind, target.kind, "nothing", "nothing")
+    if differentiable and (source, target) == (R, I) and not ending:
+        return None
     if differentiable:
         return _BY_KINDS.get((source.kind, target.kind))
     if source.is_whole and target.is_whole:

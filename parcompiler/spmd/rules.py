@@ -28,6 +28,7 @@ from parcompiler.spmd import dimensions, elementwise, indexing, layers, views
 from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.formula import Rule, Segments, expand, replicated
+from parcompiler.spmd.placement import I
 from parcompiler.spmd.segments import segment_strategies
 from parcompiler.spmd.special import special_strategies
 from parcompiler.spmd.strategy import SizeArgument, Strategy
@@ -63,6 +64,7 @@ def strategies(
     differentiable: Container[str] | None = None,
     uneven: bool = True,
     segments: Sequence[Segments] = (),
+    axis: str = "tensor",
 ) -> tuple[Strategy, ...]:
     """All strategies of a node with `meta["val"]` on `n` ranks, replicated ones first.
 
@@ -70,7 +72,8 @@ def strategies(
     floating ones when it is not given). `uneven` allows pieces that differ by an element, for
     dimensions that `n` does not divide. `segments` are divisions of dimensions that may be split
     within each segment (`segments.segmentations` finds those that a graph makes). The one input of
-    an item of several results is that result.
+    an item of several results is that result. On the context `axis` every rank has a summand of
+    whatever gradient is not in pieces (`R`).
     """
     call = read(node, differentiable)
     if n == 1 or not call.is_plain:
@@ -81,8 +84,10 @@ def strategies(
         possible += expand(rule, call, n, uneven=uneven, segments=segments)
     elif is_unknown(call):
         possible += discovered(call, n)
-    possible += special_strategies(call, n, uneven=uneven)
+    possible += special_strategies(call, n, uneven=uneven, segments=segments, axis=axis)
     possible += segment_strategies(call, n, segments)
+    if axis == "context":
+        possible = [x for x in possible if I not in (*x.inputs, *x.outputs)]
     return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
 
 

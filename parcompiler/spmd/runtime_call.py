@@ -21,7 +21,7 @@ from torch import fx
 
 from parcompiler.pieces import Shard, piece
 from parcompiler.spmd.conversions import BYTES, Action, conversion, moved
-from parcompiler.spmd.placement import Placement, R, shard_of
+from parcompiler.spmd.placement import I, Placement, R, shard_of
 
 Shape = tuple[int, ...]
 Actions = tuple[tuple[Action, float], ...]  # each with the bytes of the whole value
@@ -65,7 +65,7 @@ class RuntimeCall:
         if self.likeness is None:
             message = f"{self!r} runs on a rank"
             raise NotImplementedError(message)
-        return self.likeness(*args, **kwargs)
+        return self.likeness(*args, **{k: v for k, v in kwargs.items() if k != "axis"})
 
     def __repr__(self) -> str:
         """As emitted code calls it."""
@@ -79,11 +79,16 @@ class RuntimeCall:
 
 @dataclass(frozen=True, slots=True)
 class NodeCollectives:
-    """Collectives of a node among the `n` ranks of an axis: its `meta["exchange"]`."""
+    """Collectives of a node among the `n` ranks of an axis: its `meta["exchange"]`.
+
+    The numbers of these ranks are `apart` from one another.
+    """
 
     n: int
     forward: Actions = ()
     backward: Actions = ()
+    apart: int = 1
+    axis: str = "tensor"
 
     def sent_by(self, action: Action, nbytes: float) -> float:
         """Bytes that each rank sends in one action."""
@@ -116,13 +121,13 @@ def conversion_call(
     Returns it with its arguments behind the value, its keywords, and its collectives. `carries`
     says that a gradient comes back.
     """
-    row = conversion(source, target, differentiable=carries)
+    row = conversion(source, target, differentiable=carries, ending=True)
     assert row is not None, f"there is no conversion from {source} to {target}"
     if source == target or (not carries and row.forward == "nothing"):
         return None
     name, args = _called(source, target, shape, n)
     partial = carries and R in (source, target) and name in ("take", "all_gather", "all_reduce")
-    call = RuntimeCall(name, shares=name in ("fan_out", "take"))
+    call = RuntimeCall(name, shares=name in ("fan_out", "take", "once"))
     forward: Actions = ((row.forward, float(nbytes)),) if row.forward in BYTES else ()
     returns = carries and row.backward in BYTES
     backward: Actions = ((row.backward, float(nbytes)),) if returns else ()
@@ -148,6 +153,8 @@ def _called(
         args = target.dim, _sizes(end, n, True)
     elif target.kind == "P":
         name = "first"
+    elif (source, target) == (R, I):
+        name = "once"
     else:
         name = "all_reduce" if source.kind == "P" else "fan_out"
     while args and args[-1] is None:

@@ -14,16 +14,19 @@ from torch import fx
 from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.placement import R, S
 from parcompiler.spmd.strategy import SizeArgument, Strategy
+from parcompiler.spmd.views import SIZE_ARGUMENTS
 
+VIEWS = frozenset((*SIZE_ARGUMENTS, "flatten"))
 Segments = tuple[int, ...]
 _SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 _JOINS = ("cat", "concat", "concatenate")
 
 
-def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
+def segmentations(nodes: Iterable[fx.Node], axis: str = "tensor") -> tuple[Segments, ...]:
     """The divisions of dimensions that some nodes make: what `strategies` is to try.
 
-    Slices count when those of one value make up a whole dimension.
+    Slices count when those of one value make up a whole dimension. On the context axis rows of a
+    batch that are flattened into one dimension are segments of it.
     """
     divisions: dict[Segments, None] = {}
     cuts: dict[tuple[fx.Node, int], set[int]] = {}
@@ -33,6 +36,8 @@ def segmentations(nodes: Iterable[fx.Node]) -> tuple[Segments, ...]:
         call = read(node)
         if call.base in _SPLITS and call.is_plain and len(call.operands) == 1:
             divisions[_parts(call)] = None
+        elif axis == "context" and call.is_plain and (merged := _merged(call)):
+            divisions[merged] = None
         elif call.base == "slice" and call.is_plain:
             dim, start, end = _taken(call)
             bounds = {start, end, 0, call.shapes[0][dim]}
@@ -52,6 +57,38 @@ def segment_strategies(call: NodeCall, n: int, segments: Sequence[Segments]) -> 
         yield from _cat(call, divisible)
     elif call.base == "slice":
         yield from _slice(call, divisible)
+    elif (merged := _merged(call)) in divisible:
+        yield from _flattened(call, merged)
+
+
+def _merged(call: NodeCall) -> Segments:
+    """The segments of a view's one dimension that are the rows of the other side's first; () of
+    other calls.
+
+    [4, 16, 8] -> [64, 8]    16, 16, 16, 16
+    """
+    if call.base not in VIEWS or len(call.operands) != 1 or len(call.results) != 1:
+        return ()
+    apart, joined = sorted((call.shapes[0], call.result_shapes[0]), key=len, reverse=True)
+    if len(apart) < 2 or not joined or 1 in apart[:2] or joined[0] != apart[0] * apart[1]:
+        return ()
+    return (apart[1],) * apart[0] if joined[1:2] == apart[2:3] else ()
+
+
+def _flattened(call: NodeCall, merged: Segments) -> Iterator[Strategy]:
+    """A view that flattens rows of several samples, or takes them apart."""
+    (before,), (after,) = call.shapes, call.result_shapes
+    joins = len(before) > len(after)
+    inputs, outputs = (S(1),), (S(0, merged),)
+    argument, dim = SIZE_ARGUMENTS.get(call.base), 0 if joins else 1
+    sizes: tuple[SizeArgument, ...] = ()
+    if argument and argument != "sizes":
+        listed = call.arguments[argument]
+        if listed[dim] != -1:
+            sizes = (SizeArgument(argument, dim, after[dim]),)
+    elif argument:
+        return
+    yield Strategy(*((inputs, outputs) if joins else (outputs, inputs)), sizes)
 
 
 def _dim(call: NodeCall) -> int:

@@ -42,17 +42,23 @@ Assignment = Mapping[fx.Node, Strategy]
 Types = tuple[Placement, ...]  # of the tensors that a node yields
 
 
-def shard(graph: Graph, assignment: Assignment, n: int) -> Graph:
-    """The graph of one of `n` ranks when every node has the strategy of `assignment`.
+def shard(
+    graph: Graph, assignment: Assignment, n: int, axis: str = "tensor", apart: int = 1
+) -> Graph:
+    """The graph of one of `n` ranks of an axis when every node has the strategy of `assignment`.
 
-    A node without one takes its operands as they come, or whole. A parameter is held in pieces when
-    all who read it want the same pieces, else whole. The loss must be I, P or S.
+    Of the context axis, whose ranks' numbers are `apart`, every rank holds parameters whole, with a
+    summand of their gradients. A node without one takes its operands as they come, or whole. On the
+    tensor axis a parameter is held in pieces when all who read it want the same pieces, else whole.
+    The loss must be I, P or S; on the context axis it may be R.
     """
-    return _Sharding(graph, assignment, n).graph()
+    return _Sharding(graph, assignment, n, axis, apart).graph()
 
 
-def stored(graph: Graph, assignment: Assignment) -> dict[fx.Node, Placement]:
+def stored(graph: Graph, assignment: Assignment, axis: str = "tensor") -> dict[fx.Node, Placement]:
     """How ranks hold the parameters, buffers and inputs: the type of each placeholder."""
+    if axis == "context":
+        return {node: R for node in graph.fx_graph.nodes if node.op == "placeholder"}
     wanted: dict[fx.Node, set[Placement]] = {}
     for node, strategy in assignment.items():
         call = call_of(node, graph)
@@ -71,10 +77,13 @@ def stored(graph: Graph, assignment: Assignment) -> dict[fx.Node, Placement]:
 class _Sharding:
     """The rewriting of one graph, node after node."""
 
-    def __init__(self, graph: Graph, assignment: Assignment, n: int) -> None:
+    def __init__(self, graph: Graph, assignment: Assignment, n: int, axis: str, apart: int) -> None:
         self.whole = graph
         self.assignment = assignment
         self.n = n
+        self.axis = axis
+        self.apart = apart
+        self.own_axis = {} if axis == "tensor" else {"axis": axis}  # an argument of the runtime
         self.local = fx.Graph()
         self.effects = effects_of(graph)
         self.home, self.outside = _layers(graph)
@@ -89,7 +98,7 @@ class _Sharding:
 
     def graph(self) -> Graph:
         """The sharded graph."""
-        placements = stored(self.whole, self.assignment)
+        placements = stored(self.whole, self.assignment, self.axis)
         for node in self.whole.fx_graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node, placements[node])
@@ -128,7 +137,7 @@ class _Sharding:
 
     def _fingerprint(self) -> str:
         """The fingerprint of the whole graph and the strategies."""
-        digest = hashlib.sha256(f"{self.whole.fingerprint} {self.n}".encode())
+        digest = hashlib.sha256(f"{self.whole.fingerprint} {self.n}{self.own_axis or ''}".encode())
         for node in self.whole.fx_graph.nodes:
             if node in self.assignment:
                 digest.update(f"{node.name}: {self.assignment[node]}\n".encode())
@@ -225,7 +234,7 @@ class _Sharding:
 
     def _default(self, node: fx.Node, call: NodeCall) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
-        known = strategies(node, self.n, differentiable=self.whole.differentiable)
+        known = strategies(node, self.n, differentiable=self.whole.differentiable, axis=self.axis)
         there = [self.types[operand.node] for operand in call.operands]
         for strategy in known:
             pairs = zip(there, strategy.inputs, strict=True)
@@ -244,8 +253,9 @@ class _Sharding:
         values = {name: self._argument(name, x, local) for name, x in call.arguments.items()}
         arguments = localized(values, strategy.sizes, lambda whole: local_size(whole, self.n))
         if strategy.special:
-            other = special_call(strategy.special, call, arguments, self.n)
-            made = self.local.call_function(other.target, other.args, dict(other.kwargs))
+            other = special_call(strategy, call, arguments, self.n)
+            kwargs = {**other.kwargs, **self.own_axis}
+            made = self.local.call_function(other.target, other.args, kwargs)
             made.meta = {"exchange": other.collectives} if other.collectives else {}
         else:
             made = self.local.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
@@ -277,7 +287,8 @@ class _Sharding:
         shard = shard_of(placement, call.shapes[0][placement.dim])
         sizes = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
         contexts = made.meta.get("contexts", ())
-        made.meta["contexts"] = (*contexts, ("own_draws", placement.dim, sizes))
+        own = ("own_draws", placement.dim, sizes, *self.own_axis.values())
+        made.meta["contexts"] = (*contexts, own)
 
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""
@@ -306,6 +317,9 @@ class _Sharding:
 
         whole = node.meta.get("val")
         made.meta["val"] = pytree.tree_map(local, whole)
+        if self.axis != "tensor":  # pieces of it are of one size: local shapes say all
+            made.meta["rows"] = types
+            return
         made.meta["placements"] = types
         if any(placement.kind == "S" for placement in types):
             made.meta["whole"] = whole
@@ -336,7 +350,9 @@ class _Sharding:
         if converting is None:
             return made
         call, args, kwargs, collectives = converting
-        converted = self.local.call_function(call, (made, *args), dict(kwargs))
+        collectives = dataclasses.replace(collectives, apart=self.apart, axis=self.axis)
+        kwargs = {**kwargs, **self.own_axis}
+        converted = self.local.call_function(call, (made, *args), kwargs)
         # A conversion has the source lines of the value, and the module of the user.
         origins = (("nn_module_stack", user), ("stack_trace", node))
         converted.meta = {k: origin.meta[k] for k, origin in origins if k in origin.meta}

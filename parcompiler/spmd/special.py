@@ -6,6 +6,7 @@
 | vocabulary bags   | embedding_bag (sum) | rows of the table, likewise                            |
 | own rows          | cross_entropy_loss  | rows, when the loss is a mean over those that count    |
 | own heads         | attention           | heads that share fewer keys and values than ranks      |
+| causal rows       | attention           | rows of queries under a causal mask (context axis)     |
 | own experts       | grouped products    | experts: the rows of other ranks' experts are zero     |
 | classes           | cross_entropy_loss  | classes; ranks exchange the maximum and sum of each row|
 
@@ -15,8 +16,8 @@ that computes it on a rank. All but the last need no collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from parcompiler.spmd.call import NodeCall, is_random
 from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.runtime_call import Actions, NodeCollectives, RuntimeCall
+from parcompiler.spmd.segments import Segments
 from parcompiler.spmd.strategy import Draws, Strategy
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -41,15 +43,29 @@ class SpecialCall:
     collectives: NodeCollectives | None = None
 
 
-def special_strategies(call: NodeCall, n: int, *, uneven: bool) -> Iterator[Strategy]:
-    """The special strategies of a call."""
+def special_strategies(
+    call: NodeCall, n: int, *, uneven: bool, segments: Sequence[Segments] = (), axis: str = "tensor"
+) -> Iterator[Strategy]:
+    """The special strategies of a call; `segments` are those of its rows."""
     if call.base in _STRATEGIES:
         yield from _STRATEGIES[call.base](call, n, uneven)
+    if axis == "context" and call.base == "scaled_dot_product_attention":
+        yield from _row_strategies(call, n)
+    if axis == "context" and call.base == "cross_entropy_loss":
+        for strategy in _loss_strategies(call, n, uneven):
+            for division in segments if strategy.special == "own rows" else ():
+                if sum(division) == call.shapes[0][0] and not any(part % n for part in division):
+                    inputs = S(0, division), *strategy.inputs[1:]
+                    yield replace(strategy, inputs=inputs)
 
 
-def special_call(special: str, call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+def special_call(
+    strategy: Strategy, call: NodeCall, local: Mapping[str, Any], n: int
+) -> SpecialCall:
     """The call for a strategy; `local` are the operator's arguments by name, as a rank has them."""
-    return _CALLS[special](call, local, n)
+    made = _CALLS[strategy.special](call, local, n)
+    segments = strategy.inputs[0].segments if strategy.special == "own rows" else ()
+    return replace(made, kwargs={**made.kwargs, "sizes": segments}) if segments else made
 
 
 def _divides(size: int, n: int, uneven: bool) -> bool:
@@ -128,7 +144,11 @@ def _loss_of_rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCa
 
 
 def _like_loss_of_rows(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, **more: Any
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    sizes: tuple[int, ...] = (),
+    **more: Any,
 ) -> torch.Tensor:
     return F.cross_entropy(logits, target[: logits.shape[0]], weight, **more)
 
@@ -194,6 +214,31 @@ def _like_heads(
     return F.scaled_dot_product_attention(query, *pair, **more)
 
 
+# Rows of queries, where a causal mask says how many of the keys each attends to
+
+
+def _row_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
+    query = call.shapes[0]
+    rows = len(query) - 2
+    if not call.arguments.get("is_causal") or len(call.shapes) != 3 or query[rows] % n:
+        return
+    draws: Draws = "own" if is_random(call) else ""
+    yield Strategy((S(rows), R, R), (S(rows),), special="causal rows", draws=draws)
+
+
+def _rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    defaults = {"dropout_p": 0.0, "scale": None, "enable_gqa": False}
+    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    args = local["query"], local["key"], local["value"]
+    return SpecialCall(RuntimeCall("attention_of_rows", likeness=_like_rows), args, kwargs)
+
+
+def _like_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, value, **more)
+
+
 # Experts that are stacked in one matrix product
 
 
@@ -234,6 +279,7 @@ _CALLS: Mapping[str, Callable[[NodeCall, Mapping[str, Any], int], SpecialCall]] 
     "vocabulary bags": _bags,
     "own rows": _loss_of_rows,
     "own heads": _heads,
+    "causal rows": _rows,
     "own experts": _experts,
     "classes": _loss_of_classes,
 }

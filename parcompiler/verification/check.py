@@ -29,6 +29,7 @@ import torch
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
+from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
 from parcompiler.progress import Progress
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
@@ -193,6 +194,8 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
         if name in ("_grouped_mm", "grouped_mm"):
             message = f"{name} has no kernel for it"
             raise _NoReference(message)
+    if program.problem.context is not None:
+        double = of_one_rank(double, program.problem, program.problem.context)
     return _trial(program, double, seed, torch.float64, folder, compiled)
 
 
@@ -223,7 +226,10 @@ def _job(
 ) -> Job:  # fmt: skip
     """What the ranks of an exported program are to do."""
     graph = variant.problem.graph
-    draws = draws_of_stages(graph, variant.lowered, batches[0]) if graph.random else None
+    draws = None
+    if graph.random:
+        whole = dataclasses.replace(graph.undivided or graph, tensors=graph.tensors)
+        draws = draws_of_stages(whole, variant.lowered, batches[0])
     return Job(
         str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
         patience=patience + COMPILING * compiled, compiled=compiled,

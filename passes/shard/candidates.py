@@ -89,10 +89,12 @@ class Candidates:
         losses = (x for x in nodes if getattr(x.target, "_opname", "") == "cross_entropy_loss")
         classes = {read(loss).shapes[0][-1] for loss in losses}
         for template in self.folded.templates:
-            segments = segmentations(template.first.nodes)
+            segments = segmentations(template.first.nodes, self.costs.axis)
             for node in template.first.nodes:
                 call = read(node, differentiable)
-                known = strategies(node, n, differentiable=differentiable, segments=segments)
+                known = strategies(
+                    node, n, differentiable=differentiable, segments=segments, axis=self.costs.axis
+                )
                 updated = set(mutated_operands(node))
                 offered = (x for x in known if self._is_offered(call, x, classes, updated))
                 work = _NO_WORK if call.is_item else self.costs.work(node)
@@ -109,6 +111,8 @@ class Candidates:
         graph = self.folded.graph
         shapes: list[Shape] = [*call.shapes, *call.result_shapes]
         types = [*strategy.inputs, *strategy.outputs]
+        if self.costs.axis == "context" and not self._leaves_samples(call, strategy):
+            return False
         even = all(
             placement.kind != "S"
             or shape[placement.dim] in classes
@@ -126,6 +130,29 @@ class Candidates:
             or operand.node.name in graph.by_node
             for operand, placement in zip(call.operands, strategy.inputs, strict=True)
         )
+
+    def _leaves_samples(self, call: NodeCall, strategy: Strategy) -> bool:
+        """Whether a strategy for context ranks splits neither parameters nor the samples of a
+        batch, which are what tensor and data ranks share out."""
+        shapes: list[Shape] = [*call.shapes, *call.result_shapes]
+        types = [*strategy.inputs, *strategy.outputs]
+        split = [
+            (place, shape, placement)
+            for place, (shape, placement) in enumerate(zip(shapes, types, strict=True))
+            if placement.kind == "S"
+        ]
+        stored = [operand.node.name in self.folded.graph.by_node for operand in call.operands]
+        return not any(place < len(stored) and stored[place] for place, _, _ in split) and not any(
+            placement.dim == 0 and not placement.segments and shape[0] in self._samples
+            for _, shape, placement in split
+        )
+
+    @cached_property
+    def _samples(self) -> frozenset[int]:
+        """The sizes of first dimensions that count samples, or rows of several samples."""
+        shapes = [spec.shape for spec in self.folded.graph.inputs if len(spec.shape) > 1]
+        rows = {shape[0] * shape[1] for shape in shapes if shape[0] > 1}
+        return frozenset({shape[0] for shape in shapes} | rows)
 
     def _followed(self, member: NodeChoices) -> fx.Node | None:
         """The node that a member follows."""

@@ -163,7 +163,8 @@ class _ProgrammeBuilder:
                     pieces[self.folded.group_of[item.name]].update(split)
         tensors = {}
         for tensor, types_of_pieces in pieces.items():
-            whole = I if tensor.node.name in self.folded.graph.differentiable else R
+            carries = tensor.node.name in self.folded.graph.differentiable
+            whole = I if carries and self.costs.axis == "tensor" else R
             possible = (whole, *(() if tensor.outside else sorted(types_of_pieces, key=str)))
             tensors[tensor] = self.pins.allowed(tensor, possible)
         return tensors
@@ -222,7 +223,10 @@ class _ProgrammeBuilder:
                     self._add_operand(number, inputs, member, place)
         source = self._result(self.folded.stands_for[end_of(self.folded.graph)], 0)
         source = source._replace(convertible=True)
-        edge = self._add_edge(source, "loss", self._whole(source.carries), source.carries)
+        end = self._whole(source.carries)
+        edge = self._add_edge(
+            source, "loss", end, source.carries, ending=self.costs.axis == "context"
+        )
         shared = _SharedConversions(1, source.nbytes, source.carries, [edge])
         self.conversions[source.key, "loss"] = shared
 
@@ -318,10 +322,22 @@ class _ProgrammeBuilder:
         template = self.folded.templates[number]
         return source.node not in template.first.nodes or count != len(template.blocks)
 
-    def _add_edge(self, source: _EdgeStart, reader: str, target: EdgeEnd, carries: bool) -> int:
+    def _add_edge(
+        self,
+        source: _EdgeStart,
+        reader: str,
+        target: EdgeEnd,
+        carries: bool,
+        *,
+        ending: bool = False,
+    ) -> int:
         """Add an edge with the pairs of types that may stand at its ends."""
         pairs = {(a, t) for a in source.end.types for t in target.types}
-        allowed = frozenset(pair for pair in pairs if _is_allowed(source, *pair, carries))
+        allowed = frozenset(
+            pair
+            for pair in pairs
+            if _is_allowed(source, *pair, carries) or (ending and pair == (R, I))
+        )
         self.edges.append(Edge(f"{source.name}.{reader}", source.end, target, allowed))
         return len(self.edges) - 1
 

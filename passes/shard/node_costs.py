@@ -40,6 +40,8 @@ LINE = 128  # bytes that an accelerator's cache fetches at once
 # which splits more.
 COLLECTIVE = 1e-9
 WHOLE = 1e-11
+# Context ranks are there to hold rows in pieces: work that they do not share counts so many times.
+UNSHARED = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,13 @@ class NodeWork:
 
 @dataclass(frozen=True)
 class ShardCosts:
-    """The costs of the nodes of a graph on `n` ranks of a device."""
+    """The costs of the nodes of a graph on `n` ranks of an axis, whose numbers are `apart`."""
 
     graph: Graph
     device: Device
     n: int
+    axis: str = "tensor"
+    apart: int = 1
 
     @cached_property
     def _parameters(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -78,8 +82,8 @@ class ShardCosts:
 
     @cached_property
     def _ranks(self) -> RankGroup:
-        """The tensor-parallel group."""
-        return neighbours(self.n, self.device)
+        """The group of ranks."""
+        return neighbours(self.n, self.device, self.apart)
 
     def work(self, node: fx.Node) -> NodeWork:
         """The work of a node when it is whole, the same on every accelerator and every CPU."""
@@ -113,6 +117,8 @@ class ShardCosts:
         total = seconds((*forward, *backward, *inside), self.device)
         if strategy.special == "classes":
             total += sum(self._action(*action) for action in class_loss_actions(call))
+        if self.axis == "context" and strategy.is_replicated and any(call.carries):
+            total *= UNSHARED
         return total + WHOLE * traffic * (not work.is_free)
 
     def conversion_seconds(
@@ -120,7 +126,7 @@ class ShardCosts:
     ) -> float | None:
         """Seconds of a conversion of a value of `nbytes`, and of its backward if it carries a
         gradient; None where there is no such conversion."""
-        row = conversion(source, target, differentiable=carries)
+        row = conversion(source, target, differentiable=carries, ending=True)
         if row is None:
             return None
         backward = self._action(row.backward, nbytes) if carries else 0.0

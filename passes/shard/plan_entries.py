@@ -119,34 +119,41 @@ def _reason(member: NodeChoices, n: int) -> str:
 
 
 def assignment(graph: Graph, plan: Plan) -> dict[fx.Node, Strategy]:
-    """The strategy of every node of a graph under a plan that decides its sharding.
+    """The strategy of every node of a graph on the tensor ranks of a plan that decides them.
 
     Raises PlanError, naming the node, for a line that is none of its strategies, and for a value
     that would have to be converted where that is impossible.
     """
     assert plan.sharding is not None, "the plan decides no sharding"
-    n, differentiable = plan.mesh.tensor, graph.differentiable
-    if plan.sharding.level < 1:
-        message = f"the plan's sharding has level {plan.sharding.level}: levels count from 1"
+    return assigned_by(plan.sharding, graph, plan.mesh.tensor)
+
+
+def assigned_by(
+    sharding: Sharding, graph: Graph, n: int, axis: str = "tensor"
+) -> dict[fx.Node, Strategy]:
+    """The strategy of every node of a graph on the `n` ranks of an axis; raises as `assignment`."""
+    differentiable = graph.differentiable
+    if sharding.level < 1:
+        message = f"the plan's sharding has level {sharding.level}: levels count from 1"
         raise PlanError(message)
     assigned: dict[fx.Node, Strategy] = {}
-    folded = fold(graph, level=plan.sharding.level)
+    folded = fold(graph, level=sharding.level)
     for node in folded.prologue:
-        assigned[node] = strategies(node, n, differentiable=differentiable)[0]
+        assigned[node] = strategies(node, n, differentiable=differentiable, axis=axis)[0]
     for template in folded.templates:
         # The lines of an entry have the names of the first block that it is about.
         by_entry: dict[Shards, tuple[Strategy, ...]] = {}
         for block in template.blocks:
-            entry = _entry_of(plan.sharding, template.name, block.name)
+            entry = _entry_of(sharding, template.name, block.name)
             if entry not in by_entry:
-                segments = segmentations(block.nodes)
+                segments = segmentations(block.nodes, axis)
                 known = [
-                    strategies(node, n, differentiable=differentiable, segments=segments)
+                    strategies(node, n, differentiable=differentiable, segments=segments, axis=axis)
                     for node in block.nodes
                 ]
                 by_entry[entry] = tuple(_strategies(entry, block.nodes, known))
             assigned.update(zip(block.nodes, by_entry[entry], strict=True))
-    check(graph, assigned)
+    check(graph, assigned, axis)
     return assigned
 
 
@@ -195,9 +202,9 @@ def _named(node: fx.Node, wanted: str, known: Sequence[Strategy]) -> Strategy:
 # Checking
 
 
-def check(graph: Graph, assigned: Assignment) -> None:
+def check(graph: Graph, assigned: Assignment, axis: str = "tensor") -> None:
     """Raise PlanError, naming the node, where a value cannot become what a node needs."""
-    placements = stored(graph, assigned) | dict.fromkeys(shared_nodes(graph), I)
+    placements = stored(graph, assigned, axis) | dict.fromkeys(shared_nodes(graph), I)
     for node, strategy in assigned.items():
         call = call_of(node, graph)
         for place, (operand, wanted) in enumerate(zip(call.operands, strategy.inputs, strict=True)):
@@ -212,7 +219,8 @@ def check(graph: Graph, assigned: Assignment) -> None:
                 raise PlanError(message)
     end = end_of(graph)
     last = assigned[end].outputs[0]
-    if conversion(last, I, differentiable=end.name in graph.differentiable) is None:
+    carries, ending = end.name in graph.differentiable, axis == "context"
+    if conversion(last, I, differentiable=carries, ending=ending) is None:
         name = "the loss" if end is graph.loss else "the head's input"
         message = f"the plan's sharding: {name} {end.name!r} is {last}, which is not whole"
         raise PlanError(message)

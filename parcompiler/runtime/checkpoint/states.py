@@ -185,6 +185,7 @@ class RankState:
             "samples": self._interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
             "mesh": [self._program.grid.pipeline, self._program.data, self._program.tensor],
+            "context": self._program.context,  # of the data ranks, so many share a batch
             "seed": self._interpreter.seed,
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }

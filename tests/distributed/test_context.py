@@ -1,0 +1,162 @@
+"""On several context ranks, each with a piece of the rows, a program computes what the model does.
+
+Which form of attention is in force is read from the emitted layers: by heads it exchanges queries,
+keys, values and results all-to-all, by rows it gathers keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.device import Link, device
+from parcompiler.models import gpt
+from tests import zoo
+from tests.architectures import ALL
+
+BY_HEADS = dataclasses.replace(
+    device("cpu"), name="cheap", link=Link(1e9, 1e-12), launch_overhead=1e-12
+)
+FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gpt-dropout", {"context": 2}, {}),
+    ("gpt-dropout", {"context": 2, "pipeline": 2}, {"recompute": "full", "schedule": "zb-h1"}),
+    ("llama", {"context": 3}, {}),
+    ("bert", {"context": 2, "data": 2}, {"zero": 1}),
+    ("t5", {"context": 2}, {"zero": 3}),
+    ("hf-llama", {"context": 4}, {}),
+    ("gpt-tied", {"context": 2, "tensor": 2}, {}),
+]
+MODELS = ("gpt-tied", "llama", "bert", "t5", "hf-llama", "hf-qwen3", "gemma3", "modernbert-mlm")
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tensor": 2}, {}),
+    ({"pipeline": 2}, {"schedule": "1f1b"}),
+    ({"pipeline": 2}, {"schedule": "zb-h1", "recompute": "full"}),
+    ({"data": 2}, {"zero": 1}),
+    ({"data": 2}, {"zero": 3}),
+]
+
+
+def case(name: str) -> zoo.Case:
+    model, inputs, *_ = ALL[name]() if name in ("gemma3", "modernbert-mlm") else zoo.build(name)
+    return model, inputs
+
+
+def compiled(name: str, mesh: pc.Mesh, **options: Any) -> pc.Program:
+    torch.manual_seed(0)
+    model, inputs = case(name)
+    return pc.compile(model, mesh, inputs, microbatches=2, progress=False, **options)
+
+
+def check(program: pc.Program) -> None:
+    found = program.verify()
+    assert found.ok, str(found)
+    assert found.lifted is not None
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+def layers(program: pc.Program, folder: Path) -> str:
+    program.export(folder)
+    return "".join(path.read_text() for path in sorted(folder.glob("stage_*.py")))
+
+
+@pytest.mark.parametrize(("name", "mesh", "options"), FEW)
+def test_context_ranks_train_as_the_model_does(
+    name: str, mesh: dict[str, Any], options: dict[str, Any]
+) -> None:
+    program = compiled(name, pc.Mesh(**mesh), **options)
+    assert program.plan.mesh.context == mesh["context"]
+    attention = [
+        line
+        for entry in (program.plan.context.templates if program.plan.context else ())
+        for line in entry.nodes
+        if line.startswith("scaled_dot_product_attention")
+    ]
+    assert attention
+    assert all("S(2)" in line or "S(1)" in line for line in attention)
+    check(program)
+
+
+def own_gpt(mesh: pc.Mesh, **options: Any) -> pc.Program:
+    config = gpt.Config(layers=1, heads=4, hidden=16, vocabulary=32, sequence=12, dropout=0.1)
+    tokens = torch.randint(32, (1, 12), generator=torch.Generator().manual_seed(1))
+    inputs = {"tokens": tokens, "labels": tokens}
+    return pc.compile(gpt.GPT(config), mesh, inputs, microbatches=1, progress=False, **options)
+
+
+def test_attention_by_heads_exchanges_rows_for_heads(tmp_path: Path) -> None:
+    program = own_gpt(pc.Mesh(context=4, device=BY_HEADS))
+    text = layers(program, tmp_path / "out")
+    assert len(re.findall(r"runtime\.all_to_all\(.*axis=\"context\"\)", text)) == 2  # qkv, result
+    assert "attention_of_rows" not in text
+    assert 'runtime.own_draws(1, axis="context")' in text
+    check(program)
+
+
+def test_attention_by_rows_gathers_keys_and_values(tmp_path: Path) -> None:
+    program = own_gpt(pc.Mesh(context=3))
+    text = layers(program, tmp_path / "out")
+    assert len(re.findall(r"runtime\.all_gather\(.*partial=True, axis=\"context\"\)", text)) == 2
+    assert "runtime.attention_of_rows(" in text
+    assert "all_to_all" not in text
+    check(program)
+
+
+def test_activations_and_what_they_take_are_in_pieces() -> None:
+    whole, divided = own_gpt(pc.Mesh()), own_gpt(pc.Mesh(context=3))
+    nodes = {node.name: node for node in divided.lowered.graph.fx_graph.nodes}
+    assert tuple(nodes["gelu"].meta["val"].shape) == (1, 4, 64)
+    assert max(divided.simulate().peak_memory) < max(whole.simulate().peak_memory)
+
+
+def test_the_report_says_who_holds_which_rows() -> None:
+    text = own_gpt(pc.Mesh(context=3)).report().to_text()
+    assert "pipeline 1 x data 1 x context 3 x tensor 1" in text
+    assert "of the 12 rows of tokens, labels rank 0 has 0 to 3, ... rank 2 8 to 11" in text
+    assert re.search(r"Layer +× 1 +context +all-gather +forward|context +all-gather", text)
+
+
+def test_a_plan_says_how_rows_are_divided_and_is_reused() -> None:
+    program = own_gpt(pc.Mesh(context=3))
+    plan = pc.Plan.from_json(program.plan.to_json())
+    assert plan == program.plan
+    assert plan.context is not None
+    again = own_gpt(pc.Mesh(context=3), plan=plan)
+    assert again.lowered.graph.fingerprint == program.lowered.graph.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        ({"context": 5}, {}, r"context=5 does not divide the 12 positions of the input 'tokens'"),
+        ({"context": 2, "expert": 2}, {}, r"expert=2: models are not divided along this axis yet"),
+        (
+            {"context": 2},
+            {"updates": "local"},
+            r"context=2: .* updates='local' each rank by itself",
+        ),
+        ({"context": 2}, {"compression": "powersgd"}, r"context=2: .* compression='powersgd'"),
+        ({"context": 2}, {"vocabulary": "vocab-2"}, r"context=2: .* take 'whole'"),
+    ],
+)
+def test_what_context_ranks_cannot_do_is_refused_by_name(
+    mesh: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(pc.InputError, match=words):
+        own_gpt(pc.Mesh(**mesh), **options)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "context", "layout"), [*product(MODELS, (2, 3, 4), range(len(LAYOUTS)))]
+)
+def test_every_layout_trains_as_the_model_does(name: str, context: int, layout: int) -> None:
+    mesh, options = LAYOUTS[layout]
+    check(compiled(name, pc.Mesh(context=context, **mesh), **options))
