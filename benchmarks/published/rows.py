@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from parcompiler import prices
 from parcompiler.cost import Operation, roofline
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device, Link, device
-from parcompiler.instruction import BEHIND, Instruction, Kind
+from parcompiler.instruction import BEHIND
 from parcompiler.models import bert, gpt, llama, resnet
 from parcompiler.passes.shard.local import local
 from parcompiler.timeline import Timeline, free, simulate_lowered
@@ -35,10 +34,10 @@ class Run:
 
     `degrees` are tensor, pipeline and data; `batch` the rows of a micro-batch and how many of them.
     With "selective" recomputation the core of attention, in memory, runs again in the backward.
-    `overlaps` says what the source lets run beside compute: sums of "gradients", which our runtime
-    does, gathers of "parameters" beside the next forward and collectives of "tensor" ranks beside
-    the products next to them, which it does not. Steps `follow` each other without waiting for all
-    ranks where the source validates norms behind the update.
+    `overlaps` says what the source lets run beside compute: sums of "gradients" and gathers of
+    "parameters" beside the next forward, as our runtime does, and collectives of "tensor" ranks
+    beside the products next to them, which it does not in forwards. Steps `follow` each other
+    without waiting for all ranks where the source validates norms behind the update.
     """
 
     source: str
@@ -148,20 +147,13 @@ class MaskedBERT(bert.BERT):
 def as_published(run: Run, made: pc.Program) -> Timeline:
     """The step of a program with what the source overlaps in the place of what our runtime does."""
     problem, plan, lowered = local(made.problem, made.plan), made.plan, made.lowered
-    sums = prices.collective_seconds(made.problem, lowered)
+    seconds = prices.collective_seconds(made.problem, lowered)
     costs = list(prices.stage_costs(problem, plan, lowered))
-    forward = [0.0] * made.problem.mesh.pipeline  # of the first micro-batch
-    for stage, cost in zip(lowered.stages, costs, strict=True):
-        forward[stage.rank] += cost.forward
-    gathers = [line for own in lowered.instructions for line in own if line.kind in BEHIND]
-    total = [sum(sums(line) for line in gathers if line.ranks == (r,)) for r in range(len(forward))]
-
-    def seconds(line: Instruction) -> float:
-        if line.kind is not Kind.GATHER_PARAMETERS or "parameters" not in run.overlaps:
-            return sums(line)
-        rank = line.ranks[0]
-        return sums(line) * max(0.0, 1 - forward[rank] / total[rank])
-
+    if "parameters" not in run.overlaps:  # all are waited for
+        behind = [[line for line in own if line.kind in BEHIND] for own in lowered.instructions]
+        waits = [sum(map(seconds, lines)) for lines in behind]
+        ranks = [stage.rank for stage in lowered.stages]
+        costs = [replace(c, ready=waits[r]) for c, r in zip(costs, ranks, strict=True)]
     priced = problem.under(plan)
     traced = {block.name: c for block, c in zip(priced.cut.blocks, priced.costs, strict=True)}
     for j, stage in enumerate(lowered.stages):
@@ -175,7 +167,7 @@ def as_published(run: Run, made: pc.Program) -> Timeline:
                     more[side] -= hidden
             if run.recompute == "selective":
                 more[1] += roofline.seconds(_core(run, cost.forward), problem.device)
-        costs[j] = dataclasses.replace(
+        costs[j] = replace(
             costs[j], forward=costs[j].forward + more[0], backward=costs[j].backward + more[1]
         )
     left = prices.left_seconds(problem, plan, lowered) if "gradients" in run.overlaps else free
@@ -221,9 +213,9 @@ def program(run: Run) -> pc.Program:
 
 def _device(run: Run) -> Device:
     """The device of a run, with room for any plan."""
-    found = dataclasses.replace(device(run.device), memory=ROOM)
+    found = replace(device(run.device), memory=ROOM)
     if run.network is not None:
-        found = dataclasses.replace(found, network=Link(run.network, found.network.latency))
+        found = replace(found, network=Link(run.network, found.network.latency))
     return found
 
 
@@ -238,7 +230,7 @@ def _model(run: Run) -> tuple[torch.nn.Module, tuple[Tensor, ...]]:
         if run.kind == "bert":
             sizes = {name: size for name, size in run.sizes.items() if name != "masked"}
             positions = torch.zeros(rows * run.sizes["masked"], dtype=torch.long)
-            large = dataclasses.replace(bert.PRESETS["large"], **sizes)
+            large = replace(bert.PRESETS["large"], **sizes)
             return MaskedBERT(large), (tokens, positions, positions)
         if run.kind == "llama":
             return llama.Llama(llama.Config(**run.sizes)), (tokens, tokens)
