@@ -26,8 +26,8 @@ from parcompiler.schedules.schedule import Schedule
 from parcompiler.timeline.collectives import KIND_OF, Collective, SharedLayers
 from parcompiler.timeline.costs import Message, StageCost, VocabularyCost
 from parcompiler.timeline.embeddings import whole_walk
-from parcompiler.timeline.memory import levels, memory, most_between
-from parcompiler.timeline.order import OrderMemory, OrderTasks, OrderWalk, Send, StageLink
+from parcompiler.timeline.memory import MemoryUse
+from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.run import INFINITY, Moments, run
 from parcompiler.timeline.steady import StepPart
 
@@ -58,13 +58,14 @@ def timing(
     """
     timed = _timed(schedule, costs, messages, vocabulary)
     moments = timed.run()
+    untrained = {j for j, cost in enumerate(costs) if not cost.trained}
     spans = tuple(
         tuple(
             (moments.begins[code], moments.ends[code])
-            for code in own
-            if timed.holding.lines[code][1].kind not in EMBEDDING
+            for code, (kind, stage, _) in zip(codes, actions, strict=True)
+            if kind not in EMBEDDING and (kind is Kind.FORWARD or stage not in untrained)
         )
-        for own in timed.holding.orders
+        for codes, actions in zip(timed.walk.codes, timed.walk.actions, strict=True)
     )
     return Timing(moments.last, timed.peaks(moments), spans)
 
@@ -132,7 +133,7 @@ class TimedOrder:
         return order.run_many(self.seconds, (microbatches - order.microbatches) // order.period)
 
     @cached_property
-    def holding(self) -> OrderMemory:
+    def holding(self) -> MemoryUse:
         """What the order holds."""
         return self.walk.memory(
             frozenset(j for j, cost in enumerate(self.costs) if not cost.trained)
@@ -169,8 +170,8 @@ class TimedOrder:
             return embedded if what.what.startswith("e") else x
 
         placement = self.walk.pipeline.placement
-        changes = memory(self.holding, moments, placement, self.costs, self.vocabulary, size)
-        return tuple(most_between(levels(own), begin, end) for own in changes)
+        held = self.holding.held(moments, placement, self.costs, self.vocabulary, size)
+        return tuple(own.most(begin, end) for own in held)
 
 
 def _timed(

@@ -3,23 +3,37 @@
 A micro-batch takes memory from the begin of its forward to the end of its backward (see
 `StageCost.bytes`), gradients of parameters from the first backward on, a received tensor from when
 its receive was posted to its last use, a sent one until it is out.
+
+What is held from which task to which depends on the order alone: it is written once, in arrays
+(`MemoryUse`), and every timing of the order sorts and sums these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from parcompiler.instruction import COMPUTE, HEAD, Kind
 from parcompiler.schedules.staleness import ScheduledLine
 from parcompiler.timeline.costs import Made, StageCost, VocabularyCost
 from parcompiler.timeline.run import EXACT, INFINITY, START, Moments
 
-Change = tuple[float, int]  # second, bytes more from then on
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Place = tuple[int | None, int | None]  # stage and micro-batch
+
+KINDS = (*sorted(COMPUTE), *sorted(HEAD))
+NUMBER = {kind: k for k, kind in enumerate(KINDS)}
+OTHER = len(KINDS)  # kinds that hold nothing by themselves
+NOWHERE = -1  # stands for no stage and no micro-batch; as a task it is START
 
 
 class Buffer(NamedTuple):
@@ -34,101 +48,205 @@ class Buffer(NamedTuple):
     last: Sequence[int]
 
 
-class MemoryUse(Protocol):
-    """Tasks with what they hold: by task its rank and what it is, the buffers of exchanges, and the
-    stages and micro-batches that go back."""
+class TaskArrays(NamedTuple):
+    """The tasks of all ranks, rank after rank in their order, and what each is."""
 
-    @property
-    def orders(self) -> Sequence[Sequence[int]]: ...
+    task: Ints
+    rank: Ints
+    kind: Ints  # place in KINDS
+    stage: Ints
+    microbatch: Ints
 
-    @property
-    def lines(
+    def where(self, mask: NDArray[np.bool_]) -> TaskArrays:
+        """Some of them."""
+        return TaskArrays(*(column[mask] for column in self))
+
+
+class BufferArrays(NamedTuple):
+    """Buffers, each of one of some exchanges."""
+
+    exchanges: Sequence[object]
+    rank: Ints
+    exchange: Ints  # place in `exchanges`
+    first: Ints
+    last: Ints  # a row of tasks and exchanges for each buffer, padded with START
+
+
+class HeldSteps(NamedTuple):
+    """The bytes held on a rank from each second on."""
+
+    seconds: Floats
+    nbytes: Ints
+
+    def most(self, begin: float = 0.0, end: float = INFINITY) -> int:
+        """The most bytes between two moments."""
+        until = np.append(self.seconds[1:], INFINITY)
+        return int(self.nbytes[(self.seconds < end) & (until > begin)].max())
+
+    def levels(self) -> tuple[tuple[float, int], ...]:
+        """The second and the bytes of each change."""
+        pairs = zip(self.seconds.tolist(), self.nbytes.tolist(), strict=True)
+        return tuple(next(same) for _, same in groupby(pairs, key=itemgetter(1)))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What the tasks of some orders hold, whatever they take; `returns` says of each whether its
+    micro-batch goes back through its stage."""
+
+    ranks: int
+    tasks: TaskArrays
+    returns: NDArray[np.bool_]
+    buffers: BufferArrays
+
+    @cached_property
+    def first_backwards(self) -> list[int]:
+        """Compute tasks, as places in `tasks`, up to the first whole or second backward of every
+        stage: what they leave differs from all others (see `Made`)."""
+        found, complete = [], set[int]()
+        ends = NUMBER[Kind.BACKWARD], NUMBER[Kind.BACKWARD_WEIGHT]
+        back = (self.tasks.kind < len(COMPUTE)) & (self.tasks.kind != NUMBER[Kind.FORWARD])
+        places = np.flatnonzero(back)
+        columns = self.tasks.stage[places].tolist(), self.tasks.kind[places].tolist()
+        for place, stage, kind in zip(places.tolist(), *columns, strict=True):
+            if stage not in complete:
+                found.append(place)
+                if kind in ends:
+                    complete.add(stage)
+        return found
+
+    @cached_property
+    def last_of_head(self) -> NDArray[np.bool_]:
+        """The last task of each micro-batch for the head, on each rank."""
+        found = np.zeros(len(self.tasks.task), bool)
+        places = np.flatnonzero((self.tasks.kind >= len(COMPUTE)) & (self.tasks.kind < OTHER))
+        key = self.tasks.rank[places] * (self.tasks.microbatch.max(initial=0) + 1)
+        last = len(places) - 1 - np.unique(
+            (key + self.tasks.microbatch[places])[::-1], return_index=True
+        )[1]  # fmt: skip
+        found[places[last]] = True
+        return found
+
+    def held(
         self,
-    ) -> Mapping[int, tuple[int, ScheduledLine]] | Sequence[tuple[int, ScheduledLine]]: ...
+        moments: Moments,
+        placement: Sequence[int],
+        costs: Sequence[StageCost],
+        vocabulary: VocabularyCost,
+        size: Callable[[Any], int],
+    ) -> list[HeldSteps]:
+        """By rank, the bytes from each second on: what is resident with the begin of the step, and
+        what the optimizer's step takes with its end. `size` says the bytes of an exchange."""
+        begins, ends = np.array(moments.begins), np.array([*moments.ends, -INFINITY])
+        made, home = Made(), np.array(placement, np.int64)
+        parts = list(self._computing(begins, ends, costs, vocabulary, made))
+        exchanges, rank, exchange, first, last = self.buffers
+        nbytes = np.array([size(what) for what in exchanges], np.int64)[exchange]
+        freed = ends[last].max(axis=1, initial=-INFINITY)
+        is_freed = freed > -INFINITY
+        parts.append((rank, np.where(first == START, 0.0, ends[first]), nbytes))
+        parts.append((rank[is_freed], freed[is_freed], -nbytes[is_freed]))
+        every, end = np.arange(self.ranks), ends[ends < INFINITY].max(initial=0.0)
+        parts.append((every, 0.0, vocabulary.resident))
+        parts.append((home, 0.0, np.array([cost.early for cost in costs], np.int64)))
+        updates = np.full(self.ranks, vocabulary.update if made.of else 0)
+        for j in made.of:  # the update follows where stages have gone back
+            updates[placement[j]] += costs[j].update
+        parts.append((every, end, updates))
+        return _summed(parts, self.ranks, EXACT * float(end))
 
-    @property
-    def buffers(self) -> Sequence[Buffer]: ...
-
-    @property
-    def trained(self) -> AbstractSet[Place]: ...
-
-
-def memory(
-    uses: MemoryUse,
-    moments: Moments,
-    placement: Sequence[int],
-    costs: Sequence[StageCost],
-    vocabulary: VocabularyCost,
-    size: Callable[[Any], int],
-) -> list[list[Change]]:
-    """By rank, what changes when: what is resident with the begin of the step, and what the
-    optimizer's step takes with its end."""
-    ranks = len(uses.orders)
-    changes: list[list[Change]] = [[(0.0, vocabulary.resident)] for _ in range(ranks)]
-    for rank, cost in zip(placement, costs, strict=True):
-        changes[rank].append((0.0, cost.early))
-    made = Made()
-    for order, own in zip(uses.orders, changes, strict=True):
-        own += _computing(uses, order, moments, costs, vocabulary, made)
-    for rank, exchange, first, last in uses.buffers:
-        nbytes = size(exchange)
-        if nbytes:
-            changes[rank].append((0.0 if first == START else moments.ends[first], nbytes))
-            if last:
-                changes[rank].append((max(moments.ends[task] for task in last), -nbytes))
-    updates = [vocabulary.update if made.of else 0] * ranks
-    for j in made.of:  # the update follows where stages have gone back
-        updates[placement[j]] += costs[j].update
-    end = moments.last
-    for own, update in zip(changes, updates, strict=True):
-        own.append((end, update))
-    return changes
-
-
-def _computing(
-    uses: MemoryUse,
-    order: Sequence[int],
-    moments: Moments,
-    costs: Sequence[StageCost],
-    vocabulary: VocabularyCost,
-    made: Made,
-) -> Iterator[Change]:
-    """What the compute of one rank takes and gives back."""
-    lines = [uses.lines[task][1] for task in order]
-    last = {line.microbatch: k for k, line in enumerate(lines) if line.kind in HEAD}
-    for k, (task, line) in enumerate(zip(order, lines, strict=True)):
-        begin, end = moments.begins[task], moments.ends[task]
-        if line.kind in COMPUTE:
-            assert line.stage is not None
-            taken, given = made.bytes(line.stage, costs[line.stage], line.kind)
-            yield begin, taken
-            yield end, given if (line.stage, line.microbatch) in uses.trained else -taken
-        if line.kind is Kind.S:
-            yield begin, vocabulary.saved
-        if line.kind is vocabulary.softmax:
-            yield begin, vocabulary.more
-            yield end, -vocabulary.more
-        if last.get(line.microbatch) == k:
-            yield end, -vocabulary.saved
+    def _computing(
+        self,
+        begins: Floats,
+        ends: Floats,
+        costs: Sequence[StageCost],
+        vocabulary: VocabularyCost,
+        made: Made,
+    ) -> Iterator[Change]:
+        """What compute takes with its begin and gives back with its end."""
+        task, rank, kind, stage, _ = self.tasks
+        table = np.array([[cost.bytes(kind) for kind in KINDS[: len(COMPUTE)]] for cost in costs])
+        own = kind < len(COMPUTE)
+        taken, given = np.zeros(len(task), np.int64), np.zeros(len(task), np.int64)
+        if own.any():
+            taken[own], given[own] = table[stage[own], kind[own]].T
+        for place in self.first_backwards:
+            j = int(stage[place])
+            taken[place], given[place] = made.bytes(j, costs[j], KINDS[kind[place]])
+        given = np.where(self.returns, given, -taken)
+        softmax = kind == NUMBER[vocabulary.softmax]
+        taken[kind == NUMBER[Kind.S]] += vocabulary.saved
+        taken[softmax] += vocabulary.more
+        given[~own] = 0
+        given[softmax] -= vocabulary.more
+        given[self.last_of_head] -= vocabulary.saved
+        yield rank, begins[task], taken
+        yield rank, ends[task], given
 
 
-def most_between(steps: Sequence[tuple[float, int]], begin: float, end: float) -> int:
-    """The most bytes from one moment to another, of those that are held from each second on."""
-    until = [second for second, _ in steps[1:]]
-    pairs = zip(steps, [*until, INFINITY], strict=True)
-    return max(
-        size for (second, size), next_second in pairs if second < end and next_second > begin
+Change = tuple[Ints, Floats | float, Ints | int]  # ranks, seconds, bytes more from then on
+
+
+def _summed(changes: Sequence[Change], ranks: int, rounding: float) -> list[HeldSteps]:
+    """The bytes held on each rank from each change on; what happens at one moment, but for the
+    rounding of sums of seconds, happens at once."""
+    rank = np.concatenate([where for where, _, _ in changes])
+    at = np.concatenate([np.broadcast_to(when, len(where)) for where, when, _ in changes])
+    size = np.concatenate([np.broadcast_to(more, len(where)) for where, _, more in changes])
+    order = np.lexsort((at, rank))
+    rank, at, size = rank[order], at[order], size[order]
+    found = []
+    for low, high in pairwise(np.searchsorted(rank, np.arange(ranks + 1))):
+        seconds, total = at[low:high], np.cumsum(size[low:high])
+        later = np.flatnonzero(np.diff(seconds) > rounding)
+        found.append(HeldSteps(seconds[[0, *(later + 1)]], total[[*later, high - low - 1]]))
+    return found
+
+
+def task_arrays(
+    orders: Sequence[Sequence[int]], lines: Sequence[Sequence[ScheduledLine]]
+) -> TaskArrays:
+    """The tasks of each rank with what they are."""
+
+    def column(values: Iterable[int | None]) -> Ints:
+        return np.array([NOWHERE if x is None else x for x in values], np.int64)
+
+    every = [*chain.from_iterable(lines)]
+    return TaskArrays(
+        column(chain.from_iterable(orders)),
+        np.repeat(np.arange(len(orders)), [*map(len, orders)]),
+        column(NUMBER.get(line.kind, OTHER) for line in every),
+        column(line.stage for line in every),
+        column(line.microbatch for line in every),
     )
 
 
-def levels(changes: Sequence[Change]) -> tuple[tuple[float, int], ...]:
-    """The bytes held from each change on; what happens at one moment, but for the rounding of sums
-    of seconds, happens at once."""
-    size, now, by_second = 0, 0.0, {0.0: 0}
-    rounding = EXACT * max(second for second, _ in changes)
-    for second, change in sorted(changes, key=itemgetter(0)):
-        size += change
-        if second > now + rounding:
-            now = second
-        by_second[now] = size
-    return tuple(next(same) for _, same in groupby(by_second.items(), key=itemgetter(1)))
+def buffer_arrays(buffers: Sequence[Buffer]) -> BufferArrays:
+    """Buffers in arrays."""
+    last = np.full((len(buffers), max([1, *(len(own.last) for own in buffers)])), START)
+    for row, own in zip(last, buffers, strict=True):
+        row[: len(own.last)] = own.last
+    ranks, exchanges = [own.rank for own in buffers], [own.exchange for own in buffers]
+    first = np.array([own.first for own in buffers], np.int64)
+    return BufferArrays(exchanges, np.array(ranks, np.int64), np.arange(len(ranks)), first, last)
+
+
+def joined(exchanges: Sequence[object], parts: Sequence[BufferArrays]) -> BufferArrays:
+    """The buffers of all parts, each of one of `exchanges`."""
+    width = max(part.last.shape[1] for part in parts)
+    rows = [((0, 0), (0, width - part.last.shape[1])) for part in parts]
+    pairs = zip(parts, rows, strict=True)
+    return BufferArrays(
+        exchanges,
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.exchange for part in parts]),
+        np.concatenate([part.first for part in parts]),
+        np.concatenate([np.pad(part.last, row, constant_values=START) for part, row in pairs]),
+    )
+
+
+def returning(tasks: TaskArrays, trained: AbstractSet[Place]) -> NDArray[np.bool_]:
+    """Of each task, whether its stage and micro-batch are `trained`."""
+    none = [None if stage == NOWHERE else stage for stage in tasks.stage.tolist()]
+    places = zip(none, tasks.microbatch.tolist(), strict=True)
+    return np.array([place in trained for place in places], bool)

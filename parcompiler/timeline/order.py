@@ -7,18 +7,30 @@ has one for each rank. Messages and collectives have rows behind: a row holds fo
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from parcompiler.instruction import BACKWARDS, COMPUTE, EMBEDDING, HEAD, Kind
+import numpy as np
+from numpy.typing import NDArray
+
+from parcompiler.instruction import BACKWARDS, EMBEDDING, HEAD, Kind
 from parcompiler.schedules.action import Action
 from parcompiler.timeline.collectives import Collective, SharedLayers, needs, placed, rows_of
-from parcompiler.timeline.memory import Buffer, Place
+from parcompiler.timeline.memory import (
+    NUMBER,
+    Buffer,
+    BufferArrays,
+    Ints,
+    MemoryUse,
+    TaskArrays,
+    buffer_arrays,
+    joined,
+    task_arrays,
+)
 from parcompiler.timeline.run import START, Tasks, run
 from parcompiler.timeline.steady import RepeatingOrder
 
@@ -191,16 +203,6 @@ def walked(
     return OrderWalk(OrderTasks(placement, links, microbatches, layers), orders)
 
 
-@dataclass(frozen=True, slots=True)
-class OrderMemory:
-    """What the actions of some orders hold, as `memory` reads it."""
-
-    orders: Sequence[Sequence[int]]
-    lines: Mapping[int, tuple[int, Action]]
-    buffers: Sequence[Buffer]
-    trained: AbstractSet[Place]
-
-
 class OrderWalk:
     """All ranks' compute in one order of time (a forward takes 1, a backward 2), as it ends.
 
@@ -221,7 +223,7 @@ class OrderWalk:
         self.items: Sequence[Sequence[Action | Collective]] = (
             orders if layers is None else placed(pipeline.placement, orders, layers)
         )
-        self._memory: dict[AbstractSet[int], OrderMemory] = {}
+        self._memory: dict[AbstractSet[int], MemoryUse] = {}
         self.actions = [[item for item in own if isinstance(item, Action)] for own in self.items]
         self.codes = [
             [pipeline.code(rank, action) for action in own] for rank, own in enumerate(self.actions)
@@ -246,62 +248,82 @@ class OrderWalk:
         m = self.pipeline.microbatches
         return RepeatingOrder(self.tasks, self.codes, m, self.pipeline.ranks)
 
-    def memory(self, untrained: AbstractSet[int] = frozenset()) -> OrderMemory:
+    def memory(self, untrained: AbstractSet[int] = frozenset()) -> MemoryUse:
         """What these orders hold where some stages are `untrained`. It is remembered."""
         found = self._memory.get(untrained)
-        return found or self._memory.setdefault(untrained, self._holding(untrained))
+        return found or self._memory.setdefault(untrained, self._uses(untrained))
 
-    def _holding(self, untrained: AbstractSet[int]) -> OrderMemory:
-        """What these orders hold: buffers of messages from when `steps` posts their receive to the
-        last backward of their readers, or the forward of those that are `untrained`."""
-        m, unit = self.pipeline.microbatches, self.moments.ends
-        lines = {
-            code: (rank, item)
-            for rank, (own, codes) in enumerate(zip(self.actions, self.codes, strict=True))
-            for code, item in zip(codes, own, strict=True)
-            if item.kind not in COMPUTE or item.kind is Kind.FORWARD or item.stage not in untrained
-        }
-        orders = [[code for code in own if code in lines] for own in self.codes]
-        ends = [[unit[code] for code in own] for own in self.codes]
-        senders: dict[int, tuple[int, Send]] = {}  # by message, the last task that it waits for
-        for code in lines:
-            for sent in self.pipeline.sends[code // m]:
-                message = sent.row + code % m
-                if message not in senders or unit[senders[message][0]] < unit[code]:
-                    senders[message] = code, sent
-        buffers, leaving = [], defaultdict[tuple[int, int, bool], list[int]](list)
-        for message, (code, sent) in senders.items():
-            leaving[code, sent.number, sent.gradient].append(message)
-            before = bisect_right if sent.target < sent.source else bisect_left
-            k = before(ends[sent.target], unit[code])
-            posted = self.codes[sent.target][k - 1] if k else START
-            link = self.pipeline.links[sent.number]
+    def _uses(self, untrained: AbstractSet[int]) -> MemoryUse:
+        """What these orders hold, with the forwards alone of stages that are `untrained`."""
+        pipeline, m = self.pipeline, self.pipeline.microbatches
+        tasks, stages = task_arrays(self.codes, self.actions), len(self.pipeline.placement)
+        if untrained:
+            forward = tasks.kind == NUMBER[Kind.FORWARD]
+            tasks = tasks.where(forward | ~np.isin(tasks.stage, [*untrained]))
+        there = np.zeros(pipeline.size, bool)
+        there[tasks.task] = True
+        back = np.zeros(((stages + 1), m), bool)  # the last row is for no stage
+        gives = np.isin(tasks.kind, [NUMBER[kind] for kind in BACKWARDS])
+        back[tasks.stage[gives], tasks.microbatch[gives]] = True
+        exchanges: list[object] = [Send(0, 0, 0, k, False) for k in range(len(pipeline.links))]
+        layers = pipeline.layers
+        shared = buffer_arrays([*self._shared(layers, tasks, untrained)] if layers else [])
+        parts = shared._replace(exchange=shared.exchange + len(exchanges))
+        exchanges += shared.exchanges
+        buffers = joined(exchanges, [parts, *self._messages(there, untrained)])
+        returns = back[tasks.stage, tasks.microbatch]
+        return MemoryUse(pipeline.ranks, tasks, returns, buffers)
+
+    def _messages(
+        self, there: NDArray[np.bool_], untrained: AbstractSet[int]
+    ) -> Iterator[BufferArrays]:
+        """Buffers of messages: received ones from when `steps` posts their receive to the last
+        backward of their readers, or the forward of those that are `untrained`; sent ones until
+        they are out. `there` are the tasks that these orders have."""
+        pipeline, m = self.pipeline, self.pipeline.microbatches
+        each, unit = np.arange(m), np.array(self.moments.ends)
+        codes = [np.array(own, np.int64) for own in self.codes]
+        ends = [unit[own] for own in codes]
+        classes: dict[Send, list[int]] = {}  # of the tasks that a message waits for
+        for number, sends in enumerate(pipeline.sends):
+            for sent in sends:
+                classes.setdefault(sent, []).append(number)
+        leaving: dict[tuple[int, int, bool], list[tuple[int, NDArray[np.bool_]]]] = {}
+        for sent, senders in classes.items():
+            tasks = np.array(senders)[:, None] * m + each
+            last = np.where(there[tasks], unit[tasks], -1.0).argmax(axis=0)
+            code = tasks[last, each]
+            sends = there[code]
+            for k, number in enumerate(senders):
+                key = number, sent.number, sent.gradient
+                leaving.setdefault(key, []).append((sent.row, sends & (last == k)))
+            side = "right" if sent.target < sent.source else "left"
+            place = np.searchsorted(ends[sent.target], unit[code[sends]], side)
+            posted = np.where(place > 0, codes[sent.target][place - 1], START)
+            link = pipeline.links[sent.number]
             users = (link.source,) if sent.gradient else link.targets
-            last = [
-                (3 * j + (j not in untrained)) * m + code % m
-                for j in users
-                if self._is_on(j, sent.target)
-            ]
-            buffers.append(Buffer(sent.target, sent, posted, [x for x in last if x in lines]))
-        for (code, number, gradient), messages in leaving.items():
-            rank = lines[code][0]
-            sent = Send(0, rank, rank, number, gradient)
-            buffers.append(Buffer(rank, sent, code, messages))
-        if self.pipeline.layers is not None:
-            buffers += self._shared(self.pipeline.layers, lines, untrained)
-        trained = {(a.stage, a.microbatch) for _, a in lines.values() if a.kind in BACKWARDS}
-        return OrderMemory(orders, lines, buffers, trained)
+            here = [j for j in users if self._is_on(j, sent.target)]
+            read = [(3 * j + (j not in untrained)) * m + each[sends] for j in here]
+            until = np.stack([np.where(there[x], x, START) for x in read], axis=1)
+            yield _buffers_of(sent.number, sent.target, posted, until)
+        for (number, link_number, _), rows in leaving.items():
+            until = np.stack([np.where(sends, row + each, START) for row, sends in rows], axis=1)
+            is_sent = (until != START).any(axis=1)
+            code = number * m + each[is_sent]
+            yield _buffers_of(link_number, pipeline.placement[number // 3], code, until[is_sent])
 
     def _shared(
         self,
         layers: SharedLayers,
-        lines: Mapping[int, tuple[int, Action]],
+        tasks: TaskArrays,
         untrained: AbstractSet[int],
     ) -> Iterator[Buffer]:
         """The tensors of collectives on each rank: a part of a sum until that is over, and what the
         rank gets of one until it is used for the last time."""
         m, code = self.pipeline.microbatches, self.pipeline.code
-        head = {(r, a.microbatch): x for x, (r, a) in lines.items() if a.kind in HEAD}  # the last
+        of_head = tasks.where(np.isin(tasks.kind, [NUMBER[kind] for kind in HEAD]))
+        places = zip(of_head.rank.tolist(), of_head.microbatch.tolist(), strict=True)
+        head = dict(zip(places, of_head.task.tolist(), strict=True))  # the last of each
         for rank, at, item in self._behind():
             what, k, i = item
             if what == "x":
@@ -402,3 +424,9 @@ class OrderWalk:
                 return item
             steps.append(item)
         return None
+
+
+def _buffers_of(number: int, rank: int, first: Ints, last: Ints) -> BufferArrays:
+    """Buffers of link `number` on a rank."""
+    size = len(first)
+    return BufferArrays((), np.full(size, rank), np.full(size, number), first, last)

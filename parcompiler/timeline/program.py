@@ -17,7 +17,14 @@ from typing import NamedTuple, Protocol
 
 from parcompiler.errors import PlanError
 from parcompiler.instruction import BACKWARDS, BEHIND, COMPUTE, EMBEDDING, HEAD, Instruction, Kind
-from parcompiler.timeline.memory import Buffer, Place
+from parcompiler.timeline.memory import (
+    Buffer,
+    MemoryUse,
+    Place,
+    buffer_arrays,
+    returning,
+    task_arrays,
+)
 from parcompiler.timeline.run import INFINITY, START, Moments, Tasks
 
 WORK = COMPUTE | HEAD | EMBEDDING  # what a rank is busy with
@@ -74,6 +81,13 @@ class ProgramTasks:
     buffers: Sequence[Buffer]
     trained: frozenset[Place]
     within: Sequence[int] = ()  # sums that begin in a whole backward, as gradients become final
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What the tasks hold."""
+        tasks = task_arrays(self.orders, [[self.lines[x][1] for x in own] for own in self.orders])
+        returns = returning(tasks, self.trained)
+        return MemoryUse(len(self.orders), tasks, returns, buffer_arrays(self.buffers))
 
     def sum(self, number: int) -> Instruction:
         """The sum of gradients with that number."""

@@ -26,7 +26,6 @@ from typing import Protocol
 from parcompiler.errors import InputError
 from parcompiler.instruction import BACKWARDS, BUCKETED, EMBEDDING, HEAD, Instruction, Kind
 from parcompiler.timeline.costs import StageCost, VocabularyCost, optimizer_seconds
-from parcompiler.timeline.memory import levels, memory
 from parcompiler.timeline.program import (
     ENDS,
     Ends,
@@ -140,16 +139,15 @@ def simulate(
     before = {x: left_seconds(program.sum(x)) for x in program.within}
     moments = run(program.tasks, program.orders, seconds_of(program, prices), before=before)
     program.check(instructions, moments)
-    changes = memory(program, moments, stage_rank, costs, shared, prices.size)
-    held = tuple(map(levels, changes))
+    held = program.memory.held(moments, stage_rank, costs, shared, prices.size)
     events = tuple(sorted(_events(program, moments), key=attrgetter("begin", "rank")))
     return Timeline(
         step_time=moments.last,
         bubble=idle(events, moments.last, len(instructions)),
-        peak_memory=tuple(max(size for _, size in own) for own in held),
+        peak_memory=tuple(own.most() for own in held),
         events=events,
         critical_path=_critical_path(program, moments),
-        memory=held,
+        memory=tuple(own.levels() for own in held),
     )
 
 
