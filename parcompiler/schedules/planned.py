@@ -15,7 +15,7 @@ from parcompiler.schedules.vocabulary import spread
 
 Found = TypeVar("Found")
 
-ROUNDS = 8  # of one micro-batch for each rank, in which a steady state is looked for
+ROUNDS = 3  # of one micro-batch for each rank, after which a steady state is looked for
 Identity = tuple[str | None, tuple[str, ...] | None, int, int, int, str | None]
 
 
@@ -119,11 +119,11 @@ def _of_few(find: Callable[[*Identity], Found], known: Identity) -> Found:
     """What `find` says of a schedule's memory, from fewer micro-batches where it has a name.
 
     In its steady state a schedule begins a micro-batch when one has ended, so that what is in
-    flight does not change with further rounds of one micro-batch for each rank. One that holds more
-    with twice as many rounds (GPipe) has no such state, and is read as a whole.
+    flight does not change with a further round of one micro-batch for each rank. One that holds
+    more with it (GPipe) has no such state, and is read as a whole.
     """
     name, orders, ranks, microbatches, virtual_stages, method = known
-    few, more = (k * ROUNDS * ranks + microbatches % ranks for k in (1, 2))
+    few, more = (k * ranks + microbatches % ranks for k in (ROUNDS, ROUNDS + 1))
     if orders is None and microbatches > more:
         known_of_few = find(name, None, ranks, few, virtual_stages, method)
         if known_of_few == find(name, None, ranks, more, virtual_stages, method):

@@ -31,7 +31,7 @@ from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.run import INFINITY, Moments, run
 from parcompiler.timeline.steady import StepPart
 
-ROUNDS = 8  # of one micro-batch for each rank, in which a steady state is looked for
+ROUNDS = 6  # of one micro-batch for each rank, in which a steady state is looked for
 MANY = 2  # times as many micro-batches are worth it
 
 

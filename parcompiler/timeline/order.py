@@ -297,13 +297,17 @@ class OrderWalk:
             for k, number in enumerate(senders):
                 key = number, sent.number, sent.gradient
                 leaving.setdefault(key, []).append((sent.row, sends & (last == k)))
-            side = "right" if sent.target < sent.source else "left"
-            place = np.searchsorted(ends[sent.target], unit[code[sends]], side)
+            begun, moments = ends[sent.target], unit[code[sends]]
+            is_up = sent.target < sent.source
+            place = begun.searchsorted(moments, "right" if is_up else "left")
             posted = np.where(place > 0, codes[sent.target][place - 1], START)
             link = pipeline.links[sent.number]
             users = (link.source,) if sent.gradient else link.targets
-            here = [j for j in users if self._is_on(j, sent.target)]
-            read = [(3 * j + (j not in untrained)) * m + each[sends] for j in here]
+            read = [
+                (3 * j + (j not in untrained)) * m + each[sends]
+                for j in users
+                if self._is_on(j, sent.target)
+            ]
             until = np.stack([np.where(there[x], x, START) for x in read], axis=1)
             yield _buffers_of(sent.number, sent.target, posted, until)
         for (number, link_number, _), rows in leaving.items():
