@@ -129,8 +129,9 @@ def compile(
     rounds otherwise in the last bits.
     `costs` is "model", or "measured": every distinct block is run on the device of this machine,
     for about a second, and so are the passes of a spread vocabulary; their times are kept in the
-    plan. Collectives of tensor ranks on a CPU are measured among as many processes, if there is
-    an idle core for each of them. A `Program` in the place of the model compiles
+    plan. "compiled" compiles the blocks before, as `worker(compiled=True)` does. Collectives of
+    tensor ranks on a CPU are measured among as many processes, if there is an idle core for each of
+    them. A `Program` in the place of the model compiles
     its model again without capturing it; `plan` reuses a plan, perhaps an edited one. With a
     `Cluster`, `microbatch` "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside that of
     `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step stay the
@@ -315,22 +316,22 @@ def _kind(narrow: torch.dtype | None) -> str:
 
 def _bench(mesh: Mesh | Cluster, options: Options) -> LocalBench | None:
     """The device of this machine to measure on, if that is asked for."""
-    if options.costs != "measured":
+    if options.costs == "model":
         return None
     if isinstance(mesh, Mesh) and not mesh.is_uniform:
         names = ", ".join(device.name for device in mesh.devices)
         message = (
-            f"costs='measured' measures the device of this machine, and the mesh has several "
-            f"({names}): give each by the file that `parcompiler calibrate` wrote there"
+            f"costs={options.costs!r} measures the device of this machine, and the mesh has "
+            f"several ({names}): give each by the file that `parcompiler calibrate` wrote there"
         )
         raise InputError(message)
     from parcompiler.bench.local import LocalBench
     from parcompiler.runtime.joining import rank_device
 
     try:
-        return LocalBench(rank_device(mesh.hardware.name))
+        return LocalBench(rank_device(mesh.hardware.name), options.costs == "compiled")
     except LaunchError as error:
-        message = f"costs='measured' needs the device that the mesh names: {error}"
+        message = f"costs={options.costs!r} needs the device that the mesh names: {error}"
         raise InputError(message) from error
 
 

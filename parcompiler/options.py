@@ -63,7 +63,7 @@ class Options:
         offered("precision", self.precision, tuple(PRECISIONS))
         offered("zero", self.zero, ("auto", 0, 1, 2, 3))
         self.data_updates  # noqa: B018 (refuses)
-        offered("costs", self.costs, ("model", "measured"))
+        offered("costs", self.costs, ("model", "measured", "compiled"))
         offered("exact", self.exact, (False, True))
         offered("loss_weights", self.loss_weights, (None, "tokens"))
         object.__setattr__(self, "memory_margin", _margin(self.memory_margin))

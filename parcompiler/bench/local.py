@@ -27,6 +27,7 @@ from parcompiler.bench.vocabulary import time_passes
 from parcompiler.calibrate.machine import cores
 from parcompiler.cost import collective
 from parcompiler.cost.operation import Operation
+from parcompiler.cost.times import RunningBlock, TimedBlock
 from parcompiler.graph import Graph
 from parcompiler.plan import VocabularyTime
 from parcompiler.verification.pool import PATIENCE, pool
@@ -63,11 +64,20 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalBench:
-    """Measures on `device`, for one model."""
+    """Measures on `device`, for one model; with `compiled` layers or eager ones."""
 
     device: torch.device
+    compiled: bool = False
     _waits: dict[WaitQuery, float | None] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[object, VocabularyTime] = field(default_factory=dict, repr=False, compare=False)
+
+    def prepared(self, block: TimedBlock) -> RunningBlock:
+        """A block as a worker runs it. Raises whatever the compiler raises."""
+        if not self.compiled:
+            return block
+        from parcompiler.bench.compiled import CompiledBlock  # imports for seconds
+
+        return CompiledBlock(block)
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
         """Seconds that a tensor rank spends in `exchanges`, computing for `between` s before each.
@@ -98,7 +108,7 @@ class LocalBench:
         tables = [item.weight for item in lookups]
         key = ranks, method, tuple(tables), head and head.weight
         if key not in self._passes:
-            self._passes[key] = time_passes(graph, ranks, method, self.device)
+            self._passes[key] = time_passes(graph, ranks, method, self.device, fused=self.compiled)
         return self._passes[key]
 
 

@@ -26,8 +26,11 @@ from parcompiler.runtime.vocabulary_passes import ASKS_FIRST
 SPREAD = 0.02  # the standard deviation of weights
 
 
-def time_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> VocabularyTime:
-    """The medians in s of a micro-batch, for all embeddings together.
+def time_passes(
+    graph: Graph, ranks: int, method: str, device: torch.device, *, fused: bool = False
+) -> VocabularyTime:
+    """The medians in s of a micro-batch, for all embeddings together; `fused` compiles what is done
+    to logits.
 
     Raises whatever an operator raises that cannot run on the device.
     """
@@ -35,7 +38,9 @@ def time_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> 
     data = RandomData(graph, ranks, device)
     s = normalize = t = embed = embed_backward = 0.0
     if graph.vocabulary.head is not None:
-        s, normalize, t = medians(HeadPasses(data, graph.vocabulary.head, method).sample, device)
+        s, normalize, t = medians(
+            HeadPasses(data, graph.vocabulary.head, method, fused).sample, device
+        )
     for item in graph.vocabulary.lookups:
         forward, backward = medians(LookupPasses(data, item).sample, device)
         embed, embed_backward = embed + forward, embed_backward + backward
@@ -79,10 +84,12 @@ class RandomData:
 class HeadPasses:
     """S, NORMALIZE and T of one rank, micro-batch after micro-batch."""
 
-    def __init__(self, data: RandomData, head: VocabularyHead, method: str) -> None:
+    def __init__(
+        self, data: RandomData, head: VocabularyHead, method: str, fused: bool = False
+    ) -> None:
         """Make rows, inputs and labels."""
         self.asks, self.early, self.ranks = method in ASKS_FIRST, method == "vocab-2", data.ranks
-        self.head = passes.rows_of_head(_vocabulary(data, head))
+        self.head = passes.rows_of_head(_vocabulary(data, head), fused=fused)
         self.x = data.values(head.x).flatten(0, -2)
         self.targets = data.integers(self.head.classes, (len(self.x),))
         self.room = passes.MatrixPool()

@@ -32,7 +32,7 @@ SCHEDULES = (
 )  # fmt: skip
 VOCABULARY = ("auto", "whole", "naive", "vocab-1", "vocab-2", "interlaced")
 LAUNCHERS = ("torchrun", "slurm", "kubernetes")
-COSTS = ("model", "measured")
+COSTS = ("model", "measured", "compiled")
 LOSS_WEIGHTS = ("tokens",)
 ZERO = ("auto", "0", "1", "2", "3")
 UPDATES = ("all-reduce", "parameter-server", "asynchronous", "local")

@@ -38,12 +38,29 @@ FEWEST, MOST = 3, 30  # samples
 WARM = 2  # runs before: they allocate memory and choose kernels
 
 
+class RunningBlock(Protocol):
+    """A block that can be run on a device, forward and back from what that gave."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    def forward(self) -> Any: ...
+
+    def backward(self, outputs: Any) -> None: ...
+
+
 class Bench(Protocol):
-    """What runs on this machine for `costs="measured"`; `bench.local` has it."""
+    """What runs on this machine for measured `costs`; `bench.local` has it."""
 
     @property
     def device(self) -> torch.device:
         """Where blocks run."""
+        ...
+
+    def prepared(self, block: TimedBlock) -> RunningBlock:
+        """A block as it will run."""
         ...
 
     def exchanged(self, exchanges: Sequence[Operation], between: float) -> float | None:
@@ -106,7 +123,7 @@ def measured(
         device=bench.device,
     )
     with _explained(repr(block.name)):
-        forward, backward = time_block(timed)
+        forward, backward = time_block(bench.prepared(timed))
         exchanges = [
             _exchange_seconds(*side, device, bench)
             for side in ((cost.forward, forward), (cost.backward, backward))
@@ -185,12 +202,22 @@ class TimedBlock:
             is_state = node.name in self.parameters or node.name in self.buffers
             (self.state if is_state or node.op == "get_attr" else self.received)[node] = value
 
-    def forward(self) -> dict[fx.Node, Any]:
-        """Run the nodes; those of the outputs that carry gradients."""
-        values = dict(self.state)
-        for node, value in self.received.items():
-            carries = node.name in self.differentiable
-            values[node] = map_aggregate(value, _received) if carries else value
+    def values_received(self) -> dict[fx.Node, Any]:
+        """What other blocks give it."""
+        return {
+            node: map_aggregate(value, _received) if node.name in self.differentiable else value
+            for node, value in self.received.items()
+        }
+
+    def forward(self) -> list[torch.Tensor]:
+        """Run the nodes; the tensors among the outputs that carry gradients."""
+        values = self.state | self.values_received()
+        self.run(values)
+        outputs = (node for node in self.outputs if node.name in self.differentiable)
+        return [tensor for node in outputs for tensor in tensors(values[node])]
+
+    def run(self, values: dict[fx.Node, Any]) -> None:
+        """Run the nodes on `values`, which gets theirs."""
         steps = calls(self.nodes, values, self.device)
         with torch.enable_grad(), closing(steps):  # contexts of nodes end, also at an error
             for node, args, kwargs in steps:
@@ -200,11 +227,10 @@ class TimedBlock:
                 else:
                     assert callable(node.target)
                     values[node] = node.target(*args, **kwargs)
-        return {node: values[node] for node in self.outputs if node.name in self.differentiable}
 
-    def backward(self, outputs: Mapping[fx.Node, Any]) -> None:
+    def backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Run the backward of what `forward` gave; gradients add up in the parameters."""
-        roots = [t for value in outputs.values() for t in tensors(value) if t.requires_grad]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
@@ -224,7 +250,7 @@ class TimedBlock:
         return made
 
 
-def time_block(block: TimedBlock, seconds: float = SECONDS) -> tuple[float, float]:
+def time_block(block: RunningBlock, seconds: float = SECONDS) -> tuple[float, float]:
     """Run a block's forward and backward in turn for about `seconds` s; the medians in s, the
     backward with the sums into gradients.
 

@@ -49,7 +49,7 @@ def wanted_rows(given: object, mesh: Mesh | Cluster, costs: str, *, again: bool)
     if not again:
         message = "microbatch needs the model, which is captured again: compile that, not a Graph"
         raise InputError(message)
-    if costs == "measured":
+    if costs != "model":
         message = "microbatch needs costs='model': what is measured is of the rows that are given"
         raise InputError(message)
     return wanted

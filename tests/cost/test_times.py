@@ -10,13 +10,16 @@ import torch
 
 import parcompiler as pc
 from parcompiler.bench import local
+from parcompiler.bench.compiled import CompiledBlock
 from parcompiler.bench.local import LocalBench
 from parcompiler.cost import times
 from parcompiler.cost.operation import Operation
-from parcompiler.cost.times import TimedBlock
+from parcompiler.cost.times import RunningBlock, TimedBlock
 from parcompiler.graph import Graph
 from parcompiler.instruction import Kind
 from parcompiler.plan import TemplateTime, VocabularyTime
+from parcompiler.runtime.compiled import build
+from parcompiler.runtime.compiled.layers import TracedLayer
 from tests import zoo
 
 PINS = {"*.ffn.up.weight": "S(0)", "embedding.weight": "S(0)"}
@@ -56,6 +59,36 @@ def test_the_templates_of_tensor_ranks_run_without_the_other_ranks() -> None:
     program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="measured")
     assert program.plan.costs
     assert all(item.forward > 0 for item in program.plan.costs)
+
+
+def test_compiled_blocks_are_timed_as_the_runtime_compiles_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    given: list[TracedLayer] = []
+
+    def traced(layer: TracedLayer, training: bool) -> TracedLayer:
+        assert training
+        given.append(layer)
+        return layer  # without a compiler, which takes its time
+
+    def time_block(block: RunningBlock) -> tuple[float, float]:
+        assert isinstance(block, CompiledBlock)
+        outputs = block.forward()
+        block.backward(outputs)
+        wanted = [t for t in block.block.forward() if t.requires_grad]
+        found.append(([t for t in outputs if t.requires_grad], wanted))
+        return 2.0, 3.0
+
+    monkeypatch.setattr(build, "compiled", traced)
+    monkeypatch.setattr(times, "time_block", time_block)
+    model, inputs = zoo.build("gpt")
+    program = pc.compile(model, pc.Mesh(tensor=2), inputs, sharding=PINS, costs="compiled")
+    assert program.plan.costs is not None
+    assert all(item.backward >= 3.0 for item in program.plan.costs)
+    assert len(found) == len(given) >= 3
+    for outputs, wanted in found:
+        assert all(map(torch.equal, outputs, wanted))
 
 
 def test_what_tensor_ranks_exchange_is_asked_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +216,7 @@ def test_a_device_that_is_not_here_is_named() -> None:
 
 def test_another_word_is_refused() -> None:
     model, inputs = zoo.build("gpt")
-    with pytest.raises(pc.InputError, match="costs must be one of 'model', 'measured'"):
+    with pytest.raises(pc.InputError, match="costs must be one of 'model', 'measured', 'compiled'"):
         pc.compile(model, pc.Mesh(), inputs, costs="real")
 
 
