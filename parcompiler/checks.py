@@ -13,7 +13,7 @@ from torch import nn
 from parcompiler.capture.blocks import cut
 from parcompiler.capture.clean import where
 from parcompiler.capture.synchronized import is_synchronized
-from parcompiler.cost import OPTIMIZERS
+from parcompiler.cost import OPTIMIZERS, WHOLE
 from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, PlanError, shown
 from parcompiler.lower import Lowered
@@ -70,6 +70,8 @@ def check_options(
         raise InputError(message)
     _check_data_updates(mesh, options)
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
+    if isinstance(mesh, Mesh):
+        _check_whole(mesh, options)
 
 
 def check_of_meshes(model: nn.Module | None) -> Check:
@@ -80,6 +82,7 @@ def check_of_meshes(model: nn.Module | None) -> Check:
         _check_order(mesh, options)
         _check_replicas(mesh, model, None)
         _check_data_updates(mesh, options)
+        _check_whole(mesh, options)
 
     return check
 
@@ -122,6 +125,18 @@ def check_outputs(lowered: Lowered) -> None:
                 "vocabulary='whole'"
             )
             raise InputError(message)
+
+
+def _check_whole(mesh: Mesh, options: Options) -> None:
+    """Refuse pieces of matrices where the optimizer takes whole ones."""
+    pieces = f"tensor={mesh.tensor}" if mesh.tensor > 1 else f"vocabulary={options.vocabulary!r}"
+    if options.optimizer in WHOLE and (mesh.tensor > 1 or options.vocabulary in METHODS):
+        message = (
+            f"optimizer={options.optimizer!r} takes whole matrices, and with {pieces} ranks have "
+            "pieces of some, each of which it would take for a matrix: take data ranks (zero= "
+            "shares whole matrices out among them) or stages with tensor=1 and vocabulary='whole'"
+        )
+        raise InputError(message)
 
 
 def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:

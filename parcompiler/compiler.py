@@ -28,6 +28,7 @@ from parcompiler.checks import (
     check_types,
     granularity_of,
 )
+from parcompiler.cost import WHOLE
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
 from parcompiler.graph import Graph
@@ -154,6 +155,8 @@ def compile(
         data_updates = plan.updates or data_updates
     if zero == "auto" and (plan is not None or data_updates != ALL_REDUCE):
         zero = 0 if plan is None else plan.zero or 0
+    if optimizer in WHOLE and vocabulary == "auto":  # its rows would be matrices of their own
+        vocabulary = "whole"
     options = Options(
         microbatches=microbatches,
         schedule=schedule,

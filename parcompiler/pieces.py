@@ -21,8 +21,9 @@ True
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -64,6 +65,22 @@ def own_rows(size: int, n: int, rank: int) -> Span:
     each = rows(size, n)
     start = min(rank * each, size)
     return Span(start, min(each, size - start))
+
+
+def dealt(
+    sizes: Mapping[str, int], n: int, homes: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """Which of `n` ranks gets each of some tensors, undivided: the largest first, each to the rank
+    that has least so far (Graham 1969: at most 4/3 of the best); some have their `homes` already.
+
+    >>> dealt({"a": 4, "b": 3, "c": 3, "d": 2}, 2)
+    {'a': 0, 'b': 1, 'c': 1, 'd': 0}
+    """
+    loads, found = [0] * n, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        found[name] = homes[name] if name in homes else loads.index(min(loads))
+        loads[found[name]] += sizes[name]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,13 @@ from parcompiler.capture.effects import effects_of, is_repeatable, viewed
 from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import cone
 from parcompiler.cost import (
+    WHOLE,
     BlockCost,
     bytes_per_parameter,
     collective,
     more_in_update,
     moved_in_update,
+    multiplied_in_update,
     seconds,
     trace_block,
 )
@@ -40,6 +42,7 @@ from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
 from parcompiler.options import Options
+from parcompiler.pieces import dealt
 from parcompiler.plan import Plan, Sharding, TemplateTime, VocabularyTime
 
 Found = TypeVar("Found")
@@ -455,9 +458,21 @@ class Problem:
         return self.options.data_updates.kept
 
     def part(self, item: Parameter) -> int:
-        """The most elements of a parameter that one data rank updates; of a buffer, all."""
+        """The most elements of a parameter that one data rank updates; of a buffer, all. Where it
+        takes whole parameters, as large a part of each as the fullest rank has of all."""
+        if self.options.optimizer in WHOLE and not item.buffer:
+            return math.ceil(item.numel * self._fullest)
         rows, ranks = item.shape[0] if item.shape else 1, 1 if item.buffer else self.mesh.replicas
         return -(-rows // ranks) * (item.numel // max(1, rows))
+
+    @cached_property
+    def _fullest(self) -> float:
+        """The part of the parameters that the fullest data rank gets, if it gets whole ones."""
+        sizes = {item.name: item.numel for item in self.graph.parameters if not item.buffer}
+        loads, homes = [0] * self.mesh.replicas, dealt(sizes, self.mesh.replicas)
+        for name, home in homes.items():
+            loads[home] += sizes[name]
+        return max(loads) / max(1, sum(loads))
 
     def unit_bytes(self, block: Block) -> int:
         """Bytes of the parameters that are gathered for a block."""
@@ -508,7 +523,10 @@ class Problem:
             nbytes = each * (self.part(item) if self.zero else item.numel)
             bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)
             kernels = 3 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
-            return nbytes / bandwidth + kernels * device.launch_overhead if each else 0.0
+            products = multiplied_in_update(optimizer, item.shape) / device.peak(torch.bfloat16)
+            products *= self._fullest if self.zero else 1.0
+            moving = nbytes / bandwidth + kernels * device.launch_overhead if each else 0.0
+            return products + moving
 
         return max(map(on, set(self.mesh.devices)))
 

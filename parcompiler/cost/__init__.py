@@ -3,21 +3,25 @@
 from parcompiler.cost.block import BlockCost, trace_block
 from parcompiler.cost.memory import (
     OPTIMIZERS,
+    WHOLE,
     bytes_per_parameter,
     more_in_update,
     moved_in_update,
+    multiplied_in_update,
 )
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.roofline import hidden_seconds, seconds
 
 __all__ = [
     "OPTIMIZERS",
+    "WHOLE",
     "BlockCost",
     "Operation",
     "bytes_per_parameter",
     "hidden_seconds",
     "more_in_update",
     "moved_in_update",
+    "multiplied_in_update",
     "seconds",
     "trace_block",
 ]

@@ -17,7 +17,7 @@ states of the optimizer in float32. In the optimizer's step the gradient has 4 (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -25,9 +25,24 @@ import torch
 from parcompiler.errors import InputError
 
 OPTIMIZERS: Mapping[str, int] = MappingProxyType(
-    {"adamw": 2, "none": 0, "sgd": 0, "sgd-momentum": 1}
+    {"adamw": 2, "muon": 1, "none": 0, "sgd": 0, "sgd-momentum": 1}
 )
 """The states that each optimizer keeps per parameter, in the dtype of what it changes."""
+
+WHOLE = frozenset({"muon"})  # they take matrices, not rows of them
+
+
+def multiplied_in_update(optimizer: str, shape: Sequence[int]) -> float:
+    """The FLOPs of matrix products in the optimizer's step for a parameter, of 16 bits: of Muon
+    five steps of Newton and Schulz (torch/optim/_muon.py), each X <- aX + (bA + cA²)X with A = XXᵀ.
+
+    >>> multiplied_in_update("muon", (2, 8)) == 5 * (2 * 2 * 2 * 2 * 8 + 2 * 2**3)
+    True
+    """
+    if optimizer != "muon" or len(shape) != 2:
+        return 0.0
+    short, long = sorted(shape)
+    return 5.0 * (4 * short**2 * long + 2 * short**3)
 
 
 def bytes_per_parameter(
@@ -66,7 +81,7 @@ def more_in_update(
 # Values of a parameter's size that an optimizer of torch reads or writes, in one kernel and in the
 # several of its plain loop (torch/optim/adamw.py, sgd.py: `_single_tensor_...`).
 _MOVED: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"adamw": (7, 20), "none": (0, 0), "sgd": (3, 3), "sgd-momentum": (5, 8)}
+    {"adamw": (7, 20), "muon": (12, 12), "none": (0, 0), "sgd": (3, 3), "sgd-momentum": (5, 8)}
 )
 
 

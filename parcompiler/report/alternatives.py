@@ -12,6 +12,7 @@ from parcompiler.report.data import ReportData
 from parcompiler.report.table import Cell, Column, Table, number, scaled, table, words
 from parcompiler.report.units import BYTES, NOTHING, SECONDS, percent, quantity, ratio
 
+NAMED = 3  # parameters of a data rank
 SHOWN = 10  # meshes; the last row counts the others
 
 
@@ -64,6 +65,25 @@ def levels(report: ReportData) -> Table:
         scaled("step,\nestimated", _as_predicted(steps, here, report), SECONDS),
         words("", (_place(share, chosen) for share in shares)),
     )
+
+
+def owned(report: ReportData) -> Table:
+    """Who updates which parameters, where the optimizer takes whole ones."""
+    parts = report.owned
+    return table(
+        f"Whole parameters, as {report.choices.optimizer} takes them, by their data rank",
+        number("rank", (part.rank for part in parts)),
+        number("data\nrank", (part.data for part in parts)),
+        number("count", (len(part.names) for part in parts)),
+        scaled("size", (part.nbytes for part in parts), BYTES),
+        words("names", (_some(part.names) for part in parts)),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _as_predicted(

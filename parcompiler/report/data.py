@@ -328,6 +328,17 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnedParameters:
+    """The parameters that the optimizer gets undivided on data rank `data` of a rank: `nbytes` in
+    all, the largest first."""
+
+    rank: int
+    data: int
+    nbytes: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SentValue:
     """A tensor that goes from stage `source` straight to the stages `targets`, per micro-batch."""
 
@@ -441,6 +452,7 @@ class ReportData:
     meshes: tuple[MeshChoice, ...] = ()
     runner_up: MeshChoice | None = None
     levels: tuple[DataShare, ...] = ()
+    owned: tuple[OwnedParameters, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()
     lines: tuple[SourceLine, ...] = ()

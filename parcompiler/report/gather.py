@@ -14,7 +14,7 @@ from torch import fx
 
 from parcompiler import pieces, prices
 from parcompiler.capture.prologue import constants
-from parcompiler.cost import BlockCost, Operation, hidden_seconds, seconds
+from parcompiler.cost import WHOLE, BlockCost, Operation, hidden_seconds, seconds
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
@@ -111,6 +111,26 @@ def levels(problem: Problem, plan: Plan) -> tuple[DataShare, ...]:
     if plan.zero is None or problem.options.asynchronous or served:
         return ()
     return tuple(share_of(problem, plan, level) for level in LEVELS)
+
+
+def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
+    """What each data rank gets of the parameters of its rank, where the optimizer takes whole ones:
+    as `runtime.zero` deals them."""
+    if not lowered.zero or plan.optimizer not in WHOLE:
+        return ()
+    ties = {item.name: k for k, item in enumerate(sorted(lowered.tied, key=lambda x: x.name))}
+    found = []
+    for rank in range(lowered.size):
+        of_buckets = (n for item in lowered.buckets if rank in item.ranks for n in item.names)
+        names = dict.fromkeys((*of_buckets, *(x.name for x in lowered.tied if rank in x.ranks)))
+        sizes = {name: lowered.graph.by_name[name].nbytes for name in names}
+        homes = {name: k % lowered.data for name, k in ties.items()}
+        places = pieces.dealt(sizes, lowered.data, homes)
+        for k in range(lowered.data):
+            own = sorted((n for n in sizes if places[n] == k), key=lambda n: -sizes[n])
+            size = sum(sizes[name] for name in own)
+            found.append(data.OwnedParameters(rank, k, size, tuple(own)))
+    return tuple(found)
 
 
 def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:

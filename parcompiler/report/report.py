@@ -90,6 +90,7 @@ class Report(ReportData):
             meshes=plan.meshes or (),
             runner_up=plan.runner_up,
             levels=gather.levels(rank_problem, plan),
+            owned=gather.owned(plan, lowered),
             lines=bound.lines(priced, device),
         )
         return serial.rounded(report)

@@ -17,6 +17,7 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
     ALTERNATIVES: (
         alternatives.meshes,
         alternatives.levels,
+        alternatives.owned,
         alternatives.schedules,
         alternatives.methods,
     ),

@@ -37,7 +37,7 @@ from torch import nn
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
-from parcompiler.pieces import Span, piece
+from parcompiler.pieces import Span, dealt, piece
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
@@ -423,19 +423,18 @@ class DataParts:
         """Deal the rows of all parameters, and make the parts of this rank."""
         self._spans: dict[str, list[Span]] = {}
         self._row_sizes: dict[str, int] = {}  # elements
-        loads = [0] * self._count
-        places = {name: k for k, name in enumerate(sorted(self._ties))}  # alike on their ranks
-        for name, parameter in sorted(self.parameters.items(), key=lambda item: -item[1].numel()):
+        ties = {name: k % self._count for k, name in enumerate(sorted(self._ties))}  # alike there
+        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
+        homes = dealt(sizes, 1 if self._served else self._count, {} if self._served else ties)
+        for name, parameter in self.parameters.items():
             size = parameter.shape[0] if parameter.dim() else 1
             self._row_sizes[name] = parameter.numel() // max(1, size)
-            if self.whole:
-                home = places[name] % self._count if name in places else loads.index(min(loads))
-                home = 0 if self._served else home
-                loads[home] += parameter.numel()
-                spans = [Span(0, size if k == home else 0) for k in range(self._count)]
-            else:
-                spans = [piece(size, self._count, k) for k in range(self._count)]
-            self._spans[name] = spans
+            self._spans[name] = [
+                Span(0, size if k == homes[name] else 0)
+                if self.whole
+                else piece(size, self._count, k)
+                for k in range(self._count)
+            ]
         self.parts = {
             name: nn.Parameter(self._own(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in self.parameters.items()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import parcompiler as pc
 from parcompiler.models import gpt
@@ -105,6 +106,44 @@ def test_shared_updates_are_those_of_every_rank(
                     error = (found[key] - value).norm() / value.norm().clamp(min=1e-9)
                     assert error <= (2e-3 if "precision" in options else 1e-6), (zero, key)
         torch.testing.assert_close(shared.losses, alone.losses, rtol=1e-3, atol=0)
+
+
+class Matrices(nn.Module):
+    """It has no other parameters, which Muon does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.wide = nn.Linear(8, 20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        loss: torch.Tensor = self.wide(x).square().mean()
+        return loss
+
+
+def test_muon_gets_whole_matrices_and_the_report_names_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    captured = pc.compile(Matrices(), pc.Mesh(), {"x": torch.zeros(2, 8)}, microbatches=1)
+    batches = [{"x": torch.randn(4, 8)} for _ in range(STEPS)]
+    found, alone = {}, Outcome(torch.zeros(0), {}, {})
+    for zero in (0, *LEVELS):
+        program = pc.compile(captured, pc.Mesh(data=2), microbatches=1, zero=zero, optimizer="muon")
+        path = str(program.export(tmp_path / f"muon-{zero}"))
+        job = Job(path, batches, optimizer="Muon", options={"lr": 0.05})
+        outcome, found[zero] = pool().run(job, 2), program.report().owned
+        alone = outcome if zero == 0 else alone
+        assert not torch.equal(outcome.state["wide.weight"], captured.model.wide.weight)  # type: ignore[union-attr, arg-type]
+        for name, value in alone.state.items():
+            assert torch.equal(outcome.state[name], value), (zero, name)
+    assert found[0] == ()
+    for zero in LEVELS:
+        assert [part.nbytes for part in found[zero]] == [4 * 8 * 28, 4 * 8 * 24]
+        assert found[zero][0].names[0] == "wide.weight"
+        assert sorted(n for part in found[zero] for n in part.names) == sorted(alone.state)
+    with pytest.raises(pc.InputError, match="optimizer='muon' takes whole matrices, and with ten"):
+        pc.compile(captured, pc.Mesh(tensor=2), microbatches=1, optimizer="muon")
 
 
 def test_bytes_in_memory_and_on_their_way_are_those_of_the_level(
