@@ -20,7 +20,6 @@ import torch.distributed as dist
 from parcompiler.runtime.collective_queue import CollectiveQueue, Pending
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_ADDENDS = 0  # the tag of messages of a group that has no others
 
 
 def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -66,8 +65,8 @@ class CastSums:
 
 class Addends:
     """Segments [ranks, n] of the ranks of a group on their way, each to its rank, which adds them
-    up into its `own`, in the order of the ranks, when it waits. Its own segment stays in place.
-    With a `dtype` each is rounded to that, and so is their sum."""
+    up into its `own`, in the order of the ranks, when it waits. With a `dtype`
+    each is rounded to that, and so is their sum."""
 
     def __init__(
         self,
@@ -76,24 +75,31 @@ class Addends:
         group: dist.ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        me, self._own, self._dtype = group.rank(), own.view(-1), dtype
-        segments = segments if dtype is None else segments.to(dtype)
-        self._rows = [row if k == me else torch.empty_like(row) for k, row in enumerate(segments)]
-        self._works = []
-        for k in range(group.size()):
-            if k != me:
-                self._works.append(group.recv([self._rows[k]], k, _ADDENDS))
-                self._works.append(group.send([segments[k]], k, _ADDENDS))
+        me, last = group.rank(), group.size() - 1
+        self._own, self._dtype = own.view(-1), dtype
+        segments = (segments if dtype is None else segments.to(dtype)).flatten(1)
+        sizes = [segments.shape[1]] * (last + 1)
+        given, self._mine = segments, list[torch.Tensor]()
+        if me in (0, last):  # the others' lie together, and its own need go nowhere
+            given = segments[1:] if me == 0 else segments[:last]
+            sizes[me], self._mine = 0, [segments[me]]
+        self._at, self._received = me, torch.empty_like(given)
+        work = dist.all_to_all_single(
+            self._received.view(-1), given.reshape(-1), sizes, sizes, group, async_op=True
+        )
+        assert work is not None
+        self._work: dist.Work = work
 
     def is_completed(self) -> bool:
         """Whether all have come."""
-        return all(work.is_completed() for work in self._works)
+        return bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Wait for them, and add them up."""
-        for work in self._works:
-            work.wait()
-        first, second, *others = (row.view(-1).to(self._own.dtype) for row in self._rows)
+        self._work.wait()
+        rows = [*self._received]
+        rows[self._at : self._at] = self._mine
+        first, second, *others = (row.to(self._own.dtype) for row in rows)
         torch.add(first, second, out=self._own)
         for row in others:
             self._own.add_(row)
