@@ -4,8 +4,8 @@
     kept   again      again                  kept     again     again
 
 An operator may run again where that is cheap (it treats every element by itself, normalises rows,
-or gathers the pieces of the tensor ranks) and what it reads is kept in any case. It does where its
-result, or something within it, would be kept. So nothing is kept that was not, and no product of
+or gathers the pieces of the tensor ranks) and what it reads is kept in any case, or takes less than
+its result. It does where its result, or something within it, would be kept. So no product of
 matrices runs twice (the selective recomputation of Korthikanti et al. 2022, arXiv 2205.05198,
 section 5, for operators around the products; gathers as in their section 4.2.2).
 """
@@ -22,7 +22,7 @@ from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.cost.execution import Boundary, Recorder, boundary, execute
 from parcompiler.cost.live_memory import SavedTensors
 from parcompiler.cost.stand_in import storage_of, tensors
-from parcompiler.graph import Block, Graph
+from parcompiler.graph import Block, Graph, nbytes_of
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.runtime_call import RuntimeCall, is_conversion
 
@@ -64,6 +64,10 @@ def again_nodes(
     made: dict[fx.Node, set[fx.Node]] = {}  # with each node that may run again, those before it
     for node in nodes:
         if _is_cheap(node, differentiable) and saved.home(node) is node:
+            if node in saved.values and len(node.all_input_nodes) == 1:  # keep the narrower one
+                narrow = saved.home(node.all_input_nodes[0])
+                if narrow not in made and nbytes_of(narrow) < nbytes_of(node):
+                    saved.values.add(narrow)
             before = [remake(operand) for operand in node.all_input_nodes]
             if None not in before:
                 made[node] = {node}.union(*filter(None, before))

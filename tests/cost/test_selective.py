@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.cost import BlockCost
-from parcompiler.cost.selective import running_again
+from parcompiler.cost import BlockCost, trace_block
+from parcompiler.cost.selective import again_nodes, running_again
 from parcompiler.device import device
 from parcompiler.models import gpt, llama
 from parcompiler.passes.shard.local import local
+from tests.cost.capture import capture
 
 # So much memory that nothing is forced.
 ROOMY = dataclasses.replace(device("h100"), name="roomy", memory=2**50)
@@ -73,3 +74,33 @@ def test_norms_gates_and_gathers_run_again_and_products_do_not() -> None:
     assert lean.forward == plain.forward
     gathers = [sum(o.name == "all-gather" for o in c.backward) for c in (plain, lean)]
     assert gathers[1] == gathers[0] + 2
+
+
+class NormByHand(torch.nn.Module):
+    """As in transformers: in float32, from a narrow input and to a narrow result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+        self.out = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        y: torch.Tensor = self.out(self.weight * wide.to(x.dtype))
+        return y
+
+
+def test_of_a_value_and_its_wider_copy_the_narrow_one_is_kept() -> None:
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    whole = capture(NormByHand().bfloat16(), x)
+    again = again_nodes(
+        whole.nodes, whole.inputs, whole.parameters, whole.buffers, whole.differentiable
+    )
+    plain = whole.cost()
+    lean = trace_block(
+        whole.nodes, whole.inputs, whole.outputs, whole.parameters, whole.buffers,
+        whole.differentiable, again=again,
+    )  # fmt: skip
+    assert (plain.saved, plain.saved_inputs) == (x.numel() * (4 + 2 + 2) + 32 * 4, 0)
+    assert (lean.saved, lean.saved_inputs) == (32 * 4, x.nbytes)
