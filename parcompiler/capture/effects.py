@@ -31,7 +31,8 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers (dropout in training mode with p > 0, say)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return bool(getattr(target, "random", False))
+        drops = float(_number(node.kwargs.get("dropout_p", 0.0))) > 0.0  # attention of a rank
+        return drops or bool(getattr(target, "random", False))
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     name = target._opname

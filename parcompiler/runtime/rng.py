@@ -99,7 +99,7 @@ class SeededDraws(TorchDispatchMode):
         self._numbers = numbers
         self._before: list[torch.Tensor] = []
         self._tokens: list[Token[SeededDraws | None]] = []
-        self._pieces: tuple[Axis, int, tuple[int, ...] | None] | None = None
+        self._pieces: list[tuple[Axis, int, tuple[int, ...] | None]] = []  # the outer ones first
 
     def resumed(self) -> SeededDraws:
         """A copy that makes the same draws from here on."""
@@ -110,11 +110,11 @@ class SeededDraws(TorchDispatchMode):
     @contextmanager
     def drawing_pieces(self, axis: Axis, dim: int, sizes: tuple[int, ...] | None) -> Iterator[None]:
         """Within it, a draw is this rank's piece of the draw for the whole tensor."""
-        self._pieces = axis, dim, sizes
+        self._pieces.append((axis, dim, sizes))
         try:
             yield
         finally:
-            self._pieces = None
+            self._pieces.pop()
 
     def __enter__(self) -> Self:
         """Keep the state of the generator."""
@@ -143,16 +143,21 @@ class SeededDraws(TorchDispatchMode):
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a random operator; for a piece, that piece of the whole tensor's draw."""
-        if self._pieces is None:
+        if not self._pieces:
             return func(*args, **kwargs)
-        axis, dim, sizes = self._pieces
-        part = args[0]
-        shard = Shard(dim, sizes or (part.shape[dim] * axis.size,))
-        if func._schema.is_mutable:  # its values do not matter: they are replaced
-            whole = func(_alike(part, shard.shape(part.shape)), *args[1:], **kwargs)
-            return part.copy_(shard.take(whole, axis.size, axis.rank))
-        made = func(axis.all_gather(part, shard), *args[1:], **kwargs)
-        return pytree.tree_map(lambda leaf: shard.take(leaf, axis.size, axis.rank), made)
+        part = whole = args[0]
+        shards = []
+        for axis, dim, sizes in reversed(self._pieces):
+            shard = Shard(dim, sizes or (whole.shape[dim] * axis.size,))
+            shards.append((axis, shard))
+            if func._schema.is_mutable:  # its values do not matter: they are replaced
+                whole = _alike(whole, shard.shape(whole.shape))
+            else:
+                whole = axis.all_gather(whole, shard)
+        made = func(whole, *args[1:], **kwargs)
+        for axis, shard in reversed(shards):
+            made = pytree.tree_map(partial(_own_piece, axis, shard), made)
+        return part.copy_(made) if func._schema.is_mutable else made
 
     def _number(self, name: str) -> int:
         """The number, in the whole model, of the next draw by an operator."""
@@ -161,6 +166,11 @@ class SeededDraws(TorchDispatchMode):
             return count
         numbers = self._numbers.get(name, ())
         return numbers[count] if count < len(numbers) else -1
+
+
+def _own_piece(axis: Axis, shard: Shard, tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of a rank."""
+    return shard.take(tensor, axis.size, axis.rank)
 
 
 def _alike(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

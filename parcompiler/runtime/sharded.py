@@ -145,23 +145,23 @@ def cross_entropy_of_rows(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     sizes: tuple[int, ...] = (),
+    classes: int | None = None,
     axis: str = "tensor",
 ) -> torch.Tensor:
     """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows].
 
-    `sizes` are those of segments of the rows, each of which is split by itself.
+    `sizes` are those of segments of the rows, each of which is split by itself. Of so many
+    `classes` tensor ranks have pieces.
     """
     group, shard = current(axis), Shard(0, sizes or (target.shape[0],))
     counts = target != ignore_index
     each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
-    total = F.cross_entropy(
-        logits,
-        shard.take(target, group.size, group.rank),
-        weight,
-        ignore_index=ignore_index,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+    own = shard.take(target, group.size, group.rank)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if classes is None:
+        total = F.cross_entropy(logits, own, weight, reduction="sum", **options)
+    else:
+        total = cross_entropy(logits, own, classes, reduction="sum", **options)
     return total / each.sum()
 
 

@@ -24,11 +24,12 @@ from typing import Literal
 import torch  # noqa: F401  (of the example above)
 from torch import fx
 
-from parcompiler.spmd import dimensions, elementwise, indexing, layers, views
+from parcompiler.spmd import context, dimensions, elementwise, indexing, layers, views
 from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.formula import Rule, Segments, expand, replicated
 from parcompiler.spmd.placement import I
+from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.spmd.segments import segment_strategies
 from parcompiler.spmd.special import special_strategies
 from parcompiler.spmd.strategy import SizeArgument, Strategy
@@ -54,6 +55,7 @@ RULES: Mapping[str, str | Callable[[NodeCall], Rule | None]] = {
     **layers.RULES,
     **indexing.RULES,
     **dict.fromkeys(MAKERS, maker),
+    **context.RULES,
 }
 
 
@@ -106,8 +108,10 @@ def source(node: fx.Node, n: int) -> Source:
 
 
 def is_unknown(call: NodeCall) -> bool:
-    """Whether no rule is written for an operator."""
-    return call.base not in RULES and not call.is_item
+    """Whether no rule is written for an operator. What the runtime does is not tried out: it is
+    another thing with other ranks."""
+    of_runtime = isinstance(call.node.target, RuntimeCall)
+    return call.base not in RULES and not call.is_item and not of_runtime
 
 
 def written_rule(call: NodeCall) -> Rule | None:

@@ -260,10 +260,24 @@ class _Sharding:
         else:
             made = self.local.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
         made.meta = {**node.meta, **made.meta}
+        self._share_exchange(node, strategy, made)
         self._draw_own(call, strategy, made)
         if strategy.factor != 1.0:
             made = self._scaled(node, made, strategy)
         return made
+
+    def _share_exchange(self, node: fx.Node, strategy: Strategy, made: fx.Node) -> None:
+        """Let ranks exchange along another axis no more than their pieces."""
+        before = node.meta.get("exchange")
+        if before is None or made.meta["exchange"] is not before or not strategy.outputs:
+            return
+        if strategy.outputs[0].kind == "S":
+            forward, backward = (
+                tuple((action, nbytes / self.n) for action, nbytes in actions)
+                for actions in (before.forward, before.backward)
+            )
+            shared = dataclasses.replace(before, forward=forward, backward=backward)
+            made.meta["exchange"] = shared
 
     def _argument(
         self, name: str, value: Any, local: Mapping[tuple[str, int | None], fx.Node]

@@ -9,9 +9,10 @@
 | causal rows       | attention           | rows of queries under a causal mask (context axis)     |
 | own experts       | grouped products    | experts: the rows of other ranks' experts are zero     |
 | classes           | cross_entropy_loss  | classes; ranks exchange the maximum and sum of each row|
+| classes of rows   | the same of own rows| likewise, where context ranks have rows                |
 
 Each has the function that yields its strategies, and the one that makes the call of the runtime
-that computes it on a rank. All but the last need no collective.
+that computes it on a rank. All but the last two need no collective.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ def _like_loss_of_rows(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     sizes: tuple[int, ...] = (),
+    classes: int | None = None,
     **more: Any,
 ) -> torch.Tensor:
     return F.cross_entropy(logits, target[: logits.shape[0]], weight, **more)
@@ -161,6 +163,21 @@ def _loss_of_classes(call: NodeCall, local: Mapping[str, Any], n: int) -> Specia
     target = RuntimeCall("cross_entropy", likeness=_like_loss)
     args = local["self"], local["target"], call.shapes[0][1]
     return SpecialCall(target, args, kwargs, NodeCollectives(n, class_loss_actions(call)))
+
+
+def _classes_of_rows(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
+    logits = call.shapes[0]
+    if len(call.shapes) == 2 and _divides(logits[1], n, uneven):
+        yield Strategy((S(1), R), (I if any(call.carries) else R,), special="classes of rows")
+
+
+def _loss_of_rows_and_classes(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    kwargs = {k: v for k, v in local.items() if not k.isdigit()}
+    kwargs["classes"] = call.shapes[0][1]
+    target = RuntimeCall("cross_entropy_of_rows", likeness=_like_loss_of_rows)
+    return SpecialCall(
+        target, (local["0"], local["1"]), kwargs, NodeCollectives(n, class_loss_actions(call))
+    )
 
 
 def class_loss_actions(call: NodeCall) -> Actions:
@@ -270,6 +287,7 @@ _STRATEGIES: Mapping[str, Callable[[NodeCall, int, bool], Iterator[Strategy]]] =
     "embedding": _embedding_strategies,
     "embedding_bag": _bag_strategies,
     "cross_entropy_loss": _loss_strategies,
+    "runtime.cross_entropy_of_rows": _classes_of_rows,
     "scaled_dot_product_attention": _head_strategies,
     "grouped_mm_fallback": _expert_strategies,
     "_grouped_mm": _expert_strategies,
@@ -282,4 +300,5 @@ _CALLS: Mapping[str, Callable[[NodeCall, Mapping[str, Any], int], SpecialCall]] 
     "causal rows": _rows,
     "own experts": _experts,
     "classes": _loss_of_classes,
+    "classes of rows": _loss_of_rows_and_classes,
 }

@@ -115,7 +115,7 @@ class ShardCosts:
         backward = _scaled(work.backward, arithmetic, written, products[1:])
         inside = _masks(call) if masked else ()
         total = seconds((*forward, *backward, *inside), self.device)
-        if strategy.special == "classes":
+        if strategy.special.startswith("classes"):
             total += sum(self._action(*action) for action in class_loss_actions(call))
         if self.axis == "context" and strategy.is_replicated and any(call.carries):
             total *= UNSHARED

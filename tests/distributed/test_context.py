@@ -21,6 +21,9 @@ from parcompiler.models import gpt
 from tests import zoo
 from tests.architectures import ALL
 
+CHEAP = dataclasses.replace(
+    device("cpu"), name="cheap", link=Link(1e13, 1e-10), launch_overhead=1e-9
+)
 BY_HEADS = dataclasses.replace(
     device("cpu"), name="cheap", link=Link(1e9, 1e-12), launch_overhead=1e-12
 )
@@ -31,7 +34,7 @@ FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bert", {"context": 2, "data": 2}, {"zero": 1}),
     ("t5", {"context": 2}, {"zero": 3}),
     ("hf-llama", {"context": 4}, {}),
-    ("gpt-tied", {"context": 2, "tensor": 2}, {}),
+    ("t5", {"context": 2, "tensor": 2, "device": CHEAP}, {}),
 ]
 MODELS = ("gpt-tied", "llama", "bert", "t5", "hf-llama", "hf-qwen3", "gemma3", "modernbert-mlm")
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -106,6 +109,18 @@ def test_attention_by_rows_gathers_keys_and_values(tmp_path: Path) -> None:
     assert len(re.findall(r"runtime\.all_gather\(.*partial=True, axis=\"context\"\)", text)) == 2
     assert "runtime.attention_of_rows(" in text
     assert "all_to_all" not in text
+    check(program)
+
+
+def test_tensor_ranks_split_heads_and_classes_of_the_rows(tmp_path: Path) -> None:
+    program = own_gpt(pc.Mesh(context=3, tensor=2, device=CHEAP))
+    assert program.plan.sharding is not None
+    lines = [line for entry in program.plan.sharding.templates for line in entry.nodes]
+    assert any(re.match(r"scaled_dot.*: S\(1\) S\(1\) S\(1\) -> S\(1\)", x) for x in lines)
+    assert any(line.endswith("classes of rows") for line in lines)
+    text = layers(program, tmp_path / "out")
+    # Each draws for its rows of its heads.
+    assert re.search(r'own_draws\(2, axis="context"\):\n +with runtime.own_draws\(1\)', text)
     check(program)
 
 

@@ -1,0 +1,47 @@
+"""Rules of the runtime's calls on context ranks: what a further axis may split of them.
+
+Conversions are linear and act on each element by itself, but for the dimensions along which they
+move pieces; attention by rows splits by samples and heads, and has its rows whole.
+
+>>> split(("1", "2"), 4)
+'d0 (d1) (d2) d3'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from parcompiler.spmd.call import NodeCall
+from parcompiler.spmd.formula import Rule
+
+
+def split(moved: Iterable[object], rank: int) -> str:
+    """The words of a value some of whose dimensions stay whole."""
+    whole = {int(str(dim)) for dim in moved}
+    return " ".join(f"(d{dim})" if dim in whole else f"d{dim}" for dim in range(rank))
+
+
+def _conversion(*dims: str) -> Callable[[NodeCall], Rule]:
+    """A conversion that moves pieces along the dimensions that these arguments name."""
+
+    def rule(call: NodeCall) -> Rule:
+        words = split((call.arguments[name] for name in dims), len(call.shapes[0]))
+        return Rule(f"{words} -> {words}")
+
+    return rule
+
+
+def _attention(call: NodeCall) -> Rule:
+    """Queries by rows, keys and values whole: over samples and heads, those of keys with theirs."""
+    outer = "*b h" if call.arguments.get("enable_gqa") else "*b"
+    return Rule(f"!{outer} (m) (e), !{outer} (t) (e), {outer} (t) d -> {outer} (m) d")
+
+
+RULES: Mapping[str, Callable[[NodeCall], Rule]] = {
+    "runtime.take": _conversion("1"),
+    "runtime.all_gather": _conversion("1"),
+    "runtime.reduce_scatter": _conversion("1"),
+    "runtime.all_to_all": _conversion("1", "2"),
+    "runtime.fan_out": _conversion(),
+    "runtime.attention_of_rows": _attention,
+}
