@@ -174,7 +174,7 @@ def test_a_pin_splits_tables_by_rows() -> None:
 
 @pytest.mark.parametrize("n", [8, 16])
 def test_the_recommender_of_mlperf_is_planned_as_by_experts(n: int) -> None:
-    """Tables in pieces, the rest on rows of the batch: Mudigere et al. 2021 (arXiv 2104.05158)."""
+    """Large tables in pieces, the rest on rows of the batch, one all-to-all of rows between."""
     config = dlrm.PRESETS["mlperf"]
     with torch.device("meta"):
         graph = capture(dlrm.DLRM(config), clicked(config, 65536))
