@@ -19,6 +19,7 @@ from parcompiler.runtime import Worker
 from parcompiler.runtime.compiled import build
 from parcompiler.runtime.compiled.layers import CompiledLayer, Finder, Surroundings, Template
 from parcompiler.runtime.script import run
+from tests import zoo
 
 CPU = torch.device("cpu")
 
@@ -296,10 +297,10 @@ def test_compiled_programs_equal_the_model(case: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "hf-gpt2", "hf-llama"])
 def test_compiled_models_equal_themselves(name: str) -> None:
     torch.manual_seed(0)
-    model, inputs = text_model(name)
+    model, inputs = zoo.build(name) if name.startswith("hf-") else text_model(name)
     verification = pc.compile(model, pc.Mesh(pipeline=2), inputs).verify(compiled=True)
     assert verification.ok, verification
 
