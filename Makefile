@@ -7,9 +7,10 @@ INSTALLED := .venv/.installed
 CASES ?= 500
 FIRST ?= 0
 PROCESSES ?= 2
+TORCH ?= 2.13.0 2.14.0 2.15.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sweep random gpu golden screenshots check docs clean
+.PHONY: help install demo test sweep random gpu golden screenshots check wheels docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ check: $(INSTALLED)  ## lint, formatting, types, imports and the wheel
 	$(BIN)/python -m pytest tests/house
 	$(MAKE) docs
 
+wheels: $(INSTALLED)  ## try the wheel in fresh environments; TORCH="2.13.0 2.15.0" or here
+	.ci/wheels $(TORCH)
+
 docs: $(INSTALLED)  ## build the documentation, as pages in build/docs; no network is needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -57,5 +61,5 @@ clean:  ## remove the environment and everything built
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hf,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,hf,report]'
 	touch $@

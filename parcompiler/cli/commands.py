@@ -62,6 +62,7 @@ def plan_command(
     parcompiler plan model.py:make --mesh pipeline=4 --format json | jq .report.step
     """
     output.check_files(html, trace, file)
+    output.check_page(html)
     program = compiled_program(settings, **request)
     from parcompiler.progress import Progress
 
@@ -237,6 +238,7 @@ def report_command(
     from parcompiler.loaded import load
 
     output.check_files(html, trace)
+    output.check_page(html)
     report = load(folder).report()
     _draw(report, html, trace, settings)
     output.result(form, lambda: _text(report, details), lambda: json.loads(report.to_json()))

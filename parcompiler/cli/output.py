@@ -6,6 +6,7 @@ Files are known to be writable before anything starts.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -84,6 +85,13 @@ def check_files(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             check_writable(path)
+
+
+def check_page(path: Path | None) -> None:
+    """Refuse a page where plotly is missing, before the work for it. Raises InputError."""
+    if path is not None and importlib.util.find_spec("plotly") is None:
+        message = "a page needs plotly: pip install 'parcompiler[report]'"
+        raise InputError(message)
 
 
 def check_folder(path: Path) -> None:

@@ -121,8 +121,8 @@ class Report(ReportData):
         """Write a page that needs no other file: charts, tables, what was weighed and why it lost.
 
         It is light or dark as the reader's system is, and may be printed. A measured step of
-        `measured` is drawn under the predicted one. Raises OSError where the file cannot be
-        written.
+        `measured` is drawn under the predicted one. Raises InputError where plotly is missing (the
+        extra "report"), OSError where the file cannot be written.
         """
         _write(path, web.page(self))
 

@@ -78,7 +78,7 @@ def _run(job: dict[str, Any]) -> None:
     rank, size = job["rank"], job["size"]
     store = dist.FileStore(job["store"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    with load(job["program"]).worker(compiled=job["compiled"]) as worker:
+    with load(job["program"]).worker(compiled=job["compiled"] or None) as worker:
         if job["draws"] is not None:
             worker.use_draws(_seeded_draws(job, worker))
         kind, options = getattr(torch.optim, job["optimizer"]), job["options"]

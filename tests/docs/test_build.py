@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
+from tests.browser.chromium import chromium
 from tests.docs.pages import PAGES, ROOT
 
 _FETCHED = re.compile(r'<(?:script|img|iframe|source)[^>]*\ssrc="https?:|<link[^>]*\shref="https?:')
@@ -28,3 +30,13 @@ def test_the_pages_are_built_and_fetch_nothing(tmp_path: Path) -> None:
     assert (
         "parcompiler plan [OPTIONS] MODEL" in (site / "reference" / "command-line.html").read_text()
     )
+    browser = chromium()
+    if browser is not None:
+        with sync_playwright() as playwright:
+            opened = playwright.chromium.launch(executable_path=browser)
+            shown = opened.new_page()
+            shown.goto((site / "how-to" / "train.html").as_uri())
+            shown.locator("input.md-search__input").first.click()
+            shown.locator("input.md-search__input").first.type("warm-up")
+            shown.wait_for_selector(".md-search-result__link", state="attached")
+            opened.close()

@@ -19,10 +19,14 @@ SLOW = {  # they run in the sweep
     "how-to/mesh.md": "weighs all meshes of a cluster",
     "how-to/peft.md": "imports transformers",
     "how-to/trainer.md": "imports transformers",
+    "how-to/accelerate.md": "imports accelerate",
+    "how-to/lightning.md": "imports lightning",
 }
 NEEDS = {
     "how-to/peft.md": "peft",
     "how-to/trainer.md": "accelerate",
+    "how-to/accelerate.md": "accelerate",
+    "how-to/lightning.md": "lightning",
 }  # packages that no extra of ours installs
 WITH_CODE = [page for page in PAGES if any(examples((DOCS / page).read_text()))]
 
@@ -42,6 +46,7 @@ def run(text: str, page: str) -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=[pytest.mark.sweep] if p in SLOW else []) for p in WITH_CODE]
 )
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:lightning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # by peft
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page: str) -> None:
     if page in NEEDS:

@@ -5,15 +5,18 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
+from parcompiler.cli import output
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.report import Report
 from parcompiler.report.events import MeasuredStep
+from parcompiler.report.web import pages
 from tests.report.programs import Made, odd, odd_on_slow_device, small_gpt, small_t5
 
 PROGRAMS = {"gpt": small_gpt, "t5": small_t5, "odd": odd, "slow": odd_on_slow_device}
@@ -357,3 +360,15 @@ def test_a_trace_is_of_this_program() -> None:
     other[0].append(Record(Instruction(Kind.FORWARD, stage=3, microbatch=0), 0.0, 1.0))
     with pytest.raises(InputError, match="a stage 3"):
         small_gpt().report.measured(1.0, other)
+
+
+def test_a_page_without_plotly_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pages._plotly.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(InputError, match=r"pip install 'parcompiler\[report\]'"):
+        small_gpt().report.to_html(tmp_path / "report.html")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install 'parcompiler\[report\]'"):
+        output.check_page(tmp_path / "report.html")

@@ -21,6 +21,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from parcompiler.errors import InputError
 from parcompiler.report import sections
 from parcompiler.report.data import ReportData
 from parcompiler.report.names import clean, ranges
@@ -48,9 +49,14 @@ def page(report: ReportData) -> str:
 
 @cache
 def _plotly() -> str:
-    """plotly.js in 2 MB instead of 4.8: gzip in base64, which browsers since 2023 unpack."""
-    from plotly.offline import get_plotlyjs
+    """plotly.js in 2 MB instead of 4.8: gzip in base64, which browsers since 2023 unpack.
 
+    Raises InputError where plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        message = f"a page needs plotly ({error}): pip install 'parcompiler[report]'"
+        raise InputError(message) from error
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 

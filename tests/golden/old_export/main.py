@@ -1,0 +1,22 @@
+"""Start this rank of GPT: the script of this process's RANK.
+
+    torchrun --nproc-per-node 2 main.py --steps 10
+
+The rank scripts stand beside this file; README.md says who does what.
+"""
+
+import os
+import runpy
+from pathlib import Path
+
+from parcompiler.runtime import loading, run
+
+rank = os.environ.get("RANK", "")
+if not rank.isdecimal():
+    raise SystemExit("start this with torchrun --nproc-per-node 2 main.py")
+if int(rank) >= 2:
+    raise SystemExit(f"this program has 2 ranks, there is no rank {rank}")
+script = Path(__file__).parent / f"rank_{rank}.py"
+with loading(script):
+    worker = runpy.run_path(str(script))["worker"]
+run(worker)
