@@ -5,6 +5,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from parcompiler.runtime import Worker
 from parcompiler.runtime.compiled import build
 from parcompiler.runtime.compiled.layers import CompiledLayer, Finder, Surroundings, Template
 from parcompiler.runtime.script import run
+from parcompiler.runtime.training import optimizer_of
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -312,3 +314,19 @@ def test_a_compiled_resnet_equals_itself() -> None:
     inputs = (torch.randn(2, 3, 32, 32), torch.randint(10, (2,)))
     verification = pc.compile(model, pc.Mesh(data=2), inputs).verify(compiled=True)
     assert verification.ok, verification
+
+
+def test_scripts_step_in_fused_kernels_where_layers_are_compiled() -> None:
+    given: list[bool] = []
+
+    def set_optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> None:
+        assert kind is torch.optim.AdamW
+        given.append(options.get("fused", False))
+
+    options: Any = SimpleNamespace(
+        weight_decay=None, max_norm=1.0, lr=0.1, error_if_nonfinite=False
+    )
+    for layers in (None, object()):
+        worker: Any = SimpleNamespace(device=CPU, compiled=layers, set_optimizer=set_optimizer)
+        optimizer_of(worker, options)
+    assert given == [False, True]
