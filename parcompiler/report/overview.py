@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from parcompiler.cost.memory import OPTIMIZERS
 from parcompiler.report.alternatives import runner_up
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
@@ -60,6 +61,12 @@ def title(report: ReportData) -> str:
     return f"{report.model.name} on {report.mesh.counted}"
 
 
+def _of_masters(report: ReportData) -> float:
+    """Bytes that masters and optimizer states in float32 would add to the rank that has most."""
+    kept = OPTIMIZERS[report.choices.optimizer]  # states like each parameter, in 16 bits
+    return max(r.states * (1 + 2 / kept) if kept else 2.0 * r.parameters for r in report.ranks)
+
+
 def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     model, mesh, choices = report.model, report.mesh, report.choices
     frozen = f", {quantity(model.frozen, COUNT)} of them not trained" if model.frozen else ""
@@ -78,7 +85,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     own = f"{model.dtype}, as the model is"
     if model.dtype in ("bfloat16", "float16"):
         name = {"bfloat16": "bf16", "float16": "fp16"}[model.dtype]
-        own += f"; {name} would keep float32 masters"
+        more = quantity(_of_masters(report), BYTES)
+        own += f"; --precision {name} would keep float32 masters and states (+{more} a rank)"
     yield "precision", choices.precision or own
     yield "optimizer", choices.optimizer
     for form in model.attention:

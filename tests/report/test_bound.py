@@ -15,6 +15,7 @@ import parcompiler as pc
 from parcompiler.models import gpt
 from parcompiler.report import Report
 from parcompiler.report.overview import bounded, following
+from parcompiler.report.units import BYTES, quantity
 from tests.report.programs import DEVICE, Made, small_gpt, small_t5
 
 
@@ -148,3 +149,20 @@ def test_lines_of_the_source_have_the_compute_of_their_blocks() -> None:
         file, _, number = line.place.partition(":")
         assert file == "model.py" and source[int(number) - 1].strip() == line.text
     assert "self.down" in layer[0].text and layer[0].backward > layer[0].forward
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
+def test_the_first_screen_says_what_masters_would_take(optimizer: str) -> None:
+    model, x = Layers(64).to(torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16)
+    both = [
+        pc.compile(
+            model, pc.Mesh(pipeline=2), (x,), loss=torch.sum, microbatches=2, precision=precision,
+            optimizer=optimizer, stages="even", progress=False,
+        ).report()
+        for precision in (None, "bf16")
+    ]  # fmt: skip
+    own, with_masters = (max(rank.states for rank in report.ranks) for report in both)
+    more = quantity(with_masters - own, BYTES)
+    said = f"bf16 would keep float32 masters and states (+{more} a rank)"
+    assert said in " ".join(str(both[0]).split())
+    assert "would keep" not in str(both[1])
