@@ -252,9 +252,15 @@ def _check_order(mesh: Mesh, options: Options) -> None:
 
 def _check_replicas(mesh: Mesh, model: nn.Module | None, plan: Plan | None) -> None:
     """Refuse updates inside the step, and batch norms over some ranks, on several data ranks."""
-    if mesh.data == 1:
+    if mesh.replicas == 1:
         return
     for path, module in model.named_modules() if model is not None else ():
+        if isinstance(module, nn.SyncBatchNorm) and mesh.context > 1:
+            message = (
+                f"{path!r} is a SyncBatchNorm, which counts the batches of data ranks, and context "
+                f"ranks share one (context={mesh.context}): take context=1, or another norm"
+            )
+            raise InputError(message)
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
             message = (
                 f"{path!r} is a SyncBatchNorm over a process group of its own, which may not be "

@@ -19,6 +19,7 @@ import torch
 from parcompiler.capture.inputs import Batch, flat, with_tensors
 from parcompiler.errors import ParcompilerError
 from parcompiler.graph import BatchInput, Graph
+from parcompiler.passes.shard.context import on_context_ranks
 from parcompiler.problem import Problem, prepared
 
 
@@ -78,7 +79,11 @@ def resized(problem: Problem, sizes: Sequence[InputSize], numbers: Sizes) -> Pro
         return prepared(again, options, problem.mesh, options.dtype)
 
     key = "at sizes", *(numbers[size.letter] for size in sizes)
-    return problem.anew(graph=graph.once(key, captured), bench=None)
+    whole = problem.anew(graph=graph.once(key, captured), bench=None, context=None)
+    try:
+        return on_context_ranks(whole)
+    except ParcompilerError as error:  # they cannot share so many rows
+        raise Unfit(str(error)) from error
 
 
 def sample_at(graph: Graph, sizes: Sequence[InputSize], numbers: Sizes) -> Batch:

@@ -138,6 +138,15 @@ def test_the_report_says_who_holds_which_rows() -> None:
     assert re.search(r"Layer +× 1 +context +all-gather +forward|context +all-gather", text)
 
 
+def test_costs_at_other_sizes_are_those_of_a_context_rank() -> None:
+    program = own_gpt(pc.Mesh(context=3))
+    figures = program.costs.at(batch=2)
+    here, there = (sum(s.forward_flops for s in f.stages) for f in (program.costs.at(), figures))
+    assert there == pytest.approx(2 * here, rel=0.05)  # masks are as large; undivided: 6
+    with pytest.raises(pc.InputError, match="context=3 does not divide the 10 positions"):
+        program.costs.at(sequence=10)
+
+
 def test_a_plan_says_how_rows_are_divided_and_is_reused() -> None:
     program = own_gpt(pc.Mesh(context=3))
     plan = pc.Plan.from_json(program.plan.to_json())
