@@ -20,7 +20,6 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
 from parcompiler.passes.base import GAIN, MARGIN, Pass
-from parcompiler.passes.estimate import estimate
 from parcompiler.passes.even import is_forced, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
@@ -119,7 +118,7 @@ def plainest(
 
 def step_of(problem: Problem, plan: Plan) -> float:
     """Seconds of the step of a plan, with what data ranks exchange behind the last compute."""
-    return zero.share_of(local(problem, plan), plan, plan.zero or 0).step
+    return zero.step_of(local(problem, plan), plan)
 
 
 def plainness(plan: Plan) -> tuple[int, ...]:
@@ -208,10 +207,10 @@ def _completing(
                     return decided(selective, below)
             raise refusal
         with suppress(InfeasibleError, PlanError):
-            seconds = estimate(local(problem, kept), kept).step_time
+            seconds = step_of(problem, kept)
             if kept.recompute or _is_tight(problem, kept, seconds):
                 lean = decided(selective, min(below, seconds))
-                if estimate(local(problem, lean), lean).step_time < (1 - GAIN) * seconds:
+                if step_of(problem, lean) < (1 - GAIN) * seconds:
                     return lean
         return kept
 

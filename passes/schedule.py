@@ -27,6 +27,7 @@ from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import as_asked, even_bound, even_step, roomy_bound
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.stage import StagePass, placed
+from parcompiler.passes.zero import step_of
 from parcompiler.plan import Plan, Weighed
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES, Schedule, build, stages_per_rank
@@ -149,7 +150,7 @@ class Weighing:
         except (InfeasibleError, InputError, UndecidedError) as error:
             self.refused[k] = error
             return
-        self.found[k] = estimate(self.problem, divided).step_time
+        self.found[k] = step_of(self.problem, divided)
 
     def chosen(self) -> Plan:
         """The plainest that is about as short as any, with what was weighed."""

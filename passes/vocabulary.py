@@ -24,6 +24,7 @@ from parcompiler.passes.schedule import SchedulePass
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass, ideal
+from parcompiler.passes.zero import step_of
 from parcompiler.plan import Method, Plan, VocabularyChoice
 from parcompiler.problem import Problem
 from parcompiler.schedules import Schedule
@@ -72,15 +73,15 @@ class VocabularyPass(Pass):
                 continue
             own = local(problem, decided)
             try:
-                step = estimate(own, decided)
+                seconds = step_of(own, decided)
             except PlanError:  # an order that never ends: the verifier says why
                 return decided
-            peak = max(step.peak_memory)
-            weighed.append(Method(choice.method, decided.schedule, step.step_time, peak))
+            peak = max(estimate(own, decided).peak_memory)
+            weighed.append(Method(choice.method, decided.schedule, seconds, peak))
             if choice.spread and known is plan:
                 known = _scheduled(plan, decided)
-            if best is None or step.step_time < (1 - self.gain) * best[0]:
-                best = step.step_time, decided
+            if best is None or seconds < (1 - self.gain) * best[0]:
+                best = seconds, decided
             if choice.method == "whole" and best[0] * (1 - self.gain) <= ideal(own, decided):
                 break  # no balance can save more than that
         if best is None:

@@ -134,6 +134,16 @@ def _lowest(
     return best[1]
 
 
+def step_of(problem: Problem, plan: Plan) -> float:
+    """Seconds of the step of a plan, with what data ranks exchange behind its last compute; where
+    the level is open yet, at none. `problem` is that of a rank."""
+    seconds = estimate(problem, plan).step_time
+    if problem.mesh.replicas == 1 or problem.options.asynchronous:
+        return seconds
+    whole = problem.at_zero(plan.zero or 0)
+    return seconds + max(exchange.late for exchange in _exchanges(whole, plan))
+
+
 def share_of(problem: Problem, plan: Plan, level: int) -> DataShare:
     """What a level means for the stages of a plan; `problem` is that of a rank."""
     problem = problem.at_zero(level)
