@@ -40,7 +40,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem
-from parcompiler.schedules.planned import outline, planned
+from parcompiler.schedules.planned import last, outline
 
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
 
@@ -222,12 +222,11 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
 def _window(problem: Problem, plan: Plan, rank: int) -> float:
     """Seconds of the last backward of a rank behind its last block, in which the gradients of the
     first buckets are summed; none where that comes in two parts."""
-    schedule, priced = planned(plan), problem.at_zero("auto").under(plan).on(rank)
-    last = next((x for x in reversed(schedule.orders[rank]) if x.kind in FINAL), None)
-    if last is None or last.kind is not Kind.BACKWARD or plan.stages is None:
+    priced, ending = problem.at_zero("auto").under(plan).on(rank), last(plan, rank, FINAL)
+    if ending is None or ending.kind is not Kind.BACKWARD or plan.stages is None:
         return 0.0
     seconds = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
-    return sum(seconds[name] for name in plan.stages[last.stage].blocks[:-1])
+    return sum(seconds[name] for name in plan.stages[ending.stage].blocks[:-1])
 
 
 def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:

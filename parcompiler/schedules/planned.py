@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import TypeVar
 
 from parcompiler.errors import PlanError
+from parcompiler.instruction import Kind
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
+from parcompiler.schedules.action import Action
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import waiting
 from parcompiler.schedules.vocabulary import spread
@@ -47,6 +49,16 @@ def outline(plan: Plan) -> Schedule:
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Micro-batches that the stages of each rank keep activations of."""
     return _held(*identity(plan))
+
+
+def last(plan: Plan, rank: int, kinds: Collection[Kind]) -> Action | None:
+    """The last action of some kinds on a rank, of a schedule with a name in as few micro-batches
+    as end like all."""
+    name, orders, ranks, microbatches, virtual_stages, method = identity(plan)
+    if orders is None:
+        microbatches = min(microbatches, ROUNDS * ranks + microbatches % ranks)
+    found = _planned(name, orders, ranks, microbatches, virtual_stages, method).orders[rank]
+    return next((action for action in reversed(found) if action.kind in kinds), None)
 
 
 def left(plan: Plan) -> int:
