@@ -36,7 +36,7 @@ def start(problem: Problem) -> Plan:
     mesh, options = problem.mesh, problem.options
     return Plan(
         model=problem.graph.name,
-        fingerprint=problem.graph.fingerprint,
+        fingerprint=(problem.graph.undivided or problem.graph).fingerprint,
         mesh=Shape(mesh.pipeline, mesh.tensor, mesh.data, mesh.name, mesh.context, mesh.expert),
         microbatches=options.microbatches,
         context=problem.context,

@@ -154,6 +154,9 @@ def test_a_plan_says_how_rows_are_divided_and_is_reused() -> None:
     assert plan.context is not None
     again = own_gpt(pc.Mesh(context=3), plan=plan)
     assert again.lowered.graph.fingerprint == program.lowered.graph.fingerprint
+    text = plan.to_json().replace("S(2) R R -> S(2), causal rows, draws own", "R R R -> R")
+    edited = own_gpt(pc.Mesh(context=3), plan=pc.Plan.from_json(text))
+    assert edited.lowered.graph.fingerprint != program.lowered.graph.fingerprint
 
 
 @pytest.mark.parametrize(
