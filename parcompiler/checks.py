@@ -110,6 +110,13 @@ def check_token_mean(lowered: Lowered) -> None:
 
 def check_outputs(lowered: Lowered) -> None:
     """Refuse outputs to keep that no layer makes, or of which context ranks make pieces."""
+    if lowered.graph.kept and lowered.expert > 1:
+        message = (
+            f"outputs={sorted(lowered.graph.kept)}: predictions may be of other numbers of "
+            f"micro-batches on each data rank, and expert ranks (expert={lowered.expert}) compute "
+            "theirs together: compile for expert=1 to predict"
+        )
+        raise InputError(message)
     if lowered.graph.kept and lowered.context > 1:
         message = (
             f"outputs={sorted(lowered.graph.kept)}: predictions do not bring together the rows of "
@@ -191,11 +198,20 @@ def check_data_updates(lowered: Lowered) -> None:
 
 
 def _check_axes(mesh: Mesh, options: Options) -> None:
-    """Refuse axes along which no model is divided yet, and what means nothing along them."""
-    if mesh.expert > 1:
-        message = f"expert={mesh.expert}: models are not divided along this axis yet: take expert=1"
-        raise InputError(message)
+    """Refuse what means nothing along the context and expert axes, or is not known there yet."""
     reason, wanted = "", options.data_updates
+    if mesh.expert > 1 and options.zero:
+        reason = f"zero={options.zero!r} shares out what all data ranks hold: take zero=0"
+    elif mesh.expert > 1 and wanted != ALL_REDUCE:
+        reason = "they exchange tokens in every layer: take updates='all-reduce', no compression"
+    elif mesh.expert > 1 and options.asynchronous:
+        reason = "they update together: take a synchronous schedule"
+    elif mesh.expert > 1 and mesh.tensor * mesh.context > 1:
+        other = "tensor" if mesh.tensor > 1 else "context"
+        reason = f"with {other} ranks they are not divided yet: take {other}=1"
+    if reason:
+        message = f"expert={mesh.expert}: its ranks have other experts each; {reason}"
+        raise InputError(message)
     if wanted.separate:
         reason = f"they update together, and with updates={wanted.way!r} each rank by itself"
     elif wanted.compression is not None:

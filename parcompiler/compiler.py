@@ -54,6 +54,7 @@ from parcompiler.problem import Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.schedules import Schedule
+from parcompiler.spmd.experts import on_expert_ranks
 from parcompiler.verifier import MemoryLimits, verify
 from parcompiler.vocabulary.token_mean import over_tokens
 
@@ -153,7 +154,8 @@ def compile(
     data_updates = DataUpdates.of(updates, compression, every, outer, staleness, compression_rank)
     if plan is not None and data_updates == ALL_REDUCE:
         data_updates = plan.updates or data_updates
-    if zero == "auto" and (plan is not None or data_updates != ALL_REDUCE):
+    alone = data_updates != ALL_REDUCE or (isinstance(mesh, Mesh) and mesh.expert > 1)
+    if zero == "auto" and (plan is not None or alone):
         zero = 0 if plan is None else plan.zero or 0
     if optimizer in WHOLE and vocabulary == "auto":  # its rows would be matrices of their own
         vocabulary = "whole"
@@ -185,6 +187,8 @@ def compile(
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
             graph = prepared(captured, options, one_mesh, options.dtype)
             problem = on_context_ranks(Problem(graph, one_mesh, options, bench=bench), plan)
+            if one_mesh.expert > 1:
+                problem = problem.anew(graph=on_expert_ranks(problem.graph, one_mesh.expert))
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = MicrobatchSizes(problem, captured, wanted)

@@ -31,7 +31,8 @@ class Parameter:
     gets no gradient, and no optimizer changes it. Constants met while tracing are buffers too.
     `unsaved` are those of its names that the model's state dict has not: of constants, of buffers
     that are not persistent, of parameters of the loss. Where tensor ranks hold pieces of it,
-    `shape` is that of a largest piece and `shard` says which.
+    `shape` is that of a largest piece and `shard` says which. Of its first dimension, of so many
+    `experts`, expert ranks hold equal pieces (0: all hold the whole).
     """
 
     name: str
@@ -44,13 +45,14 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     shard: Shard | None = None
     unsaved: tuple[str, ...] = ()
+    experts: int = 0
 
     @property
     def whole(self) -> Parameter:
-        """The parameter that tensor ranks hold pieces of."""
-        if self.shard is None:
-            return self
-        return replace(self, shape=self.shard.shape(self.shape), shard=None)
+        """The parameter that ranks hold pieces of."""
+        shape = self.shape if self.shard is None else self.shard.shape(self.shape)
+        shape = (self.experts, *shape[1:]) if self.experts else shape
+        return replace(self, shape=shape, shard=None, experts=0)
 
     @property
     def numel(self) -> int:

@@ -118,10 +118,18 @@ class Grid:
             for tensor in range(self.tensor)
         )
 
-    def replicas(self, pipeline: Iterable[int], tensor: int = 0) -> tuple[int, ...]:
-        """The ranks of all data coordinates at these pipeline coordinates, sorted."""
+    def replicas(
+        self, pipeline: Iterable[int], tensor: int = 0, expert: int | None = None
+    ) -> tuple[int, ...]:
+        """The ranks of all data coordinates at these pipeline coordinates, sorted; or of those that
+        have the piece `expert` of the experts.
+
+        >>> Grid(data=4, expert=2).replicas((0,), expert=1)
+        (1, 3)
+        """
+        first, step = (0, 1) if expert is None else (expert, self.expert)
         return tuple(
             self.rank(position, data, tensor)
             for position in sorted(pipeline)
-            for data in range(self.data)
+            for data in range(first, self.data, step)
         )

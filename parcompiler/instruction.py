@@ -25,6 +25,8 @@ from enum import StrEnum
 
 from parcompiler.errors import InputError
 
+EXPERTS = "experts_"  # begins the labels of buckets of experts
+
 
 class Kind(StrEnum):
     """What an instruction does. `mb` is a micro-batch, `value` a tensor that crosses ranks."""
@@ -195,3 +197,8 @@ class Instructions(tuple[Instruction, ...]):
     def __str__(self) -> str:
         """The text that `parse` reads."""
         return listing(self)
+
+
+def is_of_experts(line: Instruction) -> bool:
+    """Whether a line sums gradients of experts, over the data ranks that have the same ones."""
+    return line.kind is Kind.REDUCE_GRADIENTS and (line.value or "").startswith(EXPERTS)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from parcompiler.cost import collective
 from parcompiler.data_updates import is_factored
 from parcompiler.graph import Parameter
-from parcompiler.instruction import Instruction, Kind
+from parcompiler.instruction import Instruction, Kind, is_of_experts
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.spread import vocabulary_cost
@@ -133,7 +133,7 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
             action = "reduce-scatter"
         if line.kind is Kind.PUSH_PULL:
             return 2 * server_seconds(problem, lowered, line, nbytes)
-        ranks = lowered.grid.replicas(line.ranks)
+        ranks = lowered.grid.replicas(line.ranks, expert=0 if is_of_experts(line) else None)
         rounds = updates.every if line.kind is Kind.AVERAGE_PARAMETERS else 1
         if line.kind is Kind.AVERAGE_PARAMETERS:
             nbytes = sum(master_bytes(problem, by_name[name]) for name in item.names)

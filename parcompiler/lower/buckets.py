@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.graph import Graph, Parameter
-from parcompiler.instruction import MESSAGES, Instruction, Kind
+from parcompiler.instruction import EXPERTS, MESSAGES, Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
 from parcompiler.problem import bucket_size
 from parcompiler.schedules.action import NOWHERE
@@ -60,7 +60,8 @@ def buckets(
             items = [item for item in items if item.trainable]
             for part in _filled(items, most):
                 own = tuple(item.name for item in part)
-                found.append(Bucket(f"bucket_{len(found)}", own, (rank,), stage))
+                kind = EXPERTS if part[0].experts else "bucket_"
+                found.append(Bucket(f"{kind}{len(found)}", own, (rank,), stage))
     return tuple(found)
 
 
@@ -160,11 +161,12 @@ def _read(graph: Graph, stage: StageProgram) -> list[str]:
 
 
 def _filled(items: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
-    """The parameters in buckets of one dtype; what is larger than a bucket is alone in one."""
-    by_dtype: dict[object, list[Parameter]] = defaultdict(list)
+    """The parameters in buckets of one dtype, experts apart; what is larger than a bucket is alone
+    in one."""
+    alike: dict[object, list[Parameter]] = defaultdict(list)
     for item in items:
-        by_dtype[item.dtype].append(item)
-    for same in by_dtype.values():
+        alike[item.dtype, bool(item.experts)].append(item)
+    for same in alike.values():
         part: list[Parameter] = []
         for item in same:
             if part and sum(p.nbytes for p in part) + item.nbytes > most:

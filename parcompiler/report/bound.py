@@ -35,8 +35,8 @@ from parcompiler.timeline.timeline import WORK
 VOCABULARY, DATA, MESSAGE = "vocabulary", "data ranks", "messages between stages"
 OPTIMIZER, WAITING = "optimizer", "waiting for other stages"
 PARTS = (
-    "arithmetic", "memory traffic", "kernel launches", "tensor ranks", "context ranks", VOCABULARY,
-    DATA, MESSAGE, OPTIMIZER, WAITING,
+    "arithmetic", "memory traffic", "kernel launches", "tensor ranks", "context ranks",
+    "expert ranks", VOCABULARY, DATA, MESSAGE, OPTIMIZER, WAITING,
 )  # fmt: skip
 WORTH = 0.01  # of the step: smaller changes are below what the model can tell
 SHOWN = 3
@@ -143,7 +143,7 @@ def _split(operation: Operation, device: Device) -> dict[str, float]:
     """An operator's seconds: its arithmetic or its traffic, whichever is longer, and its launch."""
     seconds = operation_seconds(operation, device)
     if operation.kind == EXCHANGE:
-        return {"tensor ranks" if operation.axis == "tensor" else "context ranks": seconds}
+        return {f"{operation.axis} ranks": seconds}
     traffic = operation_seconds(replace(operation, nbytes=0.0), device) < seconds
     launch = min(device.launch_overhead, seconds)
     name = "memory traffic" if traffic else "arithmetic"
@@ -200,7 +200,14 @@ def _narrowed(
     slower = device.peak(wide) / device.peak(narrow)
     if problem.graph.dtype != wide or plan.precision not in (None, "fp32") or slower >= 1:
         return
-    halved = {"memory traffic", "tensor ranks", "context ranks", VOCABULARY, MESSAGE}
+    halved = {
+        "memory traffic",
+        "tensor ranks",
+        "context ranks",
+        "expert ranks",
+        VOCABULARY,
+        MESSAGE,
+    }
     scales: dict[str, float] = {
         "arithmetic": slower,
         WAITING: max(slower, 0.5),

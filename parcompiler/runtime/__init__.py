@@ -17,6 +17,7 @@ from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
 from parcompiler.runtime.deferred import Linear, addmm, linear
+from parcompiler.runtime.experts import combine, dispatch, expert_arrivals, expert_ends
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import place, rank_among, rank_device
 from parcompiler.runtime.metrics import Metrics
@@ -76,10 +77,14 @@ __all__ = [
     "all_to_all",
     "attention_of_heads",
     "attention_of_rows",
+    "combine",
     "cross_entropy",
     "cross_entropy_of_rows",
+    "dispatch",
     "embedding",
     "embedding_bag",
+    "expert_arrivals",
+    "expert_ends",
     "fan_out",
     "first",
     "linear",

@@ -122,9 +122,12 @@ def difference_of_weights(
 
 
 def _sets(program: RankProgram, names: Iterable[str]) -> list[list[str]]:
-    """Names of all tensors, of those that tensor ranks have whole, and of each tied one alone."""
+    """Names of all tensors but experts, of those that ranks have whole, of all, and of each tied
+    one alone."""
     ordered = sorted(names)
-    return [ordered, [n for n in ordered if _is_whole(program, n)], *([n] for n in _ties(program))]
+    whole = [n for n in ordered if _is_whole(program, n)]
+    everywhere = [n for n in ordered if n not in program.experts]
+    return [everywhere, whole, ordered, *([n] for n in _ties(program))]
 
 
 def _pairs(program: RankProgram) -> Iterator[tuple[int, int, int]]:
@@ -134,7 +137,8 @@ def _pairs(program: RankProgram) -> Iterator[tuple[int, int, int]]:
         at = grid.coordinate(rank)
         yield 0, grid.rank(at.pipeline, 0, at.tensor), rank
         yield 1, grid.rank(at.pipeline), rank
-        for k, ranks in enumerate(_ties(program).values(), start=2):
+        yield 2, grid.rank(at.pipeline, at.data % grid.expert, at.tensor), rank
+        for k, ranks in enumerate(_ties(program).values(), start=3):
             if at.pipeline in ranks:
                 yield k, grid.rank(ranks[0], 0, at.tensor), rank
 
@@ -145,8 +149,8 @@ def _ties(program: RankProgram) -> dict[str, tuple[int, ...]]:
 
 
 def _is_whole(program: RankProgram, name: str) -> bool:
-    """Whether each tensor rank holds the whole of a tensor."""
-    return name not in program.shards and name not in program.rows
+    """Whether each rank holds the whole of a tensor."""
+    return name not in program.pieces
 
 
 def _is_compared(program: RankProgram, name: str) -> bool:

@@ -165,6 +165,16 @@ class Axis:
             ]
         )
 
+    def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The rows that all ranks send to this one, by rank; of its own go `sent` to each."""
+        rows = in_memory(rows)
+        arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            wire(arriving), wire(rows), received, sent, self.group, async_op=True
+        )
+        self._finish(work)
+        return arriving
+
     def agreed(self, number: int) -> int:
         """The number of rank 0, on every rank."""
         summand = number if self.rank == 0 else 0

@@ -14,8 +14,16 @@ import torch
 
 from parcompiler.data_updates import ALL_REDUCE, DataUpdates
 from parcompiler.grid import Coordinate, Grid
-from parcompiler.instruction import BEHIND, TRANSFERS, Instruction, Kind, listing, parse
-from parcompiler.pieces import Shard
+from parcompiler.instruction import (
+    BEHIND,
+    TRANSFERS,
+    Instruction,
+    Kind,
+    is_of_experts,
+    listing,
+    parse,
+)
+from parcompiler.pieces import Shard, Span, piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ class RankProgram:
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
     tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
     every rank of a pipeline holds rows, with the number of rows on the whole. Of the `data` ranks,
-    which hold the same, each `context` neighbours share a batch, and each `expert` the experts.
+    which hold the same, each `context` neighbours share a batch, and each `expert` the experts:
+    equal pieces of the first dimension of what `experts` names with the size of the whole.
     `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
     tensors that the model's state dict has not. `outputs` are those that predictions return.
     """
@@ -108,6 +117,7 @@ class RankProgram:
     context: int = 1
     expert: int = 1
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
     asynchronous: bool = False  # whether a step updates parameters itself, after every backward
     zero: int = 0  # the level of ZeRO: what the data ranks share out
     updates: DataUpdates = ALL_REDUCE  # how they bring together what they learn
@@ -139,6 +149,15 @@ class RankProgram:
         one where each steps by itself."""
         return 1 if self.updates.separate else self.grid.batches
 
+    @cached_property
+    def pieces(self) -> frozenset[str]:
+        """The tensors of which this rank has only a part."""
+        return frozenset({*self.shards, *self.rows, *self.experts})
+
+    def own_experts(self, name: str) -> Span:
+        """The piece of the experts that this rank has of a tensor."""
+        return piece(self.experts[name], self.expert, self.coordinate.data % self.expert)
+
     @property
     def sharing(self) -> int:
         """The level of ZeRO; 1 where one data rank updates for all, and has all rows."""
@@ -164,6 +183,13 @@ class RankProgram:
         if self.zero < 2 and not self.updates.separate:
             places, ties = places | ties, set()
         groups = [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
+        if grid.expert > 1:
+            groups += [
+                grid.replicas((position,), tensor, expert)
+                for position in range(grid.pipeline)
+                for tensor in range(grid.tensor)
+                for expert in range(grid.expert)
+            ]
         for ranks in sorted(ties):  # gradients are in pieces by then, or of this data rank alone
             groups += [tuple(grid.rank(p, *column) for p in ranks) for column in grid.columns()]
         return groups
@@ -223,7 +249,8 @@ def on_rank(
     def group(line: Instruction) -> tuple[int, ...]:
         if updates.separate and line.kind is Kind.REDUCE_GRADIENTS:
             return tuple(grid.rank(p, at.data, at.tensor) for p in line.ranks)
-        return grid.replicas(line.ranks, at.tensor)
+        own = at.data % grid.expert if is_of_experts(line) else None
+        return grid.replicas(line.ranks, at.tensor, own)
 
     return tuple(
         replace(

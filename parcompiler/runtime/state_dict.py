@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from parcompiler.errors import InputError
+from parcompiler.pieces import Shard
 from parcompiler.runtime.agreement import digests_of
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
@@ -219,14 +220,18 @@ class RankTensors:
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of this rank, whole on the first rank of each tensor-parallel group that
         others read from."""
-        at, shards = self._program.coordinate, self._program.shards
-        if self._axis is None or at.data:
+        at, shards, experts = self._program.coordinate, self._program.shards, self._program.experts
+        group = self._channels.expert
+        if (self._axis is None and group is None) or at.data >= self._program.expert:
             return tensors
         wholes: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            shard = shards.get(name)
-            whole = tensor if shard is None else self._axis.all_gather(tensor.detach(), shard)
-            if at.tensor == 0:
+            shard, whole = shards.get(name), tensor.detach()
+            if group is not None and name in experts:
+                whole = group.all_gather(whole, Shard(0, (experts[name],)))
+            if self._axis is not None and shard is not None and at.data == 0:
+                whole = self._axis.all_gather(whole, shard)
+            if at.tensor == at.data == 0:
                 wholes[name] = whole.cpu()
         return wholes
 
@@ -243,6 +248,9 @@ class RankTensors:
         padded, shard = self._tensors[name], self._program.shards.get(name)
         target = self._rows.unpadded(name, padded)
         part = self._rows.of_whole(name, tensor, padded)
+        if name in self._program.experts and len(part) == self._program.experts[name]:
+            span = self._program.own_experts(name)
+            part = part.narrow(0, span.start, span.size)
         if shard is not None and self._axis is not None and part.shape == shard.shape(padded.shape):
             part = shard.take(part, self._axis.size, self._axis.rank)
         if part.shape != target.shape:

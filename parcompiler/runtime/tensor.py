@@ -40,14 +40,14 @@ def fan_out(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
         return trace.extra(lambda tensors: (fan_out(tensors[place], axis=axis),), x)[0]
     group, parameter = current(axis), id(x) if isinstance(x, nn.Parameter) else None
     if parameter is None:
-        return _converted(x, lambda x: x.view_as(x), group.all_reduce)
-    return _converted(x, lambda x: x.view_as(x), lambda dy: group.all_reduce_at_last(parameter, dy))
+        return linear_map(x, lambda x: x.view_as(x), group.all_reduce)
+    return linear_map(x, lambda x: x.view_as(x), lambda dy: group.all_reduce_at_last(parameter, dy))
 
 
 def all_reduce(x: torch.Tensor, *, partial: bool = False, axis: str = "tensor") -> torch.Tensor:
     """The sum of the ranks' summands."""
     group = current(axis)
-    return _converted(x, group.all_reduce, group.all_reduce if partial else lambda dy: dy)
+    return linear_map(x, group.all_reduce, group.all_reduce if partial else lambda dy: dy)
 
 
 def all_gather(
@@ -65,7 +65,7 @@ def all_gather(
     def backward(dy: torch.Tensor) -> torch.Tensor:
         return group.reduce_scatter(dy, shard) if partial else _own(dy, shard, group)
 
-    return _converted(x, lambda x: group.all_gather(x, shard), backward)
+    return linear_map(x, lambda x: group.all_gather(x, shard), backward)
 
 
 def take(
@@ -82,7 +82,7 @@ def take(
     def backward(dy: torch.Tensor) -> torch.Tensor:
         return shard.pad(dy, group.size, group.rank) if partial else group.all_gather(dy, shard)
 
-    return _converted(x, lambda x: _own(x, shard, group).contiguous(), backward)
+    return linear_map(x, lambda x: _own(x, shard, group).contiguous(), backward)
 
 
 def reduce_scatter(
@@ -90,7 +90,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """This rank's piece along `dim` of the sum of the ranks' summands."""
     group, shard = current(axis), _shard(dim, sizes, x.shape[dim])
-    return _converted(
+    return linear_map(
         x, lambda x: group.reduce_scatter(x, shard), lambda dy: group.all_gather(dy, shard)
     )
 
@@ -108,7 +108,7 @@ def all_to_all(
     group = current(axis)
     source = _shard(dim, sizes, x.shape[dim] * group.size)
     target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to])
-    return _converted(
+    return linear_map(
         x,
         lambda x: group.all_to_all(x, source, target),
         lambda dy: group.all_to_all(dy, target, source),
@@ -117,12 +117,12 @@ def all_to_all(
 
 def first(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
     """Summands of a value that all ranks hold: itself on the first rank, zeros on the others."""
-    return _converted(x, _on_first(axis), lambda dy: dy)
+    return linear_map(x, _on_first(axis), lambda dy: dy)
 
 
 def once(x: torch.Tensor, *, axis: str = "tensor") -> torch.Tensor:
     """A value that all ranks have computed alike; the first gets its gradient, others zeros."""
-    return _converted(x, lambda x: x.view_as(x), _on_first(axis))
+    return linear_map(x, lambda x: x.view_as(x), _on_first(axis))
 
 
 def _on_first(axis: str) -> LinearMap:
@@ -143,7 +143,7 @@ def _shard(dim: int, sizes: Sizes, size: int) -> Shard:
     return Shard(dim, (sizes,) if isinstance(sizes, int) else sizes)
 
 
-def _converted(x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> torch.Tensor:
+def linear_map(x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> torch.Tensor:
     """`forward(x)`, whose gradient goes back by `backward`. Neither may refer to a tensor."""
     y: torch.Tensor = _Conversion.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y

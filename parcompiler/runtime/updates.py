@@ -277,14 +277,14 @@ class Updates:
     def _check_whole(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise InputError where an optimizer would take a piece of a parameter for the whole."""
         program, trained = self._program, self._trained()
-        pieces = sorted(name for name in trained if name in program.shards or name in program.rows)
+        pieces = sorted(name for name in trained if name in program.pieces)
         if pieces:
             message = (
                 f"{getattr(kind, '__name__', kind)!s} is not known to work element by element, and "
                 f"this rank has pieces of {len(pieces)} parameters ({pieces[0]!r}), so that it "
                 "would not train as one process does: take one of torch.optim that does "
                 f"({', '.join(sorted(ELEMENTWISE))}), say elementwise=True if yours does, or "
-                "compile with tensor=1 and vocabulary='whole'"
+                "compile with tensor=1, expert=1 and vocabulary='whole'"
             )
             raise InputError(message)
 
@@ -338,7 +338,8 @@ def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
     """Whether the norm counts this rank's copy or piece of a tensor; `part`: rows of it that no
     other data rank has."""
     at = program.coordinate
-    if at.data and not part and not program.updates.separate:
+    first = at.data < program.expert if name in program.experts else not at.data
+    if not first and not part and not program.updates.separate:
         return False
     if name in program.rows:
         return True

@@ -109,6 +109,12 @@ class Worker:
         self.program = program
         self.device = device or rank_device(program.device)
         self.compiled: CompiledStages | None = None
+        if compiled and program.expert > 1:
+            message = (
+                "compiled=True needs known numbers of rows, and expert ranks get as many "
+                f"as are sent (expert={program.expert}): run without compiled=True"
+            )
+            raise LaunchError(message)
         if compiled:  # imports half of torch
             from parcompiler.runtime.compiled.build import check_compiler
 

@@ -33,6 +33,7 @@ from parcompiler.passes.shard.context import of_one_rank
 from parcompiler.problem import prepared
 from parcompiler.progress import Progress
 from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
+from parcompiler.spmd.experts import on_expert_ranks
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
 from parcompiler.verification.data_ranks import (
@@ -196,6 +197,8 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
             raise _NoReference(message)
     if program.problem.context is not None:
         double = of_one_rank(double, program.problem, program.problem.context)
+    if mesh.expert > 1:
+        double = on_expert_ranks(double, mesh.expert)
     return _trial(program, double, seed, torch.float64, folder, compiled)
 
 

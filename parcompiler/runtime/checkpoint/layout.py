@@ -41,17 +41,18 @@ class RankLayout:
 
     def is_divided(self, name: str) -> bool:
         """Whether a rank holds only a part of a tensor of the model."""
-        return name in self._program.rows or self._is_sharded(name)
+        return name in self._program.rows or self._is_sharded(name) or self._is_of_experts(name)
 
     def shape(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """The shape of the whole of which this rank holds `held`."""
         if name in self._program.rows:
-            shape = list(held.shape)
-            shape[self._rows.place(name, held)[0]] = self._program.rows[name]
-            return tuple(shape)
+            sizes = list(held.shape)
+            sizes[self._rows.place(name, held)[0]] = self._program.rows[name]
+            return tuple(sizes)
+        shape = tuple(held.shape)
         if self._is_sharded(name):
-            return self._program.shards[name].shape(held.shape)
-        return tuple(held.shape)
+            shape = self._program.shards[name].shape(shape)
+        return (self._program.experts[name], *shape[1:]) if self._is_of_experts(name) else shape
 
     def parts(
         self, name: str, like: torch.Tensor, held: torch.Tensor, rows: Span | None = None
@@ -77,6 +78,14 @@ class RankLayout:
 
     def _boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
         """The boxes of the whole tensor that this rank holds, and where they lie in its own."""
+        found = self._boxes_of_tensor_rank(name, like)
+        if not self._is_of_experts(name):
+            return found
+        first = self._program.own_experts(name).start
+        return [(Box((first, *box.offsets[1:]), box.sizes), local) for box, local in found]
+
+    def _boxes_of_tensor_rank(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
+        """Those of a rank with all experts."""
         own = Box.whole(like.shape)
         if name in self._program.rows:
             dim, span = self._rows.place(name, like)
@@ -95,6 +104,9 @@ class RankLayout:
             start += span.size
         return found
 
+    def _is_of_experts(self, name: str) -> bool:
+        return name in self._program.experts and self._program.expert > 1
+
     def written(
         self,
         held: Mapping[str, Sequence[Part]],
@@ -109,18 +121,21 @@ class RankLayout:
         `alone`, no other has (keys)."""
         at, program = self._program.coordinate, self._program
         found: dict[str, list[Part]] = {}
-        groups: dict[tuple[bool, int], dict[str, Sequence[Part]]] = {}
+        groups: dict[tuple[bool, bool, int], dict[str, Sequence[Part]]] = {}
         for key, parts in held.items():
             name = base(key)
             if name in program.rows or first[name] == at.pipeline:
                 # The number of data ranks that share it; none where each has its own.
                 data = 0 if key in alone else 1 if name in untrained else program.data
-                groups.setdefault((self.is_divided(name), data), {})[key] = parts
-        for (divided, data), group in groups.items():
-            tensor, index = (1, 0) if divided else (program.tensor, at.tensor)
-            if data == 0 or at.data < data:
-                ranks = dealt(group, max(1, data) * tensor)
-                for key, part in ranks[(at.data if data else 0) * tensor + index]:
+                split = name in program.rows or self._is_sharded(name)
+                groups.setdefault((split, self._is_of_experts(name), data), {})[key] = parts
+        for (split, apart, data), group in groups.items():
+            tensor, index = (1, 0) if split else (program.tensor, at.tensor)
+            share = program.expert if apart else 1  # so many neighbours have other experts
+            place, count = at.data // share, -(-data // share)
+            if data == 0 or place < count:
+                ranks = dealt(group, max(1, count) * tensor)
+                for key, part in ranks[(place if data else 0) * tensor + index]:
                     found.setdefault(key, []).append(part)
         return found
 

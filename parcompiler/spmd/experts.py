@@ -1,0 +1,423 @@
+"""Experts in pieces: the graph of one expert rank, to which tokens come by all-to-all.
+
+    grouped    rows by expert [t, h] ──► dispatch ──► product · act · product ──► combine
+               weights [E/e, h, f]       the rows that arrive, by local expert
+    stacked    slots [E, b, c, h] ──► all_to_all ──► product · act · product ──► all_to_all
+               weights [E/e, h, f]    [E/e, e·b, c, h]
+
+Layers are found by structure: a *grouped* product multiplies rows that are sorted by expert with
+the matrices of their experts and reads where the rows of each end; a *stacked* product has the
+experts as a dimension of its operands. What is computed between the products of one layer treats
+rows (or experts) alone, which the rules of operators know or find out by execution; so it is
+computed where the experts are, and whatever it reads from outside is sent there as well.
+
+Shapes of rows that arrive are those of even routing: as many come as go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from parcompiler.capture.templates import unique
+from parcompiler.errors import InputError
+from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
+from parcompiler.spmd.call import NodeCall, call_of
+from parcompiler.spmd.placement import R, S
+from parcompiler.spmd.rules import strategies
+from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
+from parcompiler.spmd.strategy import Strategy
+
+GROUPED = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
+STACKED = ("einsum", "bmm", "baddbmm", "matmul")
+SLIDES = ("transpose", "to", "permute", "t", "mT", "_to_copy")  # keep the experts where they are
+
+
+@dataclass
+class MixtureLayer:
+    """The products of one layer with its experts and what is computed between them.
+
+    `dims` are what is inside, in order; where experts are stacked, with the dimension that each
+    value has them in, and one that it has samples in. `weights` are nodes that lead from parameters
+    to the products, or those that other operators inside read.
+    """
+
+    ends: fx.Node | None
+    size: int
+    dims: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    sources: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    weights: dict[fx.Node, None] = field(default_factory=dict)
+    parameters: dict[str, None] = field(default_factory=dict)
+
+
+def find(graph: Graph) -> list[MixtureLayer]:
+    """The layers of experts of a graph, in order."""
+    layers: dict[fx.Node, MixtureLayer] = {}
+    for node in graph.fx_graph.nodes:
+        if node.op == "call_function" and _base(node) in GROUPED:
+            rows, weight, ends = node.all_input_nodes[:3]
+            if [len(shape_of(x)) for x in (rows, weight, ends)] == [2, 3, 1]:
+                layer = layers.setdefault(ends, MixtureLayer(ends, shape_of(weight)[0]))
+                layer.dims[node] = 0, 0
+    found = _stacked(graph)
+    for layer in layers.values():
+        products = list(layer.dims)
+        _fill_between(layer, products)
+        if all(_trace_weight(graph, layer, product.all_input_nodes[1]) for product in products):
+            found.append(layer)
+    return found
+
+
+def _stacked(graph: Graph) -> list[MixtureLayer]:
+    """The layers whose products have the experts as a dimension of their operands."""
+    found: list[MixtureLayer] = []
+    home: dict[fx.Node, MixtureLayer] = {}
+    for node in graph.fx_graph.nodes:
+        if node.op != "call_function":
+            continue
+        layers = [home[one] for one in node.all_input_nodes if one in home]
+        stack = next((one for one in node.all_input_nodes if _stack(graph, one)), None)
+        if not layers and (stack is None or _base(node) not in STACKED):
+            continue
+        layer = layers[0] if layers else MixtureLayer(None, shape_of(stack or node)[0])
+        if all(one is layer for one in layers) and _joins(graph, layer, node):
+            home[node] = layer
+            if not layers:
+                found.append(layer)
+    return [layer for layer in found if layer.parameters]
+
+
+def _stack(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node is a parameter that may be a stack of matrices."""
+    item = graph.by_node.get(node.name)
+    return item is not None and not item.buffer and len(item.shape) > 2
+
+
+def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
+    """Whether a node can be computed with experts in pieces, and with the samples of all ranks; it
+    is in the layer then."""
+    call = call_of(node, graph)
+    if len(call.results) != 1 or call.is_item:
+        return False
+    known = [s for s in strategies(node, 2, uneven=False) if not (s.sizes or s.special or s.draws)]
+    for by_expert in known:
+        for by_sample in known:
+            if found := _placed(graph, layer, call, by_expert, by_sample):
+                dims, sources, weights = found
+                layer.dims[node] = dims
+                layer.sources |= sources
+                layer.weights |= dict.fromkeys(weights)
+                layer.parameters |= {graph.by_node[one.name].name: None for one in weights}
+                return True
+    return False
+
+
+def _placed(
+    graph: Graph, layer: MixtureLayer, call: NodeCall, by_expert: Strategy, by_sample: Strategy
+) -> tuple[tuple[int, int], dict[fx.Node, tuple[int, int]], list[fx.Node]] | None:
+    """The dimensions of experts and samples in what a call yields, and in what comes from outside
+    to the first product; and the weights. None where the strategies are not such."""
+    out, wide = by_expert.outputs[0], by_sample.outputs[0]
+    if out.kind != "S" or wide.kind != "S" or out == wide:
+        return None
+    first, sources, weights = not layer.dims, {}, []
+    for operand, at, sample in zip(call.operands, by_expert.inputs, by_sample.inputs, strict=True):
+        node = operand.node
+        if node in layer.dims or node in layer.sources:
+            experts, samples = layer.dims.get(node) or layer.sources[node]
+            if (at, sample) != (S(experts), S(samples)):
+                return None
+        elif node.name in graph.by_node:
+            is_own = all(x is call.node or x in layer.dims for x in node.users)
+            if (at, sample) != (S(0), R) or operand.shape[0] != layer.size or not is_own:
+                return None
+            weights.append(node)
+        elif first and at.kind == sample.kind == "S" and operand.shape[at.dim] == layer.size:
+            sources[node] = at.dim, sample.dim
+        else:
+            return None
+    return ((out.dim, wide.dim), sources, weights) if sources or not first else None
+
+
+def _fill_between(layer: MixtureLayer, products: Sequence[fx.Node]) -> None:
+    """Add what leads from one product to another, in the order of the graph."""
+    behind: set[fx.Node] = set()
+    for node in products[0].graph.nodes:
+        if node in products or any(x in behind for x in node.all_input_nodes):
+            behind.add(node)
+    needed, pending = set(products), list(products)
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand in behind and operand not in needed:
+                needed.add(operand)
+                pending.append(operand)
+    order = [node for node in products[0].graph.nodes if node in needed]
+    layer.dims = dict.fromkeys(order, (0, 0))
+
+
+def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
+    """Take note of what leads from a parameter to a product; whether that is all it leads to."""
+    path = []
+    while node.op == "call_function" and _base(node) in SLIDES and len(node.all_input_nodes) == 1:
+        path.append(node)
+        node = node.all_input_nodes[0]
+    item = graph.by_node.get(node.name)
+    if item is None or item.shape[0] != layer.size:
+        return False
+    inside = {*layer.dims, *layer.weights, *path}
+    if not all(user in inside for one in (node, *path) for user in one.users):
+        return False
+    layer.weights |= dict.fromkeys(reversed(path)) | {node: None}
+    layer.parameters[item.name] = None
+    return True
+
+
+def _base(node: fx.Node) -> str:
+    """The name of an operator without library and overload."""
+    name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+    return name.rpartition("::")[2]
+
+
+def on_expert_ranks(graph: Graph, n: int) -> Graph:
+    """The graph of one of `n` expert ranks.
+
+    Raises InputError where there are no experts, or not a number of them that `n` divides.
+    """
+    layers = find(graph)
+    if not layers:
+        message = (
+            f"expert={n} divides experts, and {graph.name} has none that are known as such "
+            "(stacked matrices that are multiplied with rows by expert): take expert=1"
+        )
+        raise InputError(message)
+    for layer in layers:
+        if layer.size % n:
+            name = next(iter(layer.parameters))
+            reason = "there are more ranks than experts" if n > layer.size else "pieces are equal"
+            message = (
+                f"expert={n} does not divide the {layer.size} experts of {name!r} ({reason}): "
+                f"take a degree that divides {layer.size}"
+            )
+            raise InputError(message)
+        if layer.ends is not None:
+            _check_rows(graph, layer)
+    return _Rewriting(graph, layers, n).graph()
+
+
+def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
+    """Refuse operators between the products that mix rows, or know their number."""
+    for node in layer.dims:
+        if _base(node) in GROUPED:
+            continue
+        call = call_of(node, graph)
+        if call.is_item or any(_splits_rows(s, call, layer) for s in strategies(node, 2)):
+            continue
+        module = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1][0]
+        message = (
+            f"{_base(node)} in {module!r} stands between the products of experts and mixes rows, "
+            "or knows their number, which is another on each expert rank: take expert=1"
+        )
+        raise InputError(message)
+
+
+def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> bool:
+    """Whether a strategy splits the rows of all that it reads and yields, and only these."""
+    if strategy.sizes or strategy.special or strategy.draws:
+        return False
+    wanted = [S(0) if len(operand.shape) else R for operand in call.operands]
+    return list(strategy.inputs) == wanted and all(out == S(0) for out in strategy.outputs)
+
+
+class _Rewriting:
+    """The rewriting of one graph, node after node."""
+
+    def __init__(self, graph: Graph, layers: Sequence[MixtureLayer], n: int) -> None:
+        self.whole, self.layers, self.n = graph, layers, n
+        self.local = fx.Graph()
+        self.taken = {node.name for node in graph.fx_graph.nodes}
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.carrying = set(graph.differentiable)
+        self.home = {node: layer for layer in layers for node in layer.dims}
+        self.weights = {node: layer for layer in layers for node in layer.weights}
+        self.ends: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # arrivals and ends here, by `ends`
+        self.sent: dict[fx.Node, fx.Node] = {}
+        self.there: dict[fx.Node, fx.Node] = {}  # nodes inside layers
+
+    def graph(self) -> Graph:
+        """The graph of one expert rank."""
+        sizes = {name: layer.size for layer in self.layers for name in layer.parameters}
+        for node in self.whole.fx_graph.nodes:
+            if node.op == "output":
+                self.local.output(fx.map_arg(node.args[0], self.nodes.__getitem__))
+            elif node in self.home:
+                self._inside(node, self.home[node])
+            else:
+                made = self.local.node_copy(node, self.nodes.__getitem__)
+                self._keep(node, made)
+                if node in self.weights:
+                    made.meta["val"] = self._narrowed(node.meta["val"])
+        items = [self._piece(item, sizes) for item in self.whole.parameters]
+        digest = hashlib.sha256(f"{self.whole.fingerprint} expert {self.n}".encode())
+        return dataclasses.replace(
+            self.whole,
+            fx_graph=self.local,
+            parameters=tuple(items),
+            loss=self.nodes[self.whole.loss],
+            differentiable=frozenset(self.carrying),
+            fingerprint=digest.hexdigest()[:16],
+            undivided=self.whole.undivided or self.whole,
+        )
+
+    def _piece(self, item: Parameter, sizes: Mapping[str, int]) -> Parameter:
+        """A parameter of which expert ranks hold pieces, or any other."""
+        if item.name not in sizes:
+            return item
+        shape = (item.shape[0] // self.n, *item.shape[1:])
+        return dataclasses.replace(item, shape=shape, experts=sizes[item.name])
+
+    def _narrowed(self, value: torch.Tensor) -> torch.Tensor:
+        """The piece of a tensor without data, whose first dimension are experts."""
+        piece = value.narrow(0, 0, value.shape[0] // self.n)
+        return value.new_empty_strided(piece.shape, _compact(value, piece.shape))
+
+    def _inside(self, node: fx.Node, layer: MixtureLayer) -> None:
+        """A node that is computed where the experts are."""
+        if layer.ends is None:
+            self._stacked(node, layer)
+            return
+        if layer.ends not in self.ends:
+            self.ends[layer.ends] = self._routes(node, layer)
+        arrivals, ends = self.ends[layer.ends]
+
+        def operand(one: fx.Node) -> fx.Node:
+            if one is layer.ends:
+                return ends
+            if one in layer.weights:
+                return self.nodes[one]
+            if one in self.there:
+                return self.there[one]
+            if one not in self.sent:
+                self.sent[one] = self._sent(one, node, layer, arrivals)
+            return self.sent[one]
+
+        made = self.local.node_copy(node, operand)
+        self._keep(node, made)
+        self.there[node] = made
+        if any(user not in layer.dims for user in node.users):
+            self.nodes[node] = self._combined(node, made, layer, arrivals)
+
+    def _stacked(self, node: fx.Node, layer: MixtureLayer) -> None:
+        """A node that is computed for the experts of this rank and the samples of all."""
+
+        def operand(one: fx.Node) -> fx.Node:
+            if one in layer.weights or one in self.there:
+                return self.there.get(one) or self.nodes[one]
+            if one not in self.sent:
+                experts, samples = layer.sources[one]
+                self.sent[one] = self._moved(one, self.nodes[one], node, samples, experts)
+                self.sent[one].meta["val"] = self._local(one, (experts, samples))
+            return self.sent[one]
+
+        made = self.local.node_copy(node, operand)
+        self._keep(node, made)
+        self.there[node], dims = made, layer.dims[node]
+        made.meta["val"] = self._local(node, dims)
+        if any(user not in layer.dims for user in node.users):
+            self.nodes[node] = self._moved(node, made, node, *dims)
+
+    def _moved(self, node: fx.Node, made: fx.Node, user: fx.Node, dim: int, to: int) -> fx.Node:
+        """A value in pieces along another dimension, by all-to-all."""
+        carries = node.name in self.whole.differentiable
+        exchange = self._exchange(nbytes_of(node), carries)
+        call = RuntimeCall("all_to_all")
+        args, value, name = (made, dim, to), node.meta["val"], f"{node.name}_all_to_all"
+        moved = self._call(call, args, user, value, exchange, name, carries)
+        moved.kwargs = {"axis": "expert"}
+        return moved
+
+    def _local(self, node: fx.Node, dims: tuple[int, int]) -> torch.Tensor:
+        """What a rank has of a value with experts and samples in these dimensions."""
+        value: torch.Tensor = node.meta["val"]
+        shape = list(value.shape)
+        shape[dims[0]] //= self.n
+        shape[dims[1]] *= self.n
+        return value.new_empty_strided(shape, _compact(value, shape))
+
+    def _routes(self, node: fx.Node, layer: MixtureLayer) -> tuple[fx.Node, fx.Node]:
+        """How many rows come, and where those of each expert end."""
+        assert layer.ends is not None
+        each = layer.size // self.n
+        value = layer.ends.meta["val"]
+        ends = self.nodes[layer.ends]
+        exchange: Any = NodeCollectives(self.n, (("all-to-all", 4.0 * layer.size),), axis="expert")
+        call = RuntimeCall("expert_arrivals", likeness=lambda x: x.view(-1, each))
+        arrivals = self._call(call, (ends,), node, value.new_empty(self.n, each), exchange)
+        call = RuntimeCall("expert_ends", likeness=lambda x: x.sum(0).cumsum(0).to(torch.int32))
+        here = self._call(call, (arrivals,), node, value.new_empty(each, dtype=torch.int32), None)
+        return arrivals, here
+
+    def _sent(self, one: fx.Node, user: fx.Node, layer: MixtureLayer, arrivals: fx.Node) -> fx.Node:
+        """A value of rows, where the experts are."""
+        assert layer.ends is not None
+        value: torch.Tensor = one.meta["val"]
+        carries = one.name in self.whole.differentiable
+        args = self.nodes[one], self.nodes[layer.ends], arrivals
+        call = RuntimeCall("dispatch", likeness=_like)
+        exchange = self._exchange(nbytes_of(one), carries)
+        return self._call(call, args, user, value, exchange, f"{one.name}_dispatch", carries)
+
+    def _combined(
+        self, node: fx.Node, made: fx.Node, layer: MixtureLayer, arrivals: fx.Node
+    ) -> fx.Node:
+        """A value of rows, where they came from."""
+        assert layer.ends is not None
+        carries = node.name in self.whole.differentiable
+        args = made, self.nodes[layer.ends], arrivals, shape_of(node)[0]
+        call = RuntimeCall("combine", likeness=_like)
+        exchange = self._exchange(nbytes_of(node), carries)
+        value = node.meta["val"]
+        return self._call(call, args, node, value, exchange, f"{node.name}_combine", carries)
+
+    def _exchange(self, nbytes: int, carries: bool) -> NodeCollectives:
+        """The all-to-alls of one value, there and its gradient back."""
+        action: Any = (("all-to-all", float(nbytes) * self.n),)
+        return NodeCollectives(self.n, action, action if carries else (), axis="expert")
+
+    def _call(
+        self, call: RuntimeCall, args: tuple[Any, ...], like: fx.Node, value: torch.Tensor,
+        exchange: NodeCollectives | None, name: str = "", carries: bool = False,
+    ) -> fx.Node:  # fmt: skip
+        """A call of the runtime in the module of `like`."""
+        made = self.local.call_function(call, args)
+        made.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
+        made.meta |= {"val": value} | ({"exchange": exchange} if exchange else {})
+        made.name = unique(name or call.name, self.taken)
+        if carries:
+            self.carrying.add(made.name)
+        return made
+
+    def _keep(self, node: fx.Node, made: fx.Node) -> None:
+        """Note what stands for a node, under its name."""
+        made.meta = dict(node.meta)
+        made.name = node.name
+        self.nodes[node] = made
+
+
+def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """About what sorting rows costs."""
+    return rows.clone()
+
+
+def _compact(value: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of another shape in the same order in memory."""
+    strides, step = [0] * value.dim(), 1
+    for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
