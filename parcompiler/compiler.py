@@ -157,8 +157,8 @@ def compile(
     alone = data_updates != ALL_REDUCE or (isinstance(mesh, Mesh) and mesh.expert > 1)
     if zero == "auto" and (plan is not None or alone):
         zero = 0 if plan is None else plan.zero or 0
-    if optimizer in WHOLE and vocabulary == "auto":  # its rows would be matrices of their own
-        vocabulary = "whole"
+    if vocabulary == "auto" and isinstance(optimizer, str) and optimizer in WHOLE:
+        vocabulary = "whole"  # its rows would be matrices of their own
     options = Options(
         microbatches=microbatches,
         schedule=schedule,

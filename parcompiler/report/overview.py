@@ -80,6 +80,9 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "mesh", f"{axes}{each}{kept}"
     if report.rows:
         yield "context", _row_shares(report)
+    if mesh.expert > 1:
+        ranks = f"equal pieces on each {mesh.expert} neighbours of the data axis"
+        yield "experts", f"{ranks}; predictions take tokens to spread evenly"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     own = f"{model.dtype}, as the model is"
@@ -92,7 +95,8 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
     if choices.zero is not None:
-        yield "zero", f"{choices.zero}: {SHARED[choices.zero]}"
+        but = " but experts" * (mesh.expert > 1)
+        yield "zero", f"{choices.zero}: {SHARED[choices.zero]}{but}"
     if choices.updates is not None:
         yield "updates", meaning(choices.updates, choices.server)
     several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)

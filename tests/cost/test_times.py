@@ -113,7 +113,9 @@ def test_what_tensor_ranks_exchange_is_asked_of_the_bench(monkeypatch: pytest.Mo
         assert between * number in (2.0, 3.0)
 
 
-def timed_passes(graph: Graph, ranks: int, method: str, device: torch.device) -> VocabularyTime:
+def timed_passes(
+    graph: Graph, ranks: int, method: str, device: torch.device, *, fused: bool = False
+) -> VocabularyTime:
     return VocabularyTime(method, s=7.0, normalize=0.0, t=5.0, embed=4.0, embed_backward=3.0)
 
 
