@@ -157,7 +157,7 @@ def compile(
     alone = data_updates != ALL_REDUCE or (isinstance(mesh, Mesh) and mesh.expert > 1)
     if zero == "auto" and (plan is not None or alone):
         zero = 0 if plan is None else plan.zero or 0
-    if vocabulary == "auto" and isinstance(optimizer, str) and optimizer in WHOLE:
+    if isinstance(optimizer, str) and optimizer in WHOLE and vocabulary == "auto":
         vocabulary = "whole"  # its rows would be matrices of their own
     options = Options(
         microbatches=microbatches,
