@@ -97,7 +97,7 @@ def test_an_option_that_is_not_offered_is_refused_with_what_is(
     def started(*_: object) -> None:
         pytest.fail("capture had started")
 
-    monkeypatch.setattr("parcompiler.compiler.capture", started)
+    monkeypatch.setattr("parcompiler.flow.capture", started)
     with pytest.raises(pc.InputError, match=re.escape(message)):
         compiled(mixed(), **{option: cast(Any, value)})
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 TIMEOUT = 180.0  # s
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch._dynamo", "parcompiler.compiler", "parcompiler.runtime"])
+_SERVER.set_forkserver_preload(["torch._dynamo", "parcompiler.flow", "parcompiler.runtime"])
 
 
 def start(

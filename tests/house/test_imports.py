@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # A room is a module or folder directly under parcompiler. It imports its own layer and those
 # below it; within a layer no modules import each other in a circle.
 PICTURE = """\
-6  compiler checks program loaded verification bench cli meshes __main__ __init__
+6  compiler flow checks program loaded verification bench cli meshes __main__ __init__
 5  lower verifier codegen report request changes prices symbolic
 4  passes
 3  problem options progress calibrate
@@ -233,13 +233,17 @@ def test_the_runtime_loads_nothing_of_the_planning_half() -> None:
         "; import parcompiler.loaded, parcompiler.verification.rank_process; print(*sys.modules)"
     )
     compiler = "import parcompiler as pc, sys; pc.compile; print(*sys.modules)"
-    loaded, more, compiling = (set(line.split()) for line in printed(script) + printed(compiler))
+    compiler += "; import parcompiler.flow; print(*sys.modules)"
+    loaded, more, named, compiling = (
+        set(line.split()) for line in printed(script) + printed(compiler)
+    )
     assert not {"ortools", "safetensors", "transformers", "parcompiler.passes"} & loaded
     ours = {room_of(name) for name in loaded if name.split(".")[0] == "parcompiler"}
     assert ours <= {"__init__", *ASIDE["runtime"]}
     assert not {"ortools", "plotly", "transformers", "parcompiler.passes"} & more
     dear = {"ortools", "pandas", "plotly", "sympy", "torch._dynamo", "rich", "jinja2"}
     later = {f"parcompiler.{room}" for room in ("codegen", "report", "runtime", "verification")}
+    assert not {"parcompiler.capture", "parcompiler.passes", "parcompiler.verifier"} & named
     assert "parcompiler.passes" in compiling
     assert not (dear | later) & compiling  # who needs them pays for them
 
