@@ -64,6 +64,7 @@ STEPS = {
     "powersgd": 3,
 }  # by way of the data axis, so that what it keeps is used
 OTHER_SCALE = 0.75  # of the loss: the same gradients, rounded otherwise
+SLOW = 1e9  # FLOPs/s of a machine on which ranks are still waited for
 COMPILING = 900  # s that the ranks may take to compile their layers
 MOST_ROUNDING = 1e-2  # relative; a model that is further from float64 than that draws otherwise
 MOST_NARROW_ROUNDING = 0.25  # the same in 16 bits: a gradient that is missing is 1 from the model's
@@ -96,24 +97,28 @@ def _on_shorter_rows(
 
     None: it is not large, or has no smaller sizes, or anything went wrong or differs.
     """
-    double = shortened(program)
+    with steps("smaller sizes for float64"):
+        double = shortened(program)
     if double is None or program.problem.graph.narrow == torch.float16:  # whose scale is searched
         return None
+    graph, dtype = program.problem.graph, program.problem.options.dtype
+    patience = PATIENCE + double.flops / SLOW
     with TemporaryDirectory(prefix="parcompiler-") as folder, ThreadPoolExecutor(1) as beside:
         try:
-            with steps(f"the model in float64, {double.sizes}"):
-                begin = time.perf_counter()
-                lifted = _trial(program, double.graph, seed, torch.float64, folder, compiled)
-                patience = PATIENCE + 30 * double.times * (time.perf_counter() - begin)
-            with steps("the model in one process, and the ranks"):
-                graph, dtype = program.problem.graph, program.problem.options.dtype
+            with steps(f"the model in float64, {double.sizes}, beside the ranks"):
                 variant = _with_short_rounds(program.on(materialised(graph, seed)))
-                batches = _batches(variant, seed, lifted.compiled_inputs)
                 path = variant.write(Path(folder) / "native", program.report())
-                job = _job(variant, path, batches, seed, patience, compiled)
+                job = _job(variant, path, _batches(variant, seed), seed, patience, compiled)
                 running = beside.submit(pool().run, job, variant.lowered.grid.size)
+                lifted = _trial(program, double.graph, seed, torch.float64, folder, compiled)
+                if lifted.compiled_inputs:  # the model takes no random ones: once more
+                    pool().close()
+                    batches = _batches(variant, seed, of_inputs=True)
+                    job = _job(variant, path, batches, seed, patience, compiled)
+                    running = beside.submit(pool().run, job, variant.lowered.grid.size)
                 running_lifted = beside.submit(lifted.run)  # behind it
-                reference = _reference(variant, batches, seed, dtype)
+            with steps("the model in one process, beside the ranks"):
+                reference = _reference(variant, job.batches, seed, dtype)
                 trial = Trial(variant, job, dtype, reference, lifted.compiled_inputs)
                 native = trial.judged(running.result())
                 exact = lifted.judged(running_lifted.result())
