@@ -200,9 +200,7 @@ def check_data_updates(lowered: Lowered) -> None:
 def _check_axes(mesh: Mesh, options: Options) -> None:
     """Refuse what means nothing along the context and expert axes, or is not known there yet."""
     reason, wanted = "", options.data_updates
-    if mesh.expert > 1 and options.zero:
-        reason = f"zero={options.zero!r} shares out what all data ranks hold: take zero=0"
-    elif mesh.expert > 1 and wanted != ALL_REDUCE:
+    if mesh.expert > 1 and wanted != ALL_REDUCE:
         reason = "they exchange tokens in every layer: take updates='all-reduce', no compression"
     elif mesh.expert > 1 and options.asynchronous:
         reason = "they update together: take a synchronous schedule"

@@ -136,8 +136,7 @@ def compile(
     data_updates = DataUpdates.of(updates, compression, every, outer, staleness, compression_rank)
     if plan is not None and data_updates == ALL_REDUCE:
         data_updates = plan.updates or data_updates
-    alone = data_updates != ALL_REDUCE or (isinstance(mesh, Mesh) and mesh.expert > 1)
-    if zero == "auto" and (plan is not None or alone):
+    if zero == "auto" and (plan is not None or data_updates != ALL_REDUCE):
         zero = 0 if plan is None else plan.zero or 0
     if isinstance(optimizer, str) and optimizer in WHOLE and vocabulary == "auto":
         vocabulary = "whole"  # its rows would be matrices of their own

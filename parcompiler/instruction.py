@@ -200,5 +200,5 @@ class Instructions(tuple[Instruction, ...]):
 
 
 def is_of_experts(line: Instruction) -> bool:
-    """Whether a line sums gradients of experts, over the data ranks that have the same ones."""
-    return line.kind is Kind.REDUCE_GRADIENTS and (line.value or "").startswith(EXPERTS)
+    """Whether a line is for experts, among the data ranks that have the same ones."""
+    return line.kind in BUCKETED and (line.value or "").startswith(EXPERTS)

@@ -111,10 +111,15 @@ def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruct
     def seconds(line: Instruction) -> float:
         if line.kind is Kind.UNSHARD:
             assert line.stage is not None
-            held = (by_name[name] for name in lowered.stages[line.stage].tensors)
-            nbytes = sum(item.nbytes for item in held if not item.buffer)
-            group = lowered.grid.replicas(line.ranks)
-            return collective.joined(problem.mesh, "all-gather", nbytes, group)
+            held = [by_name[name] for name in lowered.stages[line.stage].tensors]
+            taken = 0.0
+            for expert in (None, 0):
+                own = [x for x in held if bool(x.experts) == (expert == 0)]
+                nbytes = sum(item.nbytes for item in own if problem.sharers(item) > 1)
+                group = lowered.grid.replicas(line.ranks, expert=expert)
+                if nbytes:
+                    taken += collective.joined(problem.mesh, "all-gather", nbytes, group)
+            return taken
         item = sums.get(line.value or "")
         if item is None or lowered.data == 1:
             return 0.0

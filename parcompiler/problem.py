@@ -392,18 +392,21 @@ class Problem:
         """Seconds in which data ranks gather the parameters of each block, and scatter the sums of
         its gradients; on the slowest of the ranks."""
 
-        def joined(action: str, nbytes: int) -> float:
+        def joined(action: str, nbytes: int, expert: int | None) -> float:
+            if not nbytes:
+                return 0.0
             ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
-            rows = (self.mesh.grid.replicas([rank]) for rank in ranks)
+            rows = (self.mesh.grid.replicas([rank], expert=expert) for rank in ranks)
             count = math.ceil(nbytes / self.bucket) if action == "reduce-scatter" else 1
             each = nbytes / max(1, count)
             return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
 
-        known = functools.cache(joined)
-        return [
-            (known("all-gather", self.unit_bytes(b)), known("reduce-scatter", self.made_bytes(b)))
-            for b in priced.cut.blocks
-        ]
+        known, found = functools.cache(joined), []
+        for block in priced.cut.blocks:
+            gathers = [known("all-gather", self._unit_bytes(block, of), of) for of in (None, 0)]
+            sums = [known("reduce-scatter", self._made_bytes(block, of), of) for of in (None, 0)]
+            found.append((sum(gathers), sum(sums)))
+        return found
 
     def under(self, plan: Plan) -> Priced:
         """The blocks of a plan with what each costs under it."""
@@ -422,7 +425,7 @@ class Problem:
 
     def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
         """What `find` says of a parameter, asked once for all that are alike: layers are many."""
-        key = find.__name__, item.shape, item.dtype, item.trainable, item.buffer
+        key = find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts
         if key not in self._alike:
             self._alike[key] = find(item)
         found: Found = self._alike[key]
@@ -462,8 +465,14 @@ class Problem:
         takes whole parameters, as large a part of each as the fullest rank has of all."""
         if self.options.optimizer in WHOLE and not item.buffer:
             return math.ceil(item.numel * self._fullest)
-        rows, ranks = item.shape[0] if item.shape else 1, 1 if item.buffer else self.mesh.replicas
+        rows, ranks = item.shape[0] if item.shape else 1, self.sharers(item)
         return -(-rows // ranks) * (item.numel // max(1, rows))
+
+    def sharers(self, item: Parameter) -> int:
+        """How many data ranks can share out what they all have of a parameter: those with the same
+        experts, or all; buffers are whole."""
+        same = self.mesh.replicas // self.mesh.expert
+        return 1 if item.buffer else same if item.experts else self.mesh.replicas
 
     @cached_property
     def _fullest(self) -> float:
@@ -476,17 +485,21 @@ class Problem:
 
     def unit_bytes(self, block: Block) -> int:
         """Bytes of the parameters that are gathered for a block."""
-        return sum(item.nbytes for item in self._read(block)) if self.gathers else 0
+        return sum(self._unit_bytes(block, of) for of in (None, 0))
 
-    def made_bytes(self, block: Block) -> int:
-        """Bytes of the gradients that a backward of a block makes."""
-        return sum(item.nbytes for item in self._read(block) if item.trainable)
+    def _unit_bytes(self, block: Block, expert: int | None) -> int:
+        """The same of experts (0), or of all others (None)."""
+        return sum(x.nbytes for x in self._shared(block, expert)) if self.gathers else 0
 
-    def _read(self, block: Block) -> Iterator[Parameter]:
-        """The parameters that a block reads, each once."""
+    def _made_bytes(self, block: Block, expert: int | None) -> int:
+        """Bytes of the gradients that a backward of a block makes for data ranks to share out."""
+        return sum(item.nbytes for item in self._shared(block, expert) if item.trainable)
+
+    def _shared(self, block: Block, expert: int | None) -> Iterator[Parameter]:
+        """The parameters that a block reads and data ranks share out, each once."""
         for name in {binding.name: None for binding in block.tensors}:
             item = self.graph.by_name[name]
-            if not item.buffer:
+            if self.sharers(item) > 1 and bool(item.experts) == (expert is not None):
                 yield item
 
     def constant_bytes(self, parts: Cut, blocks: Iterable[int]) -> dict[str, int]:
@@ -502,7 +515,7 @@ class Problem:
     def update_bytes(self, item: Parameter) -> int:
         """Bytes by which a parameter or buffer takes more in the optimizer's step. Nothing where
         data ranks have gradients of parts by then."""
-        if item.dtype != self.options.narrow or self.zero:
+        if item.dtype != self.options.narrow or (self.zero and self.sharers(item) > 1):
             return 0
         more = more_in_update(
             self.options.optimizer, item.dtype, trainable=item.trainable, masters=True
@@ -538,12 +551,10 @@ class Problem:
     @cached_property
     def bucket_bytes(self) -> int:
         """Bytes that a rank may need at most to bring the gradients of buckets together."""
-        ranks = self.mesh.replicas
-        if ranks == 1:
-            return 0
-        trained = sum(item.nbytes for item in self.graph.parameters if item.trainable)
+        summed = [x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1]
+        ranks = min(map(self.sharers, summed), default=1)
         packed = self.options.compression is not None  # it is sent, and others' are received
-        size = min(self.bucket, trained) * (1 + packed)
+        size = min(self.bucket, sum(item.nbytes for item in summed)) * (1 + packed)
         if self.scatters:  # and what comes of it
             size = max(size, self.largest_gradient) * (ranks + 1) // ranks
         return max(size, self.largest_gradient if self.zero else 0)
@@ -552,9 +563,8 @@ class Problem:
     def largest_gradient(self) -> int:
         """Bytes of the largest gradient that data ranks need room for besides: one of which they
         share rows out unevenly is copied, to pieces that are as long on every rank."""
-        ranks = self.mesh.replicas
-        trained = (item for item in self.graph.parameters if item.trainable)
-        copied = (x for x in trained if self.scatters or (x.shape and x.shape[0] % ranks))
+        summed = (x for x in self.graph.parameters if x.trainable and self.sharers(x) > 1)
+        copied = (x for x in summed if self.scatters or (x.shape and x.shape[0] % self.sharers(x)))
         return max((item.nbytes for item in copied), default=0)
 
     def carried(self, node: fx.Node) -> float:

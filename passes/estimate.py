@@ -13,7 +13,7 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.graph import Block, Parameter, nbytes_of
 from parcompiler.instruction import HEAD
-from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, in_flight
+from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, Summed, in_flight
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Priced, Problem
@@ -146,7 +146,7 @@ def _costs(
         exchange = each[j]
         if lowered and problem.gathers:
             here = [k for k, home in enumerate(placement) if home == rank]
-            done = [size for k in reversed(here) if k > j for size, _ in each[k].buckets]
+            done = [bucket for k in reversed(here) if k > j for bucket in each[k].buckets]
             every = [each[k] for k in here]
             later = in_flight(every, done) - in_flight(every)
             exchange = exchange._replace(gathered=(), later=later)
@@ -244,43 +244,53 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     parts = [priced.cut.blocks[b] for b in blocks]
     level = problem.options.zero if isinstance(problem.options.zero, int) else 0
     trained = _last_uses(problem, parts)
-    buckets = [*_buckets(trained, problem.bucket, apart=level == 3)]
+    buckets = [
+        bucket
+        for ranks in dict.fromkeys(problem.sharers(item) for own in trained for item in own)
+        for bucket in _buckets(
+            [[item for item in own if problem.sharers(item) == ranks] for own in trained],
+            ranks,
+            problem.bucket,
+            apart=level == 3,
+        )
+    ]
     sent_and_received = 1 + (problem.options.compression is not None)
+    largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
         level=level,
-        ranks=problem.mesh.replicas,
         made=tuple(sum(item.nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)),
-        buckets=tuple(buckets),
-        copied=min(problem.bucket, max([0, *(size for size, _ in buckets)])) * sent_and_received,
+        buckets=tuple(sorted(buckets, key=lambda bucket: -bucket.block)),
+        copied=min(problem.bucket, largest) * sent_and_received,
     )
 
 
 def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter]]:
-    """The parameters of which each block completes the gradients: it reads them first."""
+    """The parameters that data ranks share of which each block completes the gradients: it reads
+    them first."""
     found, seen = [], set[str]()
     for block in blocks:
         names = [name for name in dict.fromkeys(x.name for x in block.tensors) if name not in seen]
         seen.update(names)
         items = (problem.graph.by_name[name] for name in names)
-        found.append([item for item in items if item.trainable])
+        found.append([item for item in items if item.trainable and problem.sharers(item) > 1])
     return found
 
 
 def _buckets(
-    trained: Sequence[Sequence[Parameter]], most: int, *, apart: bool
-) -> Iterator[tuple[int, int]]:
-    """Bytes of each bucket of gradients, as `lower.buckets` fills them, and the block that
-    completes it; `apart`: no bucket has gradients of several blocks."""
+    trained: Sequence[Sequence[Parameter]], ranks: int, most: int, *, apart: bool
+) -> Iterator[Summed]:
+    """The buckets of gradients that so many data ranks share, as `lower.buckets` fills them;
+    `apart`: no bucket has gradients of several blocks."""
     size, at = 0, 0
     for k in reversed(range(len(trained))):
         for item in reversed(trained[k]):
             if size and (size + item.nbytes > most or (apart and at != k)):
-                yield size, at
+                yield Summed(size, at, ranks)
                 size = 0
             size, at = size + item.nbytes, k
     if size:
-        yield size, at
+        yield Summed(size, at, ranks)
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:

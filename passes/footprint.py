@@ -33,20 +33,32 @@ from parcompiler.problem import Priced
 from parcompiler.timeline import First
 
 
+class Summed(NamedTuple):
+    """A bucket of gradients that so many data ranks share, with the block that completes it."""
+
+    size: int
+    block: int
+    ranks: int
+
+    @property
+    def part(self) -> int:
+        """The bytes that each rank gets."""
+        return self.size // self.ranks
+
+
 class Exchanged(NamedTuple):
     """What data ranks exchange for the blocks of a stage, in bytes: `made` are the gradients that
     the backward of each block makes, `gathered` its parameters if they are in parts.
 
-    So many `ranks` share out what `level` says. Gradients go together in `buckets`, each with the
-    block that completes it, in the order of the backward. `copied` is the copy of the last,
-    `later` what more is on its way than `in_flight` when the stage begins to go back.
+    Ranks share out what `level` says. Gradients go together in `buckets`, in the order of the
+    backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
+    when the stage begins to go back.
     """
 
     level: int = 0
-    ranks: int = 1
     made: Sequence[int] = ()
     gathered: Sequence[int] = ()
-    buckets: Sequence[tuple[int, int]] = ()
+    buckets: Sequence[Summed] = ()
     copied: int = 0
     later: int = 0
 
@@ -59,8 +71,9 @@ class Exchanged(NamedTuple):
         behind that wait for their bucket or are on their way, more than those `in_flight`."""
         late = self.later
         if self.level >= 2:
-            done = [size for size, at in self.buckets if at > k]
-            late += sum(self.made[k + 1 :]) - sum(done) + self.latest(done) - self.latest()
+            done = [bucket for bucket in self.buckets if bucket.block > k]
+            gone = sum(bucket.size for bucket in done)
+            late += sum(self.made[k + 1 :]) - gone + self.latest(done) - self.latest()
         return sum(self.gathered[max(0, k - 1) : k + 1]) + late
 
     def own(self, k: int) -> int:
@@ -74,25 +87,22 @@ class Exchanged(NamedTuple):
         optimizer has all of it."""
         if self.level >= 2:
             return 0, 0
-        return sum(self.made) // self.ranks if self.level else 0, self.copied
+        return sum(bucket.part for bucket in self.buckets) if self.level else 0, self.copied
 
-    def latest(self, done: Sequence[int] = ()) -> int:
-        """The last buckets on their way when so many of this backward have gone."""
-        before = [size for size, _ in self.buckets] * IN_FLIGHT  # of micro-batches before
-        return self.on_its_way([*before, *done][-IN_FLIGHT:])
-
-    def on_its_way(self, sizes: Sequence[int]) -> int:
-        """Something whole and a rank's part of it."""
-        return sum(size + size // self.ranks for size in sizes)
+    def latest(self, done: Sequence[Summed] = ()) -> int:
+        """The last buckets on their way, whole and a rank's part, when these of this backward have
+        gone."""
+        before = [*self.buckets] * IN_FLIGHT  # of micro-batches before
+        return sum(bucket.size + bucket.part for bucket in [*before, *done][-IN_FLIGHT:])
 
 
 NOTHING = Exchanged()
 IN_FLIGHT = 1  # buckets
 
 
-def in_flight(stages: Sequence[Exchanged], done: Sequence[int] = ()) -> int:
+def in_flight(stages: Sequence[Exchanged], done: Sequence[Summed] = ()) -> int:
     """Bytes on a rank with some stages from the first backward on: a bucket on its way to
-    parts, and what comes of them. Buckets of so many bytes are `done` in this backward."""
+    parts, and what comes of them. Some are `done` in this backward."""
     one = stages[0]
     if one.level < 2:
         return 0

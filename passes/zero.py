@@ -196,17 +196,23 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     found = []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
-        sizes = [item.nbytes for item in bucketed if item.trainable]
-        count = max(1, min(len(sizes), math.ceil(sum(sizes) / problem.bucket)))
-        each = functools.partial(
-            collective.joined, problem.mesh, nbytes=sum(sizes) / count,
-            ranks=problem.mesh.grid.replicas([rank]),
-        )  # fmt: skip
-        sums = count * each("reduce-scatter" if level else "all-reduce")
-        gather = each("all-gather") if level else 0.0
+        count, sums, gathers = 0, 0.0, 0.0
+        for expert in (None, 0):  # experts apart from all others
+            items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
+            sizes = [item.nbytes for item in items if problem.sharers(item) > 1]
+            number = max(1, min(len(sizes), math.ceil(sum(sizes) / problem.bucket)))
+            each = functools.partial(
+                collective.joined, problem.mesh, nbytes=sum(sizes) / number,
+                ranks=problem.mesh.grid.replicas([rank], expert=expert),
+            )  # fmt: skip
+            if sizes:
+                count += number
+                sums += number * each("reduce-scatter" if level else "all-reduce")
+                gathers += number * each("all-gather") if level else 0.0
+        count = max(1, count)
         mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
-        waits = max(gather, count * gather - mine[0].forward * (1 - 1 / count))
-        seconds = sums + count * gather
+        waits = max(gathers / count, gathers - mine[0].forward * (1 - 1 / count))
+        seconds = sums + gathers
         late = max(sums / count, sums - _window(problem, plan, rank)) + waits
         if level >= 2:
             compute = sum(cost.forward + cost.backward for cost in mine)

@@ -10,7 +10,8 @@
 A parameter that several stages of a rank read is final after the last of their backwards. The
 order inside a stage is that in which a backward makes gradients final: the reverse of the order in
 which the forward reads the parameters. A tensor that several ranks hold is summed over all of
-their data replicas at once, as `TiedTensor`, and is in no bucket.
+their data replicas at once, as `TiedTensor`, and is in no bucket; experts of one data rank alone
+need no sum.
 
 Where data ranks keep pieces of gradients (the second level of ZeRO), a bucket is summed behind each
 backward of its stage, and what that has added goes to the pieces:
@@ -26,7 +27,7 @@ A tensor that several ranks hold is in a bucket of each then, and its sum at the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.graph import Graph, Parameter
@@ -43,13 +44,13 @@ EVERYWHERE = (Kind.T, Kind.EMBED_BACKWARD)  # what adds to gradients of rows of 
 def buckets(
     graph: Graph,
     stages: Sequence[StageProgram],
-    tied: Iterable[TiedTensor],
+    apart: Container[str],
     lists: Sequence[Lines],
     spread: Spread | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets of every rank, in the order in which they become final there; what is `tied` is
+    """The buckets of every rank, in the order in which they become final there; tensors `apart` are
     in none."""
-    apart, most = {item.name for item in tied}, bucket_size(graph, len(lists))
+    most = bucket_size(graph, len(lists))
     found: list[Bucket] = []
     for rank, lines in enumerate(lists):
         final = _final(graph, stages, rank, lines)

@@ -33,7 +33,8 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     )
     updates = plan.updates or ALL_REDUCE
     apart = tied if level < 2 else ()  # whose gradients are never in pieces
-    reduced = buckets(graph, stages, apart, lists, everywhere) if plan.mesh.replicas > 1 else ()
+    unsummed = _alone(graph, plan) | {item.name for item in apart}
+    reduced = buckets(graph, stages, unsummed, lists, everywhere)
     if updates.separate:
         kind = Kind.AVERAGE_PARAMETERS if updates.way == "local" else Kind.PUSH_PULL
         lists = gathered(lists, reduced, tied, kind)
@@ -67,3 +68,9 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
         vocabulary=everywhere,
         plan=plan,
     )
+
+
+def _alone(graph: Graph, plan: Plan) -> set[str]:
+    """The tensors that each data rank has alone: their gradients need no sum."""
+    data, same = plan.mesh.replicas, plan.mesh.replicas // plan.mesh.expert
+    return {item.name for item in graph.parameters if (same if item.experts else data) == 1}

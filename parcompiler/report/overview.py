@@ -95,7 +95,7 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
     if choices.zero is not None:
-        but = " but experts" * (mesh.expert > 1)
+        but = " (experts: among those with the same ones)" * (mesh.expert > 1)
         yield "zero", f"{choices.zero}: {SHARED[choices.zero]}{but}"
     if choices.updates is not None:
         yield "updates", meaning(choices.updates, choices.server)

@@ -183,7 +183,7 @@ class RankProgram:
         if self.zero < 2 and not self.updates.separate:
             places, ties = places | ties, set()
         groups = [grid.replicas(p, k) for p in sorted(places) for k in range(grid.tensor)]
-        if grid.expert > 1:
+        if grid.data > grid.expert > 1:
             groups += [
                 grid.replicas((position,), tensor, expert)
                 for position in range(grid.pipeline)

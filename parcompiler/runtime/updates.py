@@ -219,7 +219,7 @@ class Updates:
         dtypes = {name: self._parameters[name].dtype for name in self._parts.reduced}
         if narrow is not None:
             dtypes = {n: torch.promote_types(dtype, torch.float32) for n, dtype in dtypes.items()}
-        return self._parts.joined(found, dtypes)
+        return self._alone(found) | self._parts.joined(found, dtypes)
 
     def whole_masters(self) -> dict[str, torch.Tensor]:
         """The masters of this rank by name. A collective of the data ranks where each has rows of
@@ -228,7 +228,14 @@ class Updates:
             return dict(self.masters.by_name)
         narrow, shared = self._program.narrow, self._parts.parameters.items()
         trained = [name for name, p in shared if p.dtype == narrow and p.requires_grad]
-        return self._parts.joined(self.masters.by_name, dict.fromkeys(trained, torch.float32))
+        masters = self.masters.by_name
+        wholes = self._parts.joined(masters, dict.fromkeys(trained, torch.float32))
+        return self._alone(masters) | wholes
+
+    def _alone(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of the parameters that are not shared out."""
+        shared = () if self._parts is None else self._parts.parameters
+        return {name: tensor for name, tensor in tensors.items() if name not in shared}
 
     def in_pieces(self, name: str) -> bool:
         """Whether each data rank has rows of a parameter, and nothing else of it."""
@@ -246,8 +253,8 @@ class Updates:
             for name, p in self._parts.parameters.items()
             if name in self._parts.in_pieces or p.dtype == narrow
         }
-        own = {n: m for n, m in self.masters.by_name.items() if n not in self._parts.parameters}
-        return own | self._parts.joined(rows, dtypes, keep=not self._program.coordinate.data)
+        keep = self._program.coordinate.data < self._program.expert
+        return self._alone(self.masters.by_name) | self._parts.joined(rows, dtypes, keep=keep)
 
     @torch.no_grad()
     def fill(
@@ -272,7 +279,8 @@ class Updates:
             return
         whole = torch.zeros_like(parameter, dtype=master.dtype)
         write(whole)
-        master.copy_(whole if self._parts is None else self._parts.rows(name, whole))
+        shared = self._parts is not None and name in self._parts.parameters
+        master.copy_(self._parts.rows(name, whole) if self._parts and shared else whole)
 
     def _check_whole(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise InputError where an optimizer would take a piece of a parameter for the whole."""

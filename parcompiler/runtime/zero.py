@@ -20,6 +20,9 @@ so no [3]: around each use of a stage
     UNSHARD     its parameters get memory, and the rows of all data ranks
     RESHARD     that memory is free again
 
+Experts that expert ranks share out are dealt to the data ranks that have the same ones; where that
+is one alone, it has all of them as without ZeRO.
+
 Autograd refers to the memory of parameters by their storage, which stays one object throughout:
 what a forward saved is there again when its backward has unsharded it (as in FSDP2).
 """
@@ -61,6 +64,13 @@ def is_elementwise(kind: Callable[..., torch.optim.Optimizer]) -> bool:
         kind = kind.func
     name = getattr(kind, "__name__", "")
     return name in ELEMENTWISE and getattr(torch.optim, name) is kind
+
+
+class _Sharers(NamedTuple):
+    """The data ranks that share out a parameter, and the place of this one among them."""
+
+    ranks: tuple[int, ...]
+    place: int
 
 
 class _Place(NamedTuple):
@@ -116,9 +126,11 @@ class DataParts:
         """`held` are the names of the tensors of each stage."""
         at, self.level = program.coordinate, program.sharing
         self._served = program.updates.way == "parameter-server"
-        self._ranks = program.grid.replicas((at.pipeline,), at.tensor)
-        self._count, self._index = program.data, at.data
-        self._channels = channels
+        self._channels, self._experts = channels, program.experts
+        grid, expert = program.grid, at.data % program.expert
+        self._every = _Sharers(grid.replicas((at.pipeline,), at.tensor), at.data)
+        of_experts = grid.replicas((at.pipeline,), at.tensor, expert)
+        self._alike = _Sharers(of_experts, at.data // program.expert)  # those with its experts
         alone = {label: (item.name,) for label, item in program.tied.items()}
         buckets = {**program.buckets, **(alone if self.level == 1 else {})}
         lines = [x for x in program.instructions if x.kind is Kind.GATHER_PARAMETERS]
@@ -127,7 +139,12 @@ class DataParts:
         self._stages: dict[int, list[str]] = {}
         if self.level == 3:
             for j, names in held.items():
-                own = [n for n in dict.fromkeys(names) if isinstance(tensors[n], nn.Parameter)]
+                own = [
+                    name
+                    for name in dict.fromkeys(names)
+                    if isinstance(tensors[name], nn.Parameter)
+                    and len(self._sharers(name).ranks) > 1
+                ]
                 self._stages[j] = own
                 shared |= dict.fromkeys(own)
         self.parameters = {
@@ -142,7 +159,7 @@ class DataParts:
         self._users: Counter[str] = Counter()  # how many stages need a parameter whole now
         self._arriving: list[tuple[set[str], Arrival]] = []
         self._ties = {
-            item.name: tuple(program.grid.rank(p, at.data, at.tensor) for p in item.ranks)
+            item.name: tuple(grid.rank(p, at.data, at.tensor) for p in item.ranks)
             for item in program.tied.values()
         }
         self.whole = self._served
@@ -150,6 +167,10 @@ class DataParts:
         self._share_out()
         for name in self.in_pieces:
             self._free(name)
+
+    def _sharers(self, name: str) -> _Sharers:
+        """Who shares out a parameter: alike for all of a bucket."""
+        return self._alike if name in self._experts else self._every
 
     def suits(self, *, elementwise: bool) -> bool:
         """Whether an optimizer that works element by element, or does not, can take the parameters
@@ -178,16 +199,16 @@ class DataParts:
 
     def rows(self, name: str, tensor: torch.Tensor, data: int | None = None) -> torch.Tensor:
         """The rows of a data rank (this one) of a tensor like the parameter `name`: a view."""
-        span = self._spans[name][self._index if data is None else data]
+        span = self._spans[name][self._sharers(name).place if data is None else data]
         return _with_rows(tensor).narrow(0, span.start, span.size)
 
     def span(self, name: str) -> Span:
         """The rows of a parameter that this data rank updates; it may be none."""
-        return self._spans[name][self._index]
+        return self._spans[name][self._sharers(name).place]
 
     def is_first(self, name: str) -> bool:
         """Whether no data rank before this one updates rows of a parameter."""
-        return not any(span.size for span in self._spans[name][: self._index])
+        return not any(span.size for span in self._spans[name][: self._sharers(name).place])
 
     def fill(self, name: str, write: Callable[[torch.Tensor], object]) -> None:
         """Fill the part of a parameter in pieces, as `write` fills a tensor of its form."""
@@ -200,10 +221,11 @@ class DataParts:
         """Start getting the parameters of a stage whole. A collective of the data ranks."""
         missing = [name for name in self._stages.get(j, ()) if not self._users[name]]
         self._users.update(self._stages.get(j, ()))
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        alike: dict[object, list[str]] = {}
         for name in missing:
-            by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
-        for names in by_dtype.values():
+            key = self.parameters[name].dtype, self._sharers(name)
+            alike.setdefault(key, []).append(name)
+        for names in alike.values():
             arrival = self._exchange(names, self.parts, self.parameters)
             self._arriving.append(({*names}, arrival))
 
@@ -251,10 +273,11 @@ class DataParts:
         """Start summing the gradients of a bucket over the data ranks, for which parameters have
         none any more; then the sums are added to the gradients of parts."""
         found = [name for name in names if self.parameters[name].grad is not None]
+        ranks, index = self._sharers(names[0])
         self.reduced.update(found)
         if self.whole:
             add_up = self._channels.reduce if self._served else self._channels.sum
-            work = add_up(flat([self.parameters[n] for n in names]), self._ranks)
+            work = add_up(flat([self.parameters[n] for n in names]), ranks)
             mine = {n: g for n in found if (g := self.parameters[n].grad) is not None}
             for name in names:
                 self.parameters[name].grad = None
@@ -273,11 +296,11 @@ class DataParts:
         if targets:
             torch._foreach_copy_(targets, rows)
         own = segments.new_empty(1, segments.shape[1])
-        work = self._channels.scatter(segments, own, self._ranks)
+        work = self._channels.scatter(segments, own, ranks)
         sums = {
             place.name: _view(own, place._replace(data=0), self.parts[place.name])
             for place in places
-            if place.data == self._index and place.name in {*found}
+            if place.data == index and place.name in {*found}
         }
         for name in names:
             self.parameters[name].grad = None
@@ -332,39 +355,40 @@ class DataParts:
         """Start filling tensors of one dtype with the rows of all data ranks."""
         if self._served:
             return self._serve(names, rows, into)
+        ranks, index = self._sharers(names[0])
         if self.whole:
             works, buffers = [], {}
             for name in names:
                 home = next(k for k, span in enumerate(self._spans[name]) if span.size)
                 buffer = torch.empty_like(into[name], memory_format=torch.contiguous_format)
-                if home == self._index:
+                if home == index:
                     buffer.copy_(rows[name].view_as(buffer))
-                works.append(self._channels.give(buffer, self._ranks, home))
+                works.append(self._channels.give(buffer, ranks, home))
                 buffers[name] = buffer
             size = sum(buffer.nbytes for buffer in buffers.values())
             return Arrival(works, lambda: self._copy_wholes(buffers, into), size)
         memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
         segments, places = self._bucket(names, into[names[0]], memory)
-        mine = [place for place in places if place.data == self._index]
+        mine = [place for place in places if place.data == index]
         views = [_view(segments, place, rows[place.name]) for place in mine]
         if views and views[0].data_ptr() != rows[mine[0].name].data_ptr():
             torch._foreach_copy_(views, [rows[place.name] for place in mine])
-        works = self._channels.gather(segments, self._ranks)
+        works = self._channels.gather(segments, ranks)
         own = memory and segments.data_ptr() == memory[0].data_ptr()
         nbytes = 0 if own else segments.nbytes
         return Arrival(works, lambda: self._copy_rows(segments, places, into), nbytes)
 
     def _serve(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
         """Start giving all data ranks what the first of them has."""
-        sizes = [into[name].numel() for name in names]
+        sizes, (ranks, index) = [into[name].numel() for name in names], self._sharers(names[0])
         bucket = into[names[0]].new_empty(sum(sizes))
         pieces = zip(names, bucket.split(sizes), strict=True)
         buffers = {name: piece.view(into[name].shape) for name, piece in pieces}
-        if not self._index:
+        if not index:
             for name, buffer in buffers.items():
                 buffer.copy_(rows[name].reshape(buffer.shape))
-        work = self._channels.give(bucket, self._ranks, 0)
-        there = not self._index and into is self.parameters
+        work = self._channels.give(bucket, ranks, 0)
+        there = not index and into is self.parameters
         then = lambda: self._copy_wholes({} if there else buffers, into)  # noqa: E731
         return Arrival([work], then, bucket.nbytes)
 
@@ -382,7 +406,9 @@ class DataParts:
         others = [
             place
             for place in places
-            if not here or place.data != self._index or place.name in self.in_pieces
+            if not here
+            or place.data != self._sharers(place.name).place
+            or place.name in self.in_pieces
         ]
         targets = [self.rows(place.name, wholes[place.name], place.data) for place in others]
         if others:
@@ -423,22 +449,25 @@ class DataParts:
         """Deal the rows of all parameters, and make the parts of this rank."""
         self._spans: dict[str, list[Span]] = {}
         self._row_sizes: dict[str, int] = {}  # elements
-        ties = {name: k % self._count for k, name in enumerate(sorted(self._ties))}  # alike there
-        sizes = {name: parameter.numel() for name, parameter in self.parameters.items()}
-        homes = dealt(sizes, 1 if self._served else self._count, {} if self._served else ties)
-        for name, parameter in self.parameters.items():
-            size = parameter.shape[0] if parameter.dim() else 1
-            self._row_sizes[name] = parameter.numel() // max(1, size)
-            self._spans[name] = [
-                Span(0, size if k == homes[name] else 0)
-                if self.whole
-                else piece(size, self._count, k)
-                for k in range(self._count)
-            ]
+        for sharers in {self._every, self._alike}:
+            count = len(sharers.ranks)
+            own = {n: p for n, p in self.parameters.items() if self._sharers(n) == sharers}
+            sizes = {name: parameter.numel() for name, parameter in own.items()}
+            ties = {n: k % count for k, n in enumerate(sorted(self._ties)) if n in own}
+            homes = dealt(sizes, 1 if self._served else count, {} if self._served else ties)
+            for name, parameter in own.items():
+                size = parameter.shape[0] if parameter.dim() else 1
+                self._row_sizes[name] = parameter.numel() // max(1, size)
+                self._spans[name] = [
+                    Span(0, size if k == homes[name] else 0)
+                    if self.whole
+                    else piece(size, count, k)
+                    for k in range(count)
+                ]
         self.parts = {
             name: nn.Parameter(self._own(name, parameter.detach()), parameter.requires_grad)
             for name, parameter in self.parameters.items()
-            if self._spans[name][self._index].size
+            if self.span(name).size
         }
 
     def _own(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -455,8 +484,8 @@ class DataParts:
 
         It is the `memory` of the tensor that is alone in it, where that lies there as it would.
         """
-        places, longest = [], 0
-        for k in range(self._count):
+        places, longest, count = [], 0, len(self._sharers(names[0]).ranks)
+        for k in range(count):
             begin = 0
             for name in names:
                 end = begin + self._spans[name][k].size * self._row_sizes[name]
@@ -465,9 +494,9 @@ class DataParts:
                 begin = end
             longest = max(longest, begin)
         for tensor in memory:
-            if tensor.is_contiguous() and tensor.numel() == self._count * longest:
-                return tensor.detach().view(self._count, longest), places
-        return like.new_empty(self._count, longest), places
+            if tensor.is_contiguous() and tensor.numel() == count * longest:
+                return tensor.detach().view(count, longest), places
+        return like.new_empty(count, longest), places
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from parcompiler.graph import Parameter
+from parcompiler.instruction import EXPERTS
 from parcompiler.lower.lowered import Bucket, StageProgram, TiedTensor
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.verifier.fault import Fault, ranks, repeated
@@ -204,12 +205,13 @@ def _data_sums(wiring: Wiring) -> Iterator[Fault]:
 def _in_bucket(wiring: Wiring, name: str, buckets: list[Bucket]) -> Iterator[Fault]:
     """A parameter that one rank holds is in one bucket of that rank; others are in none, or in one
     of each of their ranks where data ranks keep pieces of gradients."""
-    holders = wiring.ranks_of(name)
+    holders, lowered = wiring.ranks_of(name), wiring.lowered
+    experts, alone = wiring.graph.by_name[name].experts, lowered.data == lowered.expert
     listed = ", ".join(item.label for item in buckets)
-    if len(holders) > 1 and wiring.lowered.zero > 1:
+    if len(holders) > 1 and lowered.zero > 1:
         yield from _on_each(f"{name} is on {ranks(holders)}", "gradients", name, buckets, holders)
         return
-    if len(holders) > 1:
+    if len(holders) > 1 or (experts and alone):
         if buckets:
             yield Fault(AVERAGED, f"{name} is on {ranks(holders)}, and also in {listed}")
         return
@@ -244,7 +246,7 @@ def _on_each(
 
 
 def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
-    """A bucket has parameters that are trained, all of one dtype."""
+    """A bucket has parameters that are trained, all of one dtype, experts or none."""
     if not item.names:
         yield Fault(AVERAGED, f"{item.label} is empty")
     known = {name: wiring.graph.by_name.get(name) for name in item.names}
@@ -260,3 +262,7 @@ def _formed(wiring: Wiring, item: Bucket) -> Iterator[Fault]:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in known.values() if p is not None})
     if len(dtypes) > 1:
         yield Fault(AVERAGED, f"{item.label} has gradients of several dtypes ({', '.join(dtypes)})")
+    kinds = {bool(p.experts) for p in known.values() if p is not None}
+    if kinds - {item.label.startswith(EXPERTS)}:
+        which = "those with its experts" if item.label.startswith(EXPERTS) else "all"
+        yield Fault(AVERAGED, f"{item.label} is of {which} of the data ranks, and has others' too")

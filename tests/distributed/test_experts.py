@@ -3,6 +3,10 @@
 That tokens are exchanged is read from the emitted layers, and that pieces are held from shapes.
 """
 
+import copy
+import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,19 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.instruction import EXPERTS, Kind
+from parcompiler.runtime.checkpoint import folder as folders
+from parcompiler.verification.batches import random_batch
+from parcompiler.verification.pool import Job, pool
 from tests import zoo
 from tests.architecture_text import CAUSAL
+from tests.distributed import checkpoints, forked, recipe
+from tests.verifier.edits import texts
 
 FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe", {"data": 4, "expert": 2}, {}),
     ("hf-mixtral", {"data": 4, "expert": 4}, {}),
-    ("gpt-oss", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full"}),
+    ("gpt-oss", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full", "zero": 2}),
 ]
 MODELS = ("moe", "hf-mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3")
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -24,14 +34,30 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"data": 4, "expert": 4}, {}),
     ({"data": 4, "expert": 2}, {"recompute": "full"}),
     ({"pipeline": 2, "data": 2, "expert": 2}, {"schedule": "zb-h1"}),
+    ({"data": 4, "expert": 2}, {"zero": 1}),
+    ({"pipeline": 2, "data": 2, "expert": 2}, {"zero": 2}),
+    ({"data": 4, "expert": 2}, {"zero": 3, "recompute": "full"}),
+    ({"data": 2, "expert": 2}, {"zero": 3}),
 ]
 
 
-def compiled(name: str, mesh: dict[str, Any], **options: Any) -> pc.Program:
+OPTIONS: dict[str, Any] = {
+    "microbatches": 2,
+    "precision": "fp64",
+    "vocabulary": "whole",
+    "progress": False,
+}
+
+
+@cache
+def captured(name: str) -> pc.Program:
     torch.manual_seed(0)
     model, inputs, *_ = zoo.build(name) if name in zoo.ALL else CAUSAL[name]()
-    options = {"microbatches": 2, "precision": "fp64", "progress": False, **options}
-    return pc.compile(model.train(), pc.Mesh(**mesh), inputs, **options)
+    return pc.compile(model.train(), pc.Mesh(), inputs, **OPTIONS)
+
+
+def compiled(name: str, mesh: dict[str, Any], **options: Any) -> pc.Program:
+    return pc.compile(captured(name), pc.Mesh(**mesh), **{**OPTIONS, **options})
 
 
 def check(program: pc.Program) -> None:
@@ -60,7 +86,6 @@ def test_expert_ranks_train_as_the_model_does(
         ("hf-mixtral", {"data": 8, "expert": 8}, {}, r"4 experts .*more ranks than experts"),
         ("hf-mixtral", {"data": 3, "expert": 3}, {}, r"expert=3 does not divide the 4 experts"),
         ("gpt", {"data": 2, "expert": 2}, {}, r"expert=2 divides experts, and GPT has none"),
-        ("moe", {"data": 2, "expert": 2}, {"zero": 1}, r"take zero=0"),
         ("moe", {"data": 2, "expert": 2, "tensor": 2}, {}, r"take tensor=1"),
         ("moe", {"data": 2, "expert": 2}, {"updates": "local"}, r"take updates='all-reduce'"),
     ],
@@ -70,6 +95,90 @@ def test_what_expert_ranks_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(pc.InputError, match=words):
         compiled(name, mesh, **options)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_data_ranks_with_the_same_experts_share_them_out(zero: int, tmp_path: Path) -> None:
+    program = compiled("moe", {"data": 4, "expert": 2}, zero=zero)
+    kept = program.problem.kept_bytes
+    experts = {item.name: item for item in program.lowered.graph.parameters if item.experts}
+    assert {2 * kept(item)[3 - zero] for item in experts.values()} == {
+        item.nbytes * (2 if zero == 1 else 1) for item in experts.values()
+    }
+    (lines,) = program.lowered.instructions
+    sums = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
+    assert {name for x in program.lowered.buckets for name in x.names if "experts" in x.label} == {
+        *experts
+    }
+    assert len({line.value for line in sums}) == len(program.lowered.buckets)
+    assert any(line.kind is Kind.GATHER_PARAMETERS for line in lines) == (zero < 3)
+    clipped(program, tmp_path)
+
+
+def test_experts_of_one_rank_alone_are_exchanged_with_none(tmp_path: Path) -> None:
+    program = compiled("moe", {"data": 2, "expert": 2}, zero=2)
+    summed = {name for item in program.lowered.buckets for name in item.names}
+    assert summed == {x.name for x in program.lowered.graph.parameters if not x.experts}
+    clipped(program, tmp_path)
+
+
+def test_wrong_buckets_of_experts_are_found() -> None:
+    lowered = compiled("moe", {"data": 4, "expert": 2}).lowered
+    of_all = tuple(replace(x, label=x.label.removeprefix(EXPERTS)) for x in lowered.buckets)
+    assert any("is of all of the data ranks" in x for x in texts(replace(lowered, buckets=of_all)))
+    alone = replace(compiled("moe", {"data": 2, "expert": 2}).lowered, buckets=lowered.buckets)
+    assert any("experts" in x and "is on rank 0, and also in experts_" in x for x in texts(alone))
+
+
+def clipped(program: pc.Program, folder: Path) -> None:
+    """Train with clipped gradients, as the model does in one process."""
+    mesh, model = program.plan.mesh, copy.deepcopy(program.model)
+    assert model is not None
+    count = program.plan.microbatches * mesh.data
+    batches = [random_batch(program.problem.graph, count, seed) for seed in range(2)]
+    job = Job(str(program.export(folder / "program")), batches, options={"lr": 0.5}, max_norm=0.2)
+    found = pool().run(job, program.lowered.grid.size)
+    wanted = recipe.train(
+        model.double(), batches, count, None, max_norm=0.2, lr=0.5, kind=torch.optim.SGD
+    )
+    assert found.norms is not None
+    assert max(wanted.norms) > 0.2, "nothing is clipped"
+    torch.testing.assert_close(found.norms, torch.tensor(wanted.norms, dtype=torch.float64))
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(found.state[key], parameter.detach(), rtol=1e-9, atol=1e-12)
+
+
+DEGREES = {
+    "two": ({"data": 4, "expert": 2}, 1),
+    "four": ({"data": 4, "expert": 4}, 0),
+    "pieces": ({"data": 4, "expert": 2}, 3),
+    "one": ({"data": 1}, 0),
+}
+
+
+def test_a_run_goes_on_with_other_expert_ranks_and_levels_to_the_bit(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = []
+    for name, (mesh, zero) in DEGREES.items():
+        program = compiled("moe", mesh, microbatches=4 // mesh["data"], zero=zero)
+        config: Any = getattr(program.model, "config")  # noqa: B009
+        program.export(tmp_path / name)
+        actions = [["load", jobs[-1]["name"]] if jobs else ["train", 2], ["save", name]]
+        job = {"program": name, "ranks": program.lowered.grid.size, "rows": 8, "no_loader": True}
+        job |= {"name": name, "high": config.vocabulary, "length": config.sequence}
+        jobs.append({**job, "actions": [*actions, ["train", 1]]})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    forked.run(4, checkpoints.main, str(tmp_path))
+    seen = [json.loads((tmp_path / f"{job['name']}.0.json").read_text()) for job in jobs]
+    assert [one["faults"] for one in seen] == [[]] * len(jobs)
+    first, *others = (folders.read(folders.find(tmp_path / name)) for name in DEGREES)
+    assert any(key.startswith("optimizer exp_avg/") for key in first.entries)
+    for other in others:
+        for key in first.entries:
+            if not key.startswith("extra/"):
+                assert torch.equal(first.whole(key), other.whole(key)), key
+    assert [one["losses"][-1] for one in seen] == pytest.approx(
+        [seen[0]["losses"][-1]] * 4, rel=1e-9
+    )
 
 
 @pytest.mark.sweep

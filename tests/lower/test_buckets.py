@@ -75,7 +75,7 @@ def test_a_bucket_is_full_at_its_size_and_has_one_dtype(monkeypatch: pytest.Monk
         for p in lowered.graph.parameters
     ]
     graph = replace(lowered.graph, parameters=tuple(parameters))
-    found = buckets.buckets(graph, lowered.stages, (), lowered.instructions)
+    found = buckets.buckets(graph, lowered.stages, set(), lowered.instructions)
     assert [item.names[0].rpartition(".")[2] for item in found] == ["bias", "bias", *["weight"] * 4]
 
 
