@@ -46,7 +46,7 @@ from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 
 # What no plan of a mesh is below, as the report says it behind these seconds.
-WORK = "its work alone takes that"
+WORK = "its work, and the wait for it, take that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
 AHEAD = 1.2  # times the lowest bound: a plainer mesh up to that is weighed before
@@ -92,11 +92,13 @@ class Incumbent:
 
 @dataclass(slots=True)
 class Unweighed:
-    """A mesh that is not planned, the seconds that no plan of it is below, and why."""
+    """A mesh that is not planned, the seconds that no plan of it is below, and why; and whether a
+    plan alone says more."""
 
     candidate: Candidate
     bound: float
     why: str = WORK
+    is_sharp: bool = False
 
 
 class MeshSearch:
@@ -127,8 +129,13 @@ class MeshSearch:
 
     def weigh_all(self) -> None:
         """Weigh every mesh that may be the answer, the one with the lowest bound first."""
+        is_even = self._evenly
         self.open = [
-            Unweighed(candidate, self.bounds[candidate.rows].seconds(candidate))
+            Unweighed(
+                candidate,
+                self.bounds[candidate.rows].seconds(candidate, is_even=is_even),
+                is_sharp=not is_even,
+            )
             for candidate in self._roomy()
         ]
         try:
@@ -267,15 +274,16 @@ class MeshSearch:
 
     def _refine(self, item: Unweighed) -> None:
         """Find a better bound of a mesh, or its plan."""
-        if item.why != WORK or not self._evenly:
+        if item.is_sharp:
             self._weigh(item)
             return
+        enough = self._needed(item.candidate)
         with self.observer(self._title("bound of", item.candidate)):
-            enough = self._needed(item.candidate)
             seconds = even_seconds(self._problem(item.candidate), enough)
         if seconds == math.inf:
             self._close(item, TOO_LARGE)
         else:
+            item.is_sharp = seconds < enough
             item.bound, item.why = max(item.bound, seconds), EVEN
 
     def _weigh(self, item: Unweighed) -> None:

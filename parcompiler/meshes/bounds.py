@@ -3,9 +3,11 @@
 Given       c[i]        seconds of block i on t devices at best, forward and backward of a
                         micro-batch: its arithmetic and traffic over t, as many kernels
             p, t        ranks of the pipeline and tensor axes
-            m           micro-batches on each data rank
+            m, v        micro-batches on each data rank, the most stages on a rank
 Bytes       states of all parameters / (p t), and what a block keeps for its backward / t
-Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank
+Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; of even
+                        stages also what the last rank waits for its first micro-batch, (p - 1) of
+                        p v stages
             even        even stages under every schedule, with what memory makes them recompute and
                         what tensor ranks exchange
 
@@ -21,11 +23,12 @@ every schedule that is known by name, and so does this bound.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
+from typing import NamedTuple
 
 from torch import fx
 
@@ -41,6 +44,7 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.vocabulary import choices_for
 from parcompiler.plan import Plan, VocabularyChoice
 from parcompiler.problem import LEVELS, Problem
+from parcompiler.schedules import stages_per_rank
 from parcompiler.vocabulary import find
 from parcompiler.vocabulary.nodes import name_of
 
@@ -53,29 +57,31 @@ def is_known(problem: Problem) -> bool:
     return problem.options.schedule in ("auto", *CANDIDATES)
 
 
-def even_seconds(problem: Problem, enough: float = 0.0) -> float:
+def even_seconds(problem: Problem, enough: float = math.inf) -> float:
     """Seconds that a step with even stages is not below, whatever schedule and method of the
-    vocabulary; below `enough`, as soon as that is known.
+    vocabulary: the shortest, or as soon as it is known that none is below `enough`, so much.
 
     Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option is
     wrong: the passes will say so.
     """
-    asked, least = problem.options.schedule, math.inf
+    asked = problem.options.schedule
     try:
         trials = [
-            (roomy_bound(rank_problem, plan), rank_problem, plan)
+            (rank_problem, plan)
             for rank_problem, trial in _trials(problem)
             for plan in candidates_for(rank_problem, trial)
             if asked in ("auto", plan.schedule)
         ]
-        for bound, rank_problem, plan in sorted(trials, key=itemgetter(0)):
-            if least < max(enough, bound):
-                least = min(least, bound)
-                break
-            least = min(least, even_bound(rank_problem, plan))
+        least = [(roomy_bound(*trial), k, False) for k, trial in enumerate(trials)]
+        heapq.heapify(least)
+        while least:
+            seconds, k, is_exact = least[0]
+            if is_exact or seconds * ROUNDING >= enough:
+                return seconds * ROUNDING
+            heapq.heapreplace(least, (even_bound(*trials[k]), k, True))
     except (PlanError, InputError):
-        return 0.0
-    return least * ROUNDING if trials else 0.0
+        pass
+    return 0.0
 
 
 def _trials(problem: Problem) -> Iterator[tuple[Problem, Plan]]:
@@ -95,12 +101,21 @@ def _maybe_selective(problem: Problem) -> Sequence[bool]:
     return [True] if problem.options.recompute == "auto" else []
 
 
+class _Work(NamedTuple):
+    """Seconds of a micro-batch: of all blocks but those of the vocabulary, of these, and of the
+    forwards of the first."""
+
+    blocks: float
+    vocabulary: float
+    forward: float
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The bounds that need no sharding, for a problem whose own mesh has the device alone."""
 
     problem: Problem
-    _works: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    _works: dict[int, _Work] = field(default_factory=dict, repr=False, compare=False)
     _updates: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def states_on(self, mesh: Mesh) -> int:
@@ -149,12 +164,13 @@ class Bounds:
             for costs in (self._costs(problem, k, vocabulary=False) for k in problem.levels)
         )
 
-    def seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step without idle time, or those of what data ranks must exchange beside it.
-        0 where times are measured."""
+    def seconds(self, candidate: Candidate, *, is_even: bool = False) -> float:
+        """Seconds of a step whose ranks wait at most for their first micro-batch, where stages are
+        even, or those of what data ranks must exchange beside it. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
-        return max(self._busy(candidate), self._exchanged(candidate)) * ROUNDING
+        busy = self._busy(candidate, is_even=is_even)
+        return max(busy, self._exchanged(candidate)) * ROUNDING
 
     def _exchanged(self, candidate: Candidate) -> float:
         """Seconds of the sums behind every backward, where gradients fit in parts alone: those of
@@ -171,28 +187,41 @@ class Bounds:
         once = collective.joined(mesh, "reduce-scatter", size, mesh.grid.replicas([0]))
         return candidate.microbatches * once
 
-    def _busy(self, candidate: Candidate) -> float:
-        """Seconds of the work of a rank, if all have as much."""
-        mesh, tensor = candidate.mesh, candidate.mesh.tensor
+    def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
+        """Seconds of a rank if all have as much work; the last may do its part for the vocabulary
+        until its first micro-batch is there."""
+        mesh, tensor, m = candidate.mesh, candidate.mesh.tensor, candidate.microbatches
         if tensor not in self._works:
-            self._works[tensor] = min(self._work(level, tensor) for level in self.problem.levels)
+            every = (self._work(level, tensor) for level in self.problem.levels)
+            self._works[tensor] = _Work(*map(min, zip(*every, strict=True)))
         if mesh.data not in self._updates and not self.problem.options.asynchronous:
             update = dataclasses.replace(self.problem, mesh=mesh).update_seconds
             self._updates[mesh.data] = sum(map(update, self.problem.graph.parameters))
-        behind = self._updates.get(mesh.data, 0.0) / (mesh.pipeline * tensor)
-        return candidate.microbatches * self._works[tensor] / mesh.pipeline + behind
+        work = self._works[tensor]
+        wait = (mesh.pipeline - 1) * work.forward / self._most_stages if is_even else 0.0
+        behind = self._updates.get(mesh.data, 0.0) / tensor
+        return (m * work.blocks + max(wait, m * work.vocabulary) + behind) / mesh.pipeline
 
-    def _work(self, level: int, tensor: int) -> float:
-        """Seconds of all blocks at a granularity for a micro-batch that `tensor` devices divide
-        evenly; of the layers of the vocabulary only the matrix products count."""
-        device, total = self.problem.device, 0.0
+    @cached_property
+    def _most_stages(self) -> int:
+        """Stages on a rank under any schedule in question."""
+        options = self.problem.options
+        if isinstance(options.stages, tuple):
+            return len(options.stages)
+        return max(stages_per_rank(name, options.virtual_stages) for name in CANDIDATES)
+
+    def _work(self, level: int, tensor: int) -> _Work:
+        """Seconds at a granularity of what `tensor` devices divide evenly; of the layers of the
+        vocabulary only the matrix products count."""
+        device, forward, both, vocabulary = self.problem.device, 0.0, 0.0, 0.0
         for cost in self._costs(self.problem, level, vocabulary=False):
-            total += seconds(_divided((*cost.forward, *cost.backward), tensor), device)
+            forward += seconds(_divided(cost.forward, tensor), device)
+            both += seconds(_divided((*cost.forward, *cost.backward), tensor), device)
         for cost in self._costs(self.problem, level, vocabulary=True):
             products = [o for o in (*cost.forward, *cost.backward) if o.kind == "matmul"]
             kernels = device.launch_overhead * len(products)
-            total += max(0.0, seconds(_divided(products, tensor), device) - kernels)
-        return total
+            vocabulary += max(0.0, seconds(_divided(products, tensor), device) - kernels)
+        return _Work(both, vocabulary, forward)
 
     def _costs(self, problem: Problem, level: int, *, vocabulary: bool) -> Iterator[BlockCost]:
         """The costs of the blocks with layers of the vocabulary, or of all others."""
