@@ -328,9 +328,9 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     _check_costs(rank_problem, plan)
     _check_vocabulary_costs(plan)
     if plan.vocabulary_costs is not None:
-        rank_problem.vocabulary_times[plan.vocabulary_costs.method] = plan.vocabulary_costs
+        rank_problem.cache.vocabulary_times[plan.vocabulary_costs.method] = plan.vocabulary_costs
     level = granularity_of(plan)
-    rank_problem.times.update({(level, costs.template): costs for costs in plan.costs or ()})
+    rank_problem.cache.times.update({(level, costs.template): costs for costs in plan.costs or ()})
     _check_blocks(rank_problem, plan)
     _check_recompute(rank_problem, plan)
 

@@ -220,7 +220,8 @@ def _with_costs(problem: Problem, plan: Plan) -> Plan:
     """The plan with the measured times of its templates, so that none is measured again."""
     if problem.bench is None:
         return plan
-    times = [t for (level, _), t in sorted(problem.times.items()) if level == plan.granularity]
+    measured = sorted(problem.cache.times.items())
+    times = [t for (level, _), t in measured if level == plan.granularity]
     method = plan.vocabulary.method if plan.vocabulary else ""
-    vocabulary_costs = problem.vocabulary_times.get(method)
+    vocabulary_costs = problem.cache.vocabulary_times.get(method)
     return replace(plan, costs=tuple(times), vocabulary_costs=vocabulary_costs)

@@ -1,4 +1,4 @@
-"""What a plan's step would take: its stages' costs and messages, before anything is lowered."""
+"""The predicted step of a plan before it is lowered: costs of its stages, and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from parcompiler.instruction import HEAD
 from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, Summed, in_flight
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -27,10 +28,7 @@ from parcompiler.timeline.order import detached
 
 
 def estimate(problem: Problem, plan: Plan) -> Timing:
-    """The simulated step of a plan whose schedule and stages are decided, without its spans.
-
-    It is remembered: passes that weigh the same plan ask again.
-    """
+    """The simulated step of a plan with schedule and stages, without its spans. Cached."""
 
     def find() -> Timing:
         everywhere, stages = vocabulary_cost(problem, plan), costs(problem, plan)
@@ -45,17 +43,17 @@ def estimate(problem: Problem, plan: Plan) -> Timing:
 
 
 def update_seconds(problem: Problem, plan: Plan) -> float:
-    """Seconds of the optimizer's step, which `estimate` has behind those of the schedule."""
+    """Seconds of the optimizer's step, which `estimate` adds to those of the schedule."""
     return _update(plan, costs(problem, plan), vocabulary_cost(problem, plan))
 
 
 def _update(plan: Plan, stages: Sequence[StageCost], everywhere: VocabularyCost | None) -> float:
-    """Those of the slowest rank."""
+    """Seconds of the optimizer's step on the slowest rank."""
     return max(optimizer_seconds([x.rank for x in plan.stages or ()], stages, everywhere))
 
 
 def least_update(problem: Problem) -> float:
-    """Seconds that the optimizer's step of no plan is below: those of the mean rank."""
+    """Lower bound of the optimizer's step of any plan, in seconds: the mean over ranks."""
     if problem.options.asynchronous:
         return 0.0
 
@@ -70,18 +68,20 @@ def least_update(problem: Problem) -> float:
 
 
 def _sum(problem: Problem, tensors: Iterable[Parameter]) -> float:
-    """Seconds of the optimizer's step for some tensors."""
+    """Seconds of the optimizer's step for these tensors."""
     return sum(map(problem.update_seconds, tensors))
 
 
 def orders_of(plan: Plan, find: Callable[[Plan], Schedule]) -> Callable[[int], Schedule]:
-    """The schedule that `find` says for the plan with other micro-batches, if it has a name."""
+    """The schedule of the plan as a function of the number of micro-batches."""
     return lambda microbatches: find(replace(plan, microbatches=microbatches))
 
 
 def alone(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step if what all ranks do for the vocabulary took none: never more than that
-    of `estimate`, the same where there is no such work, and sooner found."""
+    """Lower bound of `estimate`'s step: without the time of a vocabulary on all ranks.
+
+    Exact where the vocabulary is on stages, and cheaper to compute.
+    """
     what = costs(problem, plan), messages(problem, plan)
     update = _update(plan, what[0], vocabulary_cost(problem, plan))
     if plan.orders is not None:
@@ -90,14 +90,14 @@ def alone(problem: Problem, plan: Plan) -> float:
 
 
 def _headless(plan: Plan) -> Schedule:
-    """The order of the stages under a shared head, which is not that of `trunk`."""
+    """The plan's schedule without the passes of a shared head; differs from `trunk`'s order."""
     schedule = planned(plan)
     orders = tuple(tuple(a for a in order if a.kind not in HEAD) for order in schedule.orders)
     return replace(schedule, orders=orders)
 
 
 def _known(plan: Plan) -> tuple[Hashable, ...]:
-    """What the step of a plan depends on."""
+    """Cache key: the decisions that the step of a plan depends on."""
     choice = plan.vocabulary
     order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
     blocks = plan.granularity, plan.sent, plan.stages, plan.recompute
@@ -107,12 +107,12 @@ def _known(plan: Plan) -> tuple[Hashable, ...]:
 def costs(
     problem: Problem, plan: Plan, tensors: Sequence[Collection[str]] | None = None
 ) -> tuple[StageCost, ...]:
-    """Seconds and bytes of one micro-batch on each stage, remembered for a plan.
+    """Seconds and bytes of one micro-batch on each stage. Cached.
 
-    `tensors` are the names of those that each stage holds, if not only what its blocks read. What
-    several stages of a rank hold counts with the first of them, and so does what data ranks need
-    to reduce gradients, and the batch. An asynchronous schedule holds versions of the weights
-    besides the current one.
+    `tensors` are the names of the tensors that each stage holds, once a program is lowered; by
+    default those that its blocks read. A tensor that several stages of a rank hold counts with the
+    first of them, as do the batch and the buckets of the data ranks. Asynchronous schedules also
+    hold earlier versions of the weights.
     """
     if tensors is None:
         every = _blocks(problem, plan)
@@ -124,8 +124,8 @@ def costs(
 def _costs(
     problem: Problem, plan: Plan, held: Sequence[Collection[str]], *, lowered: bool = False
 ) -> tuple[StageCost, ...]:
-    """The same, for stages that hold these tensors. Of `lowered` ones the lists say when parameters
-    are gathered, and that is no part of what they compute."""
+    """`costs` of stages that hold these tensors. In `lowered` programs gathers of parameters are
+    instructions of their own and do not count with the compute."""
     timed = problem.at_zero("auto").under(plan) if lowered else problem.under(plan)
     blocks = _blocks(problem, plan)
     placement = [choice.rank for choice in plan.stages or ()]
@@ -165,19 +165,19 @@ def _costs(
 
 
 def messages(problem: Problem, plan: Plan) -> tuple[Message, ...]:
-    """The values that go from stage to stage."""
+    """The messages between stages, for one micro-batch."""
     return tuple(_messages(problem, plan))
 
 
 def _blocks(problem: Problem, plan: Plan) -> list[list[int]]:
-    """The blocks of each stage."""
+    """The numbers of each stage's blocks."""
     assert plan.stages is not None
     index = {block.name: b for b, block in enumerate(problem.under(plan).cut.blocks)}
     return [[index[name] for name in choice.blocks] for choice in plan.stages]
 
 
 def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list[set[str]]:
-    """The tensors that the blocks of each stage read; the first holds those that none does."""
+    """Names of the tensors that each stage reads; the first stage also holds unread ones."""
     cut = problem.under(plan).cut
     found = [{binding.name for b in own for binding in cut.blocks[b].tensors} for own in blocks]
     found[0] |= problem.graph.unread
@@ -185,7 +185,7 @@ def _held(problem: Problem, plan: Plan, blocks: Sequence[Sequence[int]]) -> list
 
 
 def held(problem: Problem, plan: Plan) -> list[set[str]]:
-    """The tensors that each rank holds for its stages."""
+    """Names of the tensors that each rank holds for its stages."""
     found: list[set[str]] = [set() for _ in range(plan.mesh.pipeline)]
     every = _held(problem, plan, _blocks(problem, plan))
     for rank, names in zip(outline(plan).placement, every, strict=True):
@@ -204,8 +204,11 @@ def _cost(
     beside: AbstractSet[int],
     exchange: Exchanged,
 ) -> StageCost:
-    """The cost of some blocks as stage `j`, which holds some tensors, those in `alone` as the only
-    one of its rank; `beside` are the blocks of the others."""
+    """The cost of these blocks as stage `j`.
+
+    `tensors` are counted with this stage; of the names in `alone` no other stage of its rank has a
+    tensor. `beside` are the blocks of the rank's other stages.
+    """
     assert plan.stages is not None
     schedule, rank = outline(plan), plan.stages[j].rank
     stashed = versions(planned(plan).orders[rank], j) - 1 if schedule.asynchronous else 0
@@ -238,7 +241,7 @@ def _cost(
 
 
 def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchanged:
-    """What data ranks exchange for the blocks of a stage."""
+    """The bytes that data ranks exchange for the blocks of a stage."""
     if problem.mesh.replicas == 1 or problem.options.asynchronous:
         return NOTHING
     parts = [priced.cut.blocks[b] for b in blocks]
@@ -294,9 +297,9 @@ def _buckets(
 
 
 def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool], fx.Node]]:
-    """The values that other stages use, in order of execution: source, users, node.
+    """The values that cross stages, in order of execution: source stage, users, node.
 
-    Of each stage that uses it is said whether that leads to the loss.
+    `users` tells for each stage that reads the value whether the loss depends on it through there.
     """
     assert plan.stages is not None
     priced = problem.under(plan)
@@ -314,7 +317,7 @@ def carried(problem: Problem, plan: Plan) -> Iterator[tuple[int, dict[int, bool]
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
-    """One message per value that another stage uses, in order of execution."""
+    """One message for each value that crosses stages, in order of execution."""
     placement = outline(plan).placement
     for source, users, node in carried(problem, plan):
         returns = node.name in problem.graph.differentiable

@@ -23,7 +23,8 @@ from parcompiler.passes.loads import data
 from parcompiler.passes.recompute import chosen
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import Problem
 from parcompiler.schedules.planned import identity, outline, trunk
 from parcompiler.timeline import Message, StageCost, step_time, timing
 

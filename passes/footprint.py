@@ -1,21 +1,21 @@
-"""The bytes that one micro-batch takes on a stage, while it computes and between.
+"""Activation memory of one micro-batch on a stage, in bytes, at each point of its life.
 
-    FORWARD             what the blocks before have saved, and what is alive within one block
-    between             what all blocks have saved
-    BACKWARD            what the blocks before have saved, and what is alive within one block;
-                        what the blocks behind had saved is free
-    BACKWARD_INPUT      the same, and what the linear layers of the blocks behind have left
-    between             what all linear layers have left
-    BACKWARD_WEIGHT     what is not multiplied yet, and the gradient of one weight
+    FORWARD             saved by the blocks already run + the live memory of the block that runs
+    in flight           saved by all blocks
+    BACKWARD            saved by the blocks still to come + the live memory of the block that runs
+    BACKWARD_INPUT      as BACKWARD + operands that finished linear layers keep for their weights
+    in between          the operands that all linear layers keep for their weights
+    BACKWARD_WEIGHT     the operands not multiplied yet + the gradient of one weight
 
-Parameters and their gradients, and messages, are counted elsewhere; but in the first backward of
-a step, gradients come block by block, while what was saved goes. What a stage gives to another of
-its rank is no message: it stays until it goes back, and its gradient in its place then.
+Resident tensors (parameters, their gradients, optimizer states) and messages are counted elsewhere.
+The exception is the first backward of a step: there gradients appear block by block while saved
+activations are freed, so that the sum of both peaks would be too much. A value that goes to another
+stage of the same rank is no message: it stays until its backward, and is then replaced by its
+gradient.
 
-Where data ranks keep parts of gradients (ZeRO's second level), every backward makes whole ones, and
-those of the blocks behind are on their way to the parts while a block goes back. Where they keep
-parts of parameters too (the third), those of a block are whole while it runs, and those of the next
-are gathered meanwhile.
+With ZeRO 2 every backward makes whole gradients, and those of finished blocks wait for their
+reduce-scatter while the next block runs. With ZeRO 3 the parameters of a block are whole while it
+runs, and those of the next block are being gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import fx
 
 from parcompiler.cost import BlockCost
 from parcompiler.graph import Block, nbytes_of
-from parcompiler.problem import Priced
+from parcompiler.priced import Priced
 from parcompiler.timeline import First
 
 
@@ -47,8 +47,7 @@ class Summed(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What data ranks exchange for the blocks of a stage, in bytes: `made` are the gradients that
-    the backward of each block makes, `gathered` its parameters if they are in parts.
+    """What the data ranks exchange for the blocks of a stage, in bytes.
 
     Ranks share out what `level` says. Gradients go together in `buckets`, in the order of the
     backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
@@ -63,12 +62,12 @@ class Exchanged(NamedTuple):
     later: int = 0
 
     def forward(self, k: int) -> int:
-        """While a block runs: its parameters, and those of the next on their way."""
+        """Gathered parameters while block `k` runs: its own, and the next block's, prefetched."""
         return sum(self.gathered[k : k + 2])
 
     def backward(self, k: int) -> int:
-        """While a block goes back: the same, and where parts of gradients stay, those of the blocks
-        behind that wait for their bucket or are on their way, more than those `in_flight`."""
+        """Gathered parameters while the backward of block `k` runs and, from level 2 on, gradients
+        that wait for their bucket or are being scattered, beyond those `in_flight`."""
         late = self.later
         if self.level >= 2:
             done = [bucket for bucket in self.buckets if bucket.block > k]
@@ -77,14 +76,13 @@ class Exchanged(NamedTuple):
         return sum(self.gathered[max(0, k - 1) : k + 1]) + late
 
     def own(self, k: int) -> int:
-        """Gradients that a block makes anew where parts of them stay."""
+        """Gradients that block `k` allocates in every backward, because only shards are kept."""
         return self.made[k] if self.level >= 2 else 0
 
     @property
     def at_end(self) -> tuple[int, int]:
-        """Behind the last backward, where gradients stay whole until then: the parts that buckets
-        have left for the optimizer, and the copy of the last of them, which is there until the
-        optimizer has all of it."""
+        """Bytes after the last backward where gradients stay whole until then: the shards that
+        reduce-scatter made for the optimizer, and the staging copy of the last bucket."""
         if self.level >= 2:
             return 0, 0
         return sum(bucket.part for bucket in self.buckets) if self.level else 0, self.copied
@@ -97,7 +95,7 @@ class Exchanged(NamedTuple):
 
 
 NOTHING = Exchanged()
-IN_FLIGHT = 1  # buckets
+IN_FLIGHT = 1  # buckets whose reduce-scatter may be under way
 
 
 def in_flight(stages: Sequence[Exchanged], done: Sequence[Summed] = ()) -> int:
@@ -114,11 +112,11 @@ def in_flight(stages: Sequence[Exchanged], done: Sequence[Summed] = ()) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A stage with some blocks, in order of execution, and one micro-batch on it. All in bytes.
+    """The memory of one micro-batch on a stage that runs `blocks`, in this order. All in bytes.
 
-    `differentiable` are the names of the nodes that carry gradients, `weights` the bytes of the
-    parameters that have gradients, by name. `beside` are the blocks of other stages on its rank.
-    `exchange` is what data ranks exchange for its blocks.
+    `differentiable` are the names of the nodes that have gradients, `weights` the bytes of the
+    trained parameters, by name. `beside` are the blocks of the other stages of its rank, `exchange`
+    what the data ranks exchange for its blocks.
     """
 
     priced: Priced
@@ -130,46 +128,48 @@ class Footprint:
 
     @property
     def saved(self) -> int:
-        """From the forward to the backward."""
+        """Kept from the forward to the backward."""
         return sum(self._saved)
 
     @property
     def left(self) -> int:
-        """From the first part of a backward to the second."""
+        """Kept from the backward for inputs to that for weights."""
         return sum(self._left)
 
     @cached_property
     def forward_more(self) -> int:
-        """More than `saved` during the forward."""
+        """Peak of the forward, less `saved`."""
         alive, before = [0], 0
         for k, b in enumerate(self.blocks):
             cost = self.priced.costs[b]
-            peak = cost.unsaved_peak if self._again(k) else cost.forward_peak
+            peak = cost.unsaved_peak if self._is_recomputed(k) else cost.forward_peak
             alive.append(before + self._passing(k) + peak + self.exchange.forward(k))
             before += self._saved[k]
         return max(0, max(alive) - self.saved)
 
     @cached_property
     def backward_more(self) -> int:
-        """More than `saved` during a whole backward."""
+        """Peak of a whole backward, less `saved`."""
         return self._backward(self._peaks, [0] * len(self.blocks))
 
     @cached_property
     def input_more(self) -> int:
-        """More than `saved` during the first part of a backward."""
+        """Peak of the backward for inputs, less `saved`."""
         pairs = zip(self._costs, self._peaks, strict=True)
         peaks = [cost.input_peak or peak for cost, peak in pairs]
         return self._backward(peaks, self._left)
 
     @cached_property
     def _peaks(self) -> list[int]:
-        """Of the backward of each block, which makes whole gradients anew where parts stay."""
+        """Peak of each block's backward, with the gradients that it allocates."""
         own = self.exchange.own
-        return [_first(c, own(k)) if own(k) else c.backward_peak for k, c in enumerate(self._costs)]
+        return [
+            _first_peak(c, own(k)) if own(k) else c.backward_peak for k, c in enumerate(self._costs)
+        ]
 
     @cached_property
     def weight_more(self) -> int:
-        """More than `left` during the second part, which begins with the last layer."""
+        """Peak of the backward for weights, from the last layer to the first, less `left`."""
         alive, before = [0], 0
         for left, cost in zip(self._left, self._costs, strict=True):
             before += left
@@ -177,24 +177,25 @@ class Footprint:
         return max(0, max(alive) - self.left)
 
     def first(self, kept: Mapping[str, int]) -> First:
-        """What the first backward of a step leaves: gradients of so many bytes, by name."""
-        costs, own = self._costs, self._own(kept)
+        """What differs in the first backward of a step, which allocates the gradients that stay:
+        `kept` are their bytes, by name."""
+        costs, own = self._costs, self._completed(kept)
         later = [min(size, cost.deferred_weights) for cost, size in zip(costs, own, strict=True)]
         now = [size - least for size, least in zip(own, later, strict=True)]
         left = [sum(pair) for pair in zip(self._left, now, strict=True)]
-        whole = [_first(cost, size) for cost, size in zip(costs, own, strict=True)]
+        whole = [_first_peak(cost, size) for cost, size in zip(costs, own, strict=True)]
         whole = [*map(max, whole, self._peaks)]
-        parted = [_first_input(cost, size) for cost, size in zip(costs, now, strict=True)]
+        parted = [_first_input_peak(cost, size) for cost, size in zip(costs, now, strict=True)]
         return First(
             gradients=sum(own),
             later=sum(later),
             backward_more=self._backward(whole, own),
             input_more=self._backward(parted, left),
-            weight_more=self._first_weights(later),
+            weight_more=self._first_weight_more(later),
         )
 
-    def _first_weights(self, later: Sequence[int]) -> int:
-        """`weight_more` when gradients stay: of `later` bytes of each block."""
+    def _first_weight_more(self, later: Sequence[int]) -> int:
+        """`weight_more` of the first backward: each block allocates `later` bytes of gradients."""
         behind, alive = 0, [0]
         before = self.left
         for cost, left, size in reversed([*zip(self._costs, self._left, later, strict=True)]):
@@ -204,23 +205,24 @@ class Footprint:
             behind += size
         return max(0, max(alive) - self.left)
 
-    def _own(self, kept: Mapping[str, int]) -> list[int]:
-        """Bytes of the gradients that each block is the last to add to: it reads them first."""
+    def _completed(self, kept: Mapping[str, int]) -> list[int]:
+        """Bytes of the gradients that each block completes: the first to read a parameter is the
+        last to add to its gradient."""
         found, left = [0] * len(self.blocks), set(kept)
-        for k, block in enumerate(self._parts):
+        for k, block in enumerate(self._cut):
             own = left & {binding.name for binding in block.tensors}
             found[k] = sum(kept[name] for name in own)
             left -= own
         return found
 
     def _backward(self, peaks: Sequence[int], left: Sequence[int]) -> int:
-        """More than `saved` while the blocks go back one after the other, and each leaves some
-        bytes."""
+        """Peak of the blocks' backwards one after the other, each of which leaves `left` bytes
+        behind, less `saved`."""
         before, behind, alive = self.saved, 0, [0]
         for k in reversed(range(len(self.blocks))):
             before -= self._saved[k]
             cost, peak = self._costs[k], peaks[k]
-            if self._again(k):
+            if self._is_recomputed(k):
                 peak = max(peak, cost.recompute_peak + cost.gradient_bytes)
             alive.append(before + behind + peak + self._waiting[k] + self.exchange.backward(k))
             behind += left[k]
@@ -228,8 +230,9 @@ class Footprint:
 
     @cached_property
     def _waiting(self) -> list[int]:
-        """Bytes of gradients that are there while a block goes back, but for messages; the runtime
-        holds those of a stage's results to the end of its backward."""
+        """Bytes of gradients of values that other blocks made or read, during each block's
+        backward, without messages. The runtime holds the gradients of a stage's results until the
+        stage's backward ends."""
         found = []
         for k, cost in enumerate(self._costs):
             last = sum(nbytes_of(node) for node in self._results(k))
@@ -242,32 +245,32 @@ class Footprint:
         return [self.priced.costs[b] for b in self.blocks]
 
     @cached_property
-    def _parts(self) -> list[Block]:
+    def _cut(self) -> list[Block]:
         return [self.priced.cut.blocks[b] for b in self.blocks]
 
     @cached_property
     def _left(self) -> list[int]:
-        """Of each block; what several of them have read counts with the first."""
+        """`left` by block; an operand that several blocks have read counts with the first."""
         found, seen = [], set[fx.Node]()
-        for block, cost in zip(self._parts, self._costs, strict=True):
+        for block, cost in zip(self._cut, self._costs, strict=True):
             new = {block.inputs[i] for i in cost.deferred_inputs} - seen
             seen |= new
             found.append(cost.deferred + sum(map(nbytes_of, new)))
         return found
 
-    def _again(self, k: int) -> bool:
+    def _is_recomputed(self, k: int) -> bool:
         """Whether a block is recomputed."""
-        return self._parts[k].name in self.priced.recomputed
+        return self._cut[k].name in self.priced.recomputed
 
     @cached_property
     def _saved(self) -> list[int]:
-        """Of each block; a value counts with the block that makes it, if any here keeps it, and
-        one of the prologue with the first block that does. Constants are there all the time."""
+        """`saved` by block. A kept value counts with the block that makes it, one of the prologue
+        with the first block that keeps it; constants are resident and do not count."""
         kept, parts = self.kept, self.priced.cut
         early = kept.intersection(parts.prologue) - parts.constants
         found = []
-        for k, (block, cost) in enumerate(zip(self._parts, self._costs, strict=True)):
-            inner = 0 if self._again(k) else cost.saved - cost.saved_outputs
+        for k, (block, cost) in enumerate(zip(self._cut, self._costs, strict=True)):
+            inner = 0 if self._is_recomputed(k) else cost.saved - cost.saved_outputs
             own = sum(nbytes_of(node) for node in block.outputs if node in kept)
             new = early.intersection(block.inputs)
             early -= new
@@ -276,27 +279,29 @@ class Footprint:
 
     @cached_property
     def kept(self) -> set[fx.Node]:
-        """The values at the ends of blocks that some block keeps, or a stage beside needs."""
+        """The values between blocks that a backward here, or a stage beside, needs."""
         kept = {node for k in range(len(self.blocks)) for node in self._keeps(k)}
         if self.beside:
-            kept |= {node for block in self._parts for node in block.outputs if self._given(node)}
+            kept |= {
+                node for block in self._cut for node in block.outputs if self._is_read_beside(node)
+            }
         if self._units:
             kept |= {node for node, (maker, reader) in self._uses.items() if 0 <= maker < reader}
         return kept
 
     @property
     def _units(self) -> Collection[int]:
-        """The blocks, where parameters of each are gathered: they give each other values then."""
+        """The blocks if parameters are gathered for each: every one is a stage of its own then."""
         return self.blocks if any(self.exchange.gathered) else ()
 
-    def _given(self, node: fx.Node) -> bool:
-        """Whether another stage of this rank uses a value."""
+    def _is_read_beside(self, node: fx.Node) -> bool:
+        """Whether another stage of this rank reads a value."""
         return any(self.priced.home.get(user) in self.beside for user in node.users)
 
     def _keeps(self, k: int) -> Iterator[fx.Node]:
-        """The values at the ends of a block that it keeps; all that it reads to run again."""
-        block, cost = self._parts[k], self._costs[k]
-        if self._again(k):
+        """The inputs and outputs that a block keeps; a recomputed one keeps all of its inputs."""
+        block, cost = self._cut[k], self._costs[k]
+        if self._is_recomputed(k):
             yield from block.inputs
         else:
             yield from (block.inputs[i] for i in cost.kept_inputs)
@@ -304,15 +309,14 @@ class Footprint:
 
     @cached_property
     def _uses(self) -> dict[fx.Node, tuple[int, int]]:
-        """Of each value at the ends of the blocks: who makes it (-1: another stage) and who here
-        reads it last (-1: nobody)."""
-        made = {node: k for k, block in enumerate(self._parts) for node in block.outputs}
-        read = {node: k for k, block in enumerate(self._parts) for node in block.inputs}
+        """Each value's maker (-1: another stage) and last reader (-1: none here)."""
+        made = {node: k for k, block in enumerate(self._cut) for node in block.outputs}
+        read = {node: k for k, block in enumerate(self._cut) for node in block.inputs}
         return {n: (made.get(n, -1), read.get(n, -1)) for n in {**made, **read}}
 
     @cached_property
-    def _unkept(self) -> list[tuple[int, int, int]]:
-        """The values that a block here makes and nobody keeps: maker, last reader, bytes."""
+    def _transient(self) -> list[tuple[int, int, int]]:
+        """Values between blocks that no backward needs: maker, last reader, bytes."""
         return [
             (maker, reader, nbytes_of(node))
             for node, (maker, reader) in self._uses.items()
@@ -320,12 +324,12 @@ class Footprint:
         ]
 
     def _passing(self, k: int) -> int:
-        """Bytes that nobody keeps and that go into a block, or past it."""
-        return sum(size for maker, reader, size in self._unkept if maker < k <= reader)
+        """Bytes of the values that no backward needs, still to be read by block `k` or later."""
+        return sum(size for maker, reader, size in self._transient if maker < k <= reader)
 
     @cached_property
-    def _long(self) -> list[tuple[int, int, int]]:
-        """The values with gradients that are read behind the next block: maker, reader, bytes."""
+    def _skips(self) -> list[tuple[int, int, int]]:
+        """Differentiable values read after the next block, as skips are: maker, reader, bytes."""
         return [
             (maker, reader, nbytes_of(node))
             for node, (maker, reader) in self._uses.items()
@@ -334,52 +338,53 @@ class Footprint:
 
     @cached_property
     def _tied(self) -> list[tuple[int, int, int]]:
-        """The parameters that several blocks read: the first of them, the last, bytes.
+        """Parameters that several blocks read: first and last of these, bytes.
 
-        Autograd adds their gradients up before it is done with them."""
+        Autograd holds the sum of their gradients until the first block's backward has added to it.
+        """
         readers: dict[str, list[int]] = {}
-        for k, block in enumerate(self._parts):
+        for k, block in enumerate(self._cut):
             for name in {binding.name for binding in block.tensors} & self.weights.keys():
                 readers.setdefault(name, []).append(k)
         return [(ks[0], ks[-1], self.weights[name]) for name, ks in readers.items() if len(ks) > 1]
 
     def _summed(self, k: int) -> int:
-        """Bytes of the gradients that wait while a block goes back, for what was made before it."""
-        values = sum(size for maker, reader, size in self._long if maker < k < reader)
+        """Bytes of partial sums of gradients that wait during block `k`'s backward."""
+        values = sum(size for maker, reader, size in self._skips if maker < k < reader)
         return values + sum(size for first, last, size in self._tied if first <= k < last)
 
     def _results(self, k: int) -> Iterator[fx.Node]:
-        """The outputs of a block that no block here reads, and that have gradients."""
-        for node in self._parts[k].outputs:
+        """The differentiable outputs of a block that no block of this stage reads."""
+        for node in self._cut[k].outputs:
             if (self._units or self._uses[node][1] < 0) and self._has_gradient(node):
                 yield node
 
     def _has_gradient(self, node: fx.Node) -> bool:
-        """Whether the backward makes a gradient of a value that blocks make."""
+        """Whether a block makes this value and the backward its gradient."""
         return node.name in self.differentiable and node in self.priced.home
 
     def _is_sent(self, node: fx.Node) -> bool:
-        """Whether a block of another rank uses it, which nobody here does."""
+        """Whether a block of another rank reads a result of this stage."""
         homes = {self.priced.home[user] for user in node.users if user in self.priced.home}
         return not homes <= {*self.beside, *self._units}
 
 
-def _first(cost: BlockCost, made: int) -> int:
-    """The peak of a block's first backward, which makes gradients of some bytes."""
+def _first_peak(cost: BlockCost, made: int) -> int:
+    """Peak of a block's first backward, which allocates gradients of `made` bytes."""
     return max(cost.backward_peak, min(cost.first_peak, cost.backward_peak + made))
 
 
-def _first_input(cost: BlockCost, made: int) -> int:
-    """The same of the first part of a backward, where it has two."""
+def _first_input_peak(cost: BlockCost, made: int) -> int:
+    """Peak of a block's first backward for inputs, if that is a pass of its own."""
     if not cost.input_peak:
-        return _first(cost, made)
+        return _first_peak(cost, made)
     return max(cost.input_peak, min(cost.first_input_peak, cost.input_peak + made))
 
 
 def stored(node: fx.Node) -> int:
-    """Bytes of the memory that a value occupies: one that is spread out takes less than its size.
+    """Bytes of the storage of a value: that of an expanded tensor is smaller than its size.
 
-    A size that depends on the data counts as far as it is known.
+    Where the size depends on the data, what is known of it counts.
     """
     value = node.meta["val"]
     try:

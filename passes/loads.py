@@ -10,7 +10,8 @@ from parcompiler.passes.divide import Flow, Load
 from parcompiler.passes.estimate import exchanged
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.problem import Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import Problem
 from parcompiler.schedules.planned import left, outline
 
 

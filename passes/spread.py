@@ -49,12 +49,12 @@ def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
 
     Raises InputError where they cannot run here.
     """
-    known = problem.vocabulary_times.get(method)
+    known = problem.cache.vocabulary_times.get(method)
     if known is None:
         if problem.bench is None:
             return {}
         known = measured_vocabulary(problem.graph, ranks, method, problem.bench)
-        problem.vocabulary_times[method] = known
+        problem.cache.vocabulary_times[method] = known
     return {name: getattr(known, name) for name in VOCABULARY_PASSES}
 
 

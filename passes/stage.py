@@ -1,11 +1,13 @@
 """Which block runs on which pipeline stage.
 
-The programme is in `divide/`. Here the blocks become its data, at the coarsest granularity that
-is good enough: layers first; pieces of layers only when whole layers leave the step more than
-`slack` above what a perfectly even division would take, and pieces really shorten it.
+Candidates are proposed by a solver (`divide/`), which minimises a formula of the step, by even
+stages, by greedy runs, and by moving single blocks; the timeline judges all of them. The solver
+cuts at the coarsest granularity that is good enough: whole layers first, parts of layers only when
+whole layers leave the step more than `slack` above a perfectly even division, and parts really
+shorten it.
 
-Where the options leave recomputation to memory, the programme chooses it together with the stages
-(see `forced`): nothing is recomputed unless more memory would make the step shorter.
+Where `recompute="auto"`, it is chosen together with the stages (see `forced`): blocks are
+recomputed only where memory forces it.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ from parcompiler.problem import Problem
 from parcompiler.schedules.planned import held, outline
 from parcompiler.solver import UndecidedError, relative_gap
 
-EFFORT = 100_000  # of improving a division: stages times micro-batches and blocks, for each step
+EFFORT = 100_000  # of `improve`: stages x (micro-batches + blocks), summed over simulated steps
 MAYBE = '. stages="auto" may find one that fits'
 SPARED = " (and keeps a fiftieth free, as parameters are gathered)"
-FAR = 0.1  # of the memory that would do: what a programme may count too much when it refuses
-STEP = 0.005  # of the memory that is kept free at least, when there is too little
+FAR = 0.1  # share by which the solver may overstate the least memory when it refuses
+STEP = 0.005  # share of the memory by which the reserve grows at least, when a step does not fit
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
 
 
@@ -56,21 +58,21 @@ class StagePass(Pass):
     gain: float = 0.1
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """Divide, and recompute what the user asked for or what memory forces.
+        """Divide into stages, and recompute what the user asked for or what memory forces.
 
-        A division is remembered: who weighs schedules asks for it first.
+        Cached, because the schedule pass asks for the same divisions.
         """
         if plan.stages is not None:
             return plan
         order = plan.schedule, plan.orders, plan.virtual_stages, plan.microbatches
         asked = repr(problem.options.stages), repr(problem.options.recompute), plan.recompute
         key = self, *order, *asked, plan.vocabulary and plan.vocabulary.method
-        found = problem.once(key, lambda: self._found(problem, plan))
+        found = problem.once(key, lambda: self._computed(problem, plan))
         names = "granularity", "sent", "stages", "recompute", "solution"
         return dataclasses.replace(plan, **{name: getattr(found, name) for name in names})
 
-    def _found(self, problem: Problem, plan: Plan) -> Plan:
-        """The same, for the first time."""
+    def _computed(self, problem: Problem, plan: Plan) -> Plan:
+        """Uncached body of `run`."""
         wanted = problem.options.recompute
         if wanted != "auto":
             return self._divided(problem, plan, wanted, explain=problem.explain)
@@ -82,8 +84,8 @@ class StagePass(Pass):
         return self._all_or_nothing(problem, plan)
 
     def _all_or_nothing(self, problem: Problem, plan: Plan) -> Plan:
-        """A division with nothing or with everything recomputed. Raises InfeasibleError that says
-        of both why they do not fit."""
+        """A division with nothing, or else everything, recomputed. Raises InfeasibleError with the
+        reasons for both."""
         refusals = []
         for wanted in ("none", "full"):
             try:
@@ -105,18 +107,18 @@ class StagePass(Pass):
         if stages == "auto":
             return self._automatic(problem, plan, wanted, explain=explain)
         level, stage_of = given.division(problem, stages, len(outline(plan).placement))
-        division, plan = _given(problem, plan, level, stage_of, wanted)
+        division, plan = _fitted(problem, plan, level, stage_of, wanted)
         return _decided(problem, plan, level, division)
 
     def _automatic(self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool) -> Plan:
-        """The division with the shortest step on the timeline: the programme's, the runs that it
-        began with, even stages, or one that moving blocks makes of the best of these."""
+        """The division with the shortest step on the timeline: the solver's, the runs it started
+        from, even stages, or the best of these improved by moving blocks."""
         shortest = _Shortest(problem, plan, wanted)
         level: int | None = None
         others: tuple[tuple[int, ...], ...] = ()
         refusal: InfeasibleError | UndecidedError | None = None
         try:
-            level, division, trial = self._programmed(problem, plan, wanted, explain=explain)
+            level, division, trial = self._solved(problem, plan, wanted, explain=explain)
         except (InfeasibleError, UndecidedError) as error:
             refusal = error
         else:
@@ -133,16 +135,16 @@ class StagePass(Pass):
             needed, lean = getattr(refusal, "needed", None) or 0, shortest.leanest
             if lean is not None and (lean.needed or needed) < (1 - FAR) * needed:
                 lean.add_note("of the divisions that were tried, that needs least")
-                raise lean from refusal  # the programme counts more than the timeline
+                raise lean from refusal  # the solver counts more bytes than the timeline
             raise refusal
         shortest.improve()
         return shortest.plan
 
-    def _programmed(
+    def _solved(
         self, problem: Problem, plan: Plan, wanted: Wanted, *, explain: bool
     ) -> tuple[int, StageDivision, Plan]:
-        """The coarsest granularity that is good enough, the programme's division, and a plan with
-        what is recomputed then."""
+        """The coarsest granularity that is good enough, the solver's division at it, and a plan
+        with the blocks that are recomputed then."""
         best: tuple[int, StageDivision, Plan] | None = None
         refusal: InfeasibleError | None = None
         for level in problem.levels:
@@ -173,8 +175,8 @@ class StagePass(Pass):
 def _alternatives(
     problem: Problem, plan: Plan, level: int | None, others: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Granularities and stages to compare with the programme's at `level`: what it began with, and
-    stages that are even in layers or in blocks; where it failed, also in seconds and in bytes."""
+    """Granularities and stages to compare with the solver's at `level`: its starting points, and
+    stages even in layers or in blocks; where it failed, also even in seconds and in bytes."""
     stages = len(outline(plan).placement)
     if level is not None:
         yield from ((level, stage_of) for stage_of in others)
@@ -195,8 +197,7 @@ def _alternatives(
 
 @dataclass
 class _Shortest:
-    """The division whose step is the shortest on the timeline, of those considered so far; of equal
-    ones the first."""
+    """The division with the shortest step of those considered so far; the first of equal ones."""
 
     problem: Problem
     start: Plan
@@ -205,12 +206,12 @@ class _Shortest:
     seconds: float = math.inf
     level: int = 0
     stage_of: tuple[int, ...] = ()
-    bounds: dict[int, float] = field(default_factory=dict)  # of the formula, by granularity
+    bounds: dict[int, float] = field(default_factory=dict)  # lower, of the formula, by granularity
     considered: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
-    leanest: InfeasibleError | None = None  # of those that do not fit
+    leanest: InfeasibleError | None = None  # the refusal that needs the least memory
 
     def take(self, plan: Plan, level: int, stage_of: tuple[int, ...]) -> bool:
-        """Take a plan that fits if its step is shorter."""
+        """Keep a feasible plan if its step is the shortest so far; returns whether it is."""
         seconds = estimate(self.problem, plan).step_time
         if seconds >= (1 - TINY) * self.seconds:
             return False
@@ -218,7 +219,7 @@ class _Shortest:
         return True
 
     def consider(self, level: int, stage_of: tuple[int, ...]) -> bool:
-        """Take stages if they fit and their step is shorter."""
+        """Keep these stages if they fit and their step is the shortest so far."""
         least = _least_step(self.problem, self.start, level, stage_of)
         if least >= (1 - TINY) * self.seconds or (level, stage_of) in self.considered:
             return False
@@ -229,7 +230,7 @@ class _Shortest:
             if alone(self.problem, bare) >= (1 - TINY) * self.seconds:
                 return False
         try:
-            division, trial = _given(self.problem, self.start, level, stage_of, self.wanted)
+            division, trial = _fitted(self.problem, self.start, level, stage_of, self.wanted)
         except UndecidedError:
             return False
         except InfeasibleError as error:
@@ -238,17 +239,16 @@ class _Shortest:
             return False
         if level not in self.bounds:
             self.bounds[level] = _fill_and_drain(self.problem, self.start, level)
-        division = _behind(division, self.bounds[level])
+        division = _bounded(division, self.bounds[level])
         return self.take(_decided(self.problem, trial, level, division), level, stage_of)
 
     def improve(self) -> None:
-        """Move one block, or two, to the stages beside theirs as long as that shortens the step: a
-        descent, in which as many steps are simulated as their size allows. Two where values skip
-        blocks: elsewhere the second gained nothing.
+        """Local search: move a block to a neighbouring stage as long as that shortens the step.
 
-        With one stage on each rank and values for the next block alone, the programme's formula
-        says nearly what the timeline says, and its optimum is kept. So are the stages beside a
-        vocabulary on all ranks, whose steps take ten times as long to simulate.
+        Pairs of moves are tried too where values skip blocks; elsewhere they gained nothing. The
+        number of simulated steps is limited by their size (`EFFORT`). For a chain with one stage
+        on each rank the solver's formula agrees with the timeline, and its optimum is kept. So is
+        it under a vocabulary on all ranks, whose steps take ten times as long to simulate.
         """
         ranks, stages = self.start.mesh.pipeline, len(outline(self.start).placement)
         flows = data(self.problem, self.level)[1]
@@ -264,15 +264,15 @@ class _Shortest:
 
 
 def _moves(stage_of: tuple[int, ...], *, twice: bool) -> Iterator[tuple[int, ...]]:
-    """The stages after one move of a block, and where asked for after two."""
+    """The stages after one move of a block, or `twice`."""
     yield from _moved(stage_of)
     if twice:
         yield from chain.from_iterable(map(_moved, _moved(stage_of)))
 
 
 def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The last block of a stage on the stage behind it, or the first on the one before: no value
-    goes backwards then."""
+    """The stages after each move of a stage's last block to the next stage, or its first block to
+    the one before: no value goes backwards then."""
     for j in range(max(stage_of)):
         for here, there in ((j, j + 1), (j + 1, j)):
             blocks = [i for i, at in enumerate(stage_of) if at == here]
@@ -282,32 +282,32 @@ def _moved(stage_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _least_step(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> float:
-    """A lower bound of a division's step, whatever is recomputed: the slowest rank, never idle."""
+    """Lower bound of a division's step, whatever is recomputed: the busiest rank, never idle."""
     placement, busy = outline(plan).placement, [0.0] * plan.mesh.pipeline
     for load, j in zip(data(problem, level)[0], stage_of, strict=True):
         busy[placement[j]] += load.on(placement[j])
     return plan.microbatches * max(busy) + least_update(problem)
 
 
-def _behind(division: StageDivision, bound: float) -> StageDivision:
-    """A division of which it is known that the programme's formula is not below `bound`."""
+def _bounded(division: StageDivision, bound: float) -> StageDivision:
+    """The division with a proved lower bound of the solver's formula."""
     gap = relative_gap(division.objective, bound)
     return dataclasses.replace(division, status="feasible", bound=bound, gap=gap)
 
 
 def _recomputing(problem: Problem, plan: Plan, level: int, wanted: Wanted) -> Plan:
-    """A plan for a granularity with what is wanted recomputed."""
+    """The plan with the blocks recomputed that the option asks for, at a granularity."""
     return dataclasses.replace(plan, recompute=chosen(problem, level, wanted))
 
 
 def _fitting(
     problem: Problem, plan: Plan, level: int, wanted: Wanted, *, explain: bool = True
 ) -> tuple[StageDivision, Plan]:
-    """The best division at a granularity whose simulated step fits into the memory, and a plan with
-    what is recomputed in it.
+    """The solver's division at a granularity whose simulated step fits into the memory, and a plan
+    with the blocks that are recomputed in it.
 
-    The programme does not know how many messages are on their way at once. What is too much in the
-    simulated step is kept free from the beginning of the next try.
+    The solver does not know how many messages are in flight at once. Bytes by which the simulated
+    step is over the memory are reserved in the next attempt.
     """
     free = [0] * len(problem.memories)
     while True:
@@ -319,8 +319,8 @@ def _fitting(
 
 
 def _over(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes by which the step of a divided plan exceeds the memory of each rank; none where an
-    order never ends."""
+    """Bytes by which the simulated step exceeds the memory of each rank; 0 for an order that
+    deadlocks."""
     try:
         peaks = estimate(problem, plan).peak_memory
     except PlanError:  # the verifier says why
@@ -329,8 +329,8 @@ def _over(problem: Problem, plan: Plan) -> list[int]:
 
 
 def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterator[int]:
-    """The bytes to keep free on each rank after a try that was over its memory by so many; as many
-    on all ranks with the same device."""
+    """Bytes to reserve on each rank after an attempt that was `over` its memory; ranks with the
+    same device reserve the same."""
     devices = problem.devices
     for kept, device in zip(free, devices, strict=True):
         most = max(size for size, other in zip(over, devices, strict=True) if other == device)
@@ -340,8 +340,8 @@ def _freer(problem: Problem, free: Sequence[int], over: Sequence[int]) -> Iterat
 def _divide(
     problem: Problem, plan: Plan, level: int, wanted: Wanted, free: Sequence[int], *, explain: bool
 ) -> tuple[StageDivision, Plan]:
-    """The best division at a granularity that leaves some bytes of each rank free, and a plan with
-    what is recomputed in it."""
+    """The solver's division at a granularity with `free` bytes of each rank reserved, and a plan
+    with the blocks that are recomputed in it."""
     memories = problem.memories
     besides = [reserved(problem, plan) + kept for kept in free]
     limits = [memory - kept for memory, kept in zip(memories, besides, strict=True)]
@@ -368,10 +368,10 @@ def _divide(
     return division, plan
 
 
-def _given(
+def _fitted(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int], wanted: Wanted
 ) -> tuple[StageDivision, Plan]:
-    """Stages that are not the programme's, and a plan with what is recomputed in them. Raises
+    """A division into these stages, and a plan with the blocks that are recomputed in it. Raises
     InfeasibleError where the step does not fit into the memory."""
     first = _recomputing(problem, plan, level, "none" if wanted == "auto" else wanted)
     try:
@@ -385,32 +385,32 @@ def _given(
 def _forced(
     problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
 ) -> tuple[StageDivision, Plan]:
-    """Stages that fit only if something is recomputed."""
+    """A division into stages that fit only if some blocks are recomputed."""
     memories = problem.memories
     free = [reserved(problem, plan)] * len(memories)
     while True:
         limits = [memory - kept for memory, kept in zip(memories, free, strict=True)]
         twice = spared(division_task(problem, plan, level, limits, is_free=True), stage_of)
-        if twice is None:  # by the programme's bytes, which may be too many
+        if twice is None:  # by the solver's bytes, which may be too many
             trial = _recomputing(problem, plan, level, "full")
             return _evaluated(problem, trial, level, stage_of), trial
         trial = dataclasses.replace(plan, recompute=names_of(problem, level, twice))
         division = _priced(problem, trial, level, stage_of)
         over = _over(problem, _decided(problem, trial, level, division))
         if max(over) <= 0:
-            return _behind(division, _fill_and_drain(problem, plan, level)), trial
+            return _bounded(division, _fill_and_drain(problem, plan, level)), trial
         free = list(_freer(problem, free, over))
 
 
 def _priced(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
-    """Stages that are not the programme's, with the seconds that its formula predicts."""
+    """A division into these stages, with the seconds of the solver's formula."""
     data, order = data_under(problem, plan, level), outline(plan)
     found = evaluate(*data, stage_of, order.placement, plan.microbatches, held(plan))
     return StageDivision(tuple(stage_of), "given", found.objective, 0.0, 1.0)
 
 
 def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> StageDivision:
-    """Stages that are not the programme's. Raises InfeasibleError where the step does not fit."""
+    """A division into these stages. Raises InfeasibleError where the step does not fit."""
     division = _priced(problem, plan, level, stage_of)
     memory = estimate(problem, _decided(problem, plan, level, division)).peak_memory
     worst = max(range(len(memory)), key=lambda r: memory[r] / problem.memories[r])
@@ -434,7 +434,7 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
 
 
 def reconsidered(problem: Problem, plan: Plan) -> Plan:
-    """A finished plan, with what a solver said of it dropped when it was edited since.
+    """A finished plan; the solver's statement about it is replaced if its stages were edited.
 
     Raises InfeasibleError when a rank does not fit into the memory.
     """
@@ -450,7 +450,7 @@ def reconsidered(problem: Problem, plan: Plan) -> Plan:
 
 
 def _reevaluated(problem: Problem, plan: Plan) -> StageDivision:
-    """The division of a finished plan, as one that was given."""
+    """The division of a finished plan, evaluated again."""
     assert plan.granularity is not None
     assert plan.stages is not None
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
@@ -460,18 +460,18 @@ def _reevaluated(problem: Problem, plan: Plan) -> StageDivision:
 
 
 def _solution(division: StageDivision) -> Solution:
-    """What is known of a division."""
+    """The solver's statement about a division, for the plan."""
     return Solution(division.status, division.objective, division.bound, division.gap)
 
 
 def _decided(problem: Problem, plan: Plan, level: int, division: StageDivision) -> Plan:
-    """The plan with the division in it."""
+    """The plan with a division."""
     found = placed(problem, plan, level, division.stage_of)
     return dataclasses.replace(found, solution=_solution(division))
 
 
 def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) -> Plan:
-    """The plan with the blocks at a granularity on these stages."""
+    """The plan with the blocks of a granularity on these stages."""
     priced = problem.priced(level)
     names: list[list[str]] = [[] for _ in outline(plan).placement]
     for block, at in zip(priced.cut.blocks, stage_of, strict=True):
@@ -485,7 +485,7 @@ def placed(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]) ->
 
 
 def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:
-    """The step time of a perfectly even division without messages."""
+    """Step time of a perfectly even division without messages, in seconds."""
     stages, ranks = len(outline(plan).placement), plan.mesh.pipeline
     recompute = plan.recompute or ()
     total = sum(load.seconds for load in data(problem, level, recompute=recompute)[0])
@@ -494,9 +494,9 @@ def _fill_and_drain(problem: Problem, plan: Plan, level: int) -> float:
 
 
 def ideal(problem: Problem, plan: Plan) -> float:
-    """The step time of even ranks that are never idle: no schedule is faster.
+    """Step time of evenly loaded ranks without idle time, in seconds: no schedule is faster.
 
-    What memory forces one schedule to recompute another may keep.
+    Recomputation counts only where the user asked for it: another schedule may not need it.
     """
     assert plan.granularity is not None
     forced = problem.options.recompute == "auto"

@@ -26,7 +26,8 @@ from parcompiler.lower import Lowered
 from parcompiler.naming.source import frames
 from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan
-from parcompiler.problem import LEVELS, Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import LEVELS, Problem
 from parcompiler.report.data import OptionGain, SourceLine, StepShare
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
 from parcompiler.timeline import Timeline

@@ -22,7 +22,8 @@ from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
 from parcompiler.passes.zero import DataShare, share_of, tensors
 from parcompiler.plan import Plan, Solution
-from parcompiler.problem import LEVELS, Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import LEVELS, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall

@@ -213,7 +213,7 @@ class Costs:
             self._problem_at(numbers, plan),
             plan,
             sizes=words | {"microbatches": plan.microbatches} | degrees,
-            scaled=bool(self.rank_problem.times)
+            scaled=bool(self.rank_problem.cache.times)
             and any(numbers[size.letter] != size.now for size in known),
         )
 
@@ -238,7 +238,7 @@ class Costs:
         if not names.issuperset(name for stage in plan.stages or () for name in stage.blocks):
             message = f"the model has other blocks at {where}: compile for these sizes"
             raise InputError(message)
-        times = self.rank_problem.times
+        times = self.rank_problem.cache.times
         return _timed(problem, self.rank_problem, self._level) if times else problem
 
     def _elsewhere(self, name: str, number: int, plan: Plan) -> Costs:
@@ -281,10 +281,10 @@ def _timed(problem: Problem, like: Problem, level: int) -> Problem:
     before, after = _by_template(like, level), _by_template(problem, level)
     timed = problem.anew()
     for name, cost in after.items():
-        measured = like.times.get((level, name))
+        measured = like.cache.times.get((level, name))
         if measured is not None:
             one, two = (modelled(name, item, problem.device) for item in (before[name], cost))
-            timed.times[level, name] = scaled(measured, one, two)
+            timed.cache.times[level, name] = scaled(measured, one, two)
     return timed
 
 

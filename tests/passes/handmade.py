@@ -18,7 +18,8 @@ from parcompiler.cost import BlockCost
 from parcompiler.device import Device, Link, device
 from parcompiler.graph import Binding, Block, Graph, Parameter
 from parcompiler.options import Options
-from parcompiler.problem import Priced, Problem
+from parcompiler.priced import Priced
+from parcompiler.problem import Cache, Problem
 
 VALUE = 400
 TRAINED = "trained_{}"  # a node of each block by which it has a backward; values have no gradient
@@ -97,7 +98,9 @@ def chain(
         graph,
         pc.Mesh(pipeline=stages, device=on or small()),
         options or plain(4),
-        {(1, frozenset(), False, False): whole, (2, frozenset(), False, False): cut_finely},
+        cache=Cache(
+            priced={(k, frozenset(), False, False): p for k, p in ((1, whole), (2, cut_finely))},
+        ),
     )
     problem.__dict__["levels"] = range(1, 3)
     graph.__dict__["unread"] = frozenset()  # of the blocks at either granularity

@@ -22,8 +22,9 @@ from parcompiler.passes import DEFAULT
 from parcompiler.passes.estimate import costs, estimate
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan, Shape
+from parcompiler.priced import Priced
 from parcompiler.prices import message_seconds, stage_costs
-from parcompiler.problem import Priced, Problem
+from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES
 from parcompiler.timeline import simulate_lowered
 from tests import zoo

@@ -1,0 +1,173 @@
+"""The blocks of a model with what each of them costs: seconds and bytes of one micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from parcompiler.capture.blocks import Cut
+from parcompiler.capture.effects import is_repeatable
+from parcompiler.cost import BlockCost
+from parcompiler.graph import nbytes_of
+from parcompiler.plan import TemplateTime
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The blocks at one granularity, with what each costs for one micro-batch on the device.
+
+    `forward` and `backward` are seconds by block. `weight` is the share of `backward` that a split
+    backward can defer, `hidden` what a split adds to it (see `TemplateTime`). Blocks in
+    `recomputed` keep only their inputs, and their backward begins with their forward. Where ranks
+    have different devices, `ranks` are the blocks on the device of each, and the seconds here the
+    least of theirs.
+    """
+
+    cut: Cut
+    costs: tuple[BlockCost, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    hidden: tuple[float, ...]
+    sent: tuple[fx.Node, ...]
+    recomputed: frozenset[str] = frozenset()
+    ranks: tuple[Priced, ...] = ()
+
+    @staticmethod
+    def timed(
+        parts: Cut,
+        costs: Iterable[BlockCost],
+        sent: tuple[fx.Node, ...],
+        times: Sequence[Mapping[str, TemplateTime]],
+    ) -> Priced:
+        """Blocks with the times of their templates: `times` has one entry, or one for each rank."""
+        names, given = [block.template for block in parts.blocks], tuple(costs)
+
+        def made(took: Mapping[str, TemplateTime]) -> Priced:
+            backward = tuple(took[name].backward for name in names)
+            weight = map(min, (took[name].weight for name in names), backward)
+            forward = tuple(took[name].forward for name in names)
+            hidden = tuple(took[name].hidden for name in names)
+            return Priced(parts, given, forward, backward, tuple(weight), hidden, sent)
+
+        if len(times) == 1:
+            return made(times[0])
+        return dataclasses.replace(made(_least(times)), ranks=tuple(map(made, times)))
+
+    def on(self, rank: int) -> Priced:
+        """The blocks on the device of a pipeline rank."""
+        return self.ranks[rank] if self.ranks else self
+
+    @cached_property
+    def pace(self) -> float:
+        """Upper bound on the aggregate speed of all ranks, in units of the fastest device; 0 where
+        all devices are the same."""
+        found = []
+        for one in self.ranks:
+            rows = zip(self.forward, self.backward, one.forward, one.backward, strict=True)
+            found.append(max(((a + b) / (c + d) for a, b, c, d in rows if a + b), default=1.0))
+        return math.fsum(found)
+
+    def recomputing(self, names: Collection[str]) -> Priced:
+        """The blocks when those of these names are recomputed."""
+        assert not self.recomputed
+        again = [block.name in names for block in self.cut.blocks]
+        rows = zip(self.forward, self.backward, again, strict=True)
+        return dataclasses.replace(
+            self,
+            backward=tuple(back + once if twice else back for once, back, twice in rows),
+            recomputed=frozenset(names),
+            ranks=tuple(one.recomputing(names) for one in self.ranks),
+        )
+
+    def mixed(self, other: Priced, names: Collection[str]) -> Priced:
+        """The blocks, with those of these names taken from `other`."""
+        places = [(other if b.name in names else self) for b in self.cut.blocks]
+
+        def taken(name: str) -> Any:
+            return tuple(getattr(one, name)[b] for b, one in enumerate(places))
+
+        fields = "costs", "forward", "backward", "weight", "hidden"
+        pairs = zip(self.ranks, other.ranks, strict=True)
+        ranks = tuple(mine.mixed(its, names) for mine, its in pairs)
+        return dataclasses.replace(self, ranks=ranks, **{name: taken(name) for name in fields})
+
+    def gathering(self, exchanges: Sequence[tuple[float, float]]) -> Priced:
+        """The blocks under ZeRO 3, with the seconds in which each one's parameters are gathered
+        and its gradients reduced and scattered. Both overlap with compute: the longer one counts.
+        """
+        rows = [*zip(self.forward, self.backward, self.weight, exchanges, strict=True)]
+        backward = [max(back, gather + scatter) for _, back, _, (gather, scatter) in rows]
+        late = (max(weight, scatter) for _, _, weight, (_, scatter) in rows)
+        return dataclasses.replace(
+            self,
+            forward=tuple(max(once, gather) for once, _, _, (gather, _) in rows),
+            backward=tuple(backward),
+            weight=tuple(map(min, late, backward)),
+            ranks=tuple(one.gathering(exchanges) for one in self.ranks),
+        )
+
+    @cached_property
+    def repeatable(self) -> frozenset[str]:
+        """Names of the blocks that can be recomputed: they update no buffer."""
+        first = {block.template: block for block in reversed(self.cut.blocks)}
+        able = {template for template, block in first.items() if is_repeatable(block.nodes)}
+        return frozenset(block.name for block in self.cut.blocks if block.template in able)
+
+    @cached_property
+    def home(self) -> dict[fx.Node, int]:
+        """The number of the block that computes each node."""
+        return {node: b for b, block in enumerate(self.cut.blocks) for node in block.nodes}
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """Bytes that each block keeps for its backward. A value between blocks counts once, with
+        the block that makes it."""
+        kept: set[fx.Node] = set()
+        own = []
+        for block, cost in zip(self.cut.blocks, self.costs, strict=True):
+            if block.name in self.recomputed:
+                kept.update(block.inputs)
+                own.append(0)
+            else:
+                kept.update(block.inputs[i] for i in cost.kept_inputs)
+                kept.update(block.outputs[i] for i in cost.kept_outputs)
+                own.append(cost.saved - cost.saved_outputs)
+        return tuple(
+            inner + sum(nbytes_of(node) for node in block.outputs if node in kept)
+            for block, inner in zip(self.cut.blocks, own, strict=True)
+        )
+
+    @cached_property
+    def moments(self) -> tuple[int, ...]:
+        """Workspace peak of each block, forward or backward: bytes besides those it has saved."""
+        return tuple(
+            max(cost.unsaved_peak, cost.recompute_peak + cost.gradient_bytes, cost.backward_peak)
+            if block.name in self.recomputed
+            else max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
+            - cost.saved
+            for block, cost in zip(self.cut.blocks, self.costs, strict=True)
+        )
+
+    @cached_property
+    def later(self) -> tuple[int, ...]:
+        """Bytes by which the operands deferred by a split backward exceed what the block saves."""
+        return tuple(
+            max(0, cost.deferred - size) for cost, size in zip(self.costs, self.saved, strict=True)
+        )
+
+
+def _least(times: Sequence[Mapping[str, TemplateTime]]) -> dict[str, TemplateTime]:
+    """The least time of each template on any device."""
+    found = {}
+    for name in times[0]:
+        own = [took[name] for took in times]
+        fields = ("forward", "backward", "weight", "hidden")
+        found[name] = TemplateTime(name, *(min(getattr(t, x) for t in own) for x in fields))
+    return found
