@@ -19,7 +19,7 @@ PICTURE = """\
 6  compiler flow checks program loaded verification bench cli meshes __main__ __init__
 5  lower verifier codegen report request changes prices symbolic
 4  passes
-3  problem options progress calibrate
+3  problem priced options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
 0  errors instruction grid pieces documents data_updates again
