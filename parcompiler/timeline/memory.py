@@ -216,7 +216,7 @@ def task_arrays(
         column(chain.from_iterable(orders)),
         np.repeat(np.arange(len(orders)), [*map(len, orders)]),
         column(NUMBER.get(line.kind, OTHER) for line in every),
-        column(line.stage for line in every),
+        column(line.stage if line.kind in COMPUTE else None for line in every),
         column(line.microbatch for line in every),
     )
 

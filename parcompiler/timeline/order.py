@@ -281,7 +281,7 @@ class OrderWalk:
         backward of their readers, or the forward of those that are `untrained`; sent ones until
         they are out. `there` are the tasks that these orders have."""
         pipeline, m = self.pipeline, self.pipeline.microbatches
-        each, unit = np.arange(m), np.array(self.moments.ends)
+        each, unit = np.arange(m), np.array(self.written)
         codes = [np.array(own, np.int64) for own in self.codes]
         ends = [unit[own] for own in codes]
         classes: dict[Send, list[int]] = {}  # of the tasks that a message waits for
@@ -348,6 +348,13 @@ class OrderWalk:
         """Whether a stage is on a rank."""
         return self.pipeline.placement[stage] == rank
 
+    @cached_property
+    def written(self) -> list[float]:
+        """When each action is written: as it ends. One that takes no time comes behind all others
+        that end then: it may wait for a collective that ranks come to behind what these send."""
+        moments = zip(self.moments.begins, self.moments.ends, strict=True)
+        return [end if begin < end else end + 0.5 for begin, end in moments]
+
     @property
     def spans(self) -> list[list[Span]]:
         """When each action of each rank begins and ends."""
@@ -393,9 +400,9 @@ class OrderWalk:
 
     def steps(self) -> list[list[Step]]:
         """All that each rank does."""
-        ends = self.moments.ends
+        written = self.written
         finished = sorted(
-            (ends[code], rank, k)
+            (written[code], rank, k)
             for rank, own in enumerate(self.codes)
             for k, code in enumerate(own)
         )

@@ -20,9 +20,12 @@ from tests.timeline.test_candidate import NAMES, random_costs, random_messages
 from tests.timeline.test_simulate import stage
 
 
-def random_vocabulary(chance: random.Random, method: str, stages: int) -> VocabularyCost:
-    """Uneven seconds and bytes; embeddings for no stage, the first, or two."""
-    users = chance.choice([(), (0,), (0, chance.randrange(stages))])
+def random_vocabulary(
+    chance: random.Random, method: str, stages: int, *, headed: bool = True
+) -> VocabularyCost:
+    """Uneven seconds and bytes; embeddings for no stage, the first, or several of any."""
+    many = tuple(chance.randrange(stages) for _ in range(chance.randint(2, 6)))
+    users = chance.choice([() if headed else (0,), (0,), many])
     shared = ("s", "t", "embed", "embed_backward", "broadcast", "exchange", "reduce")
     seconds = {name: chance.random() for name in (*shared, "embed_reduce", "embed_broadcast")}
     return VocabularyCost(
@@ -31,7 +34,7 @@ def random_vocabulary(chance: random.Random, method: str, stages: int) -> Vocabu
         resident=chance.randrange(100),
         saved=chance.randrange(50),
         more=chance.randrange(3) * 10,
-        source=stages - 1,
+        source=stages - 1 if headed else -1,
         method=method,
         users=users,
         x_bytes=chance.randrange(30),
@@ -51,7 +54,9 @@ def simulated(
         )
         for n, x in enumerate(messages)
     }
-    values["x"] = StageValue("x", (1,), torch.float32, True, last, (NOWHERE,))
+    head = SpreadHead("x", cast(object, None), last, ()) if cost.source >= 0 else None  # type: ignore[arg-type]
+    if head:
+        values["x"] = StageValue("x", (1,), torch.float32, True, last, (NOWHERE,))
     for k, user in enumerate(cost.users):
         values[f"e{k}"] = StageValue(f"e{k}", (1,), torch.float32, True, NOWHERE, (user,))
     stages = [
@@ -60,6 +65,7 @@ def simulated(
             rank,
             [name for name, value in values.items() if j in value.consumers],
             [name for name, value in values.items() if j == value.producer],
+            loss=j == last and head is None,
         )
         for j, rank in enumerate(schedule.placement)
     ]
@@ -67,7 +73,6 @@ def simulated(
         SpreadLookup(f"e{k}", cast(object, None), user, ())  # type: ignore[arg-type]
         for k, user in enumerate(cost.users)
     ]
-    head = SpreadHead("x", cast(object, None), last, ())  # type: ignore[arg-type]
     shared = Spread(cost.method, tuple(lookups), head, (), ())
     sizes = {f"v{n}": x.nbytes for n, x in enumerate(messages)} | {"x": cost.x_bytes}
     sizes |= {f"e{k}": cost.embedded_bytes // len(cost.users) for k in range(len(cost.users))}
@@ -101,10 +106,11 @@ def check(seed: int) -> None:
     name, p, m = chance.choice(NAMES), chance.randint(1, 4), chance.randint(1, 6)
     bare = build(name, p, m, chance.randint(2, 3) if name == "interleaved" else 1)
     method = chance.choice(METHODS)
-    schedule = spread(bare, method)
+    headed = chance.random() < 0.75
+    schedule = spread(bare, method) if headed else bare
     costs = random_costs(chance, len(schedule.placement))
     messages = random_messages(chance, len(schedule.placement))
-    cost = random_vocabulary(chance, method, len(schedule.placement))
+    cost = random_vocabulary(chance, method, len(schedule.placement), headed=headed)
     found = timing(schedule, costs, messages, cost)
     wanted = simulated(schedule, costs, messages, cost)
     assert found.step_time == pytest.approx(wanted.step_time, rel=1e-12)

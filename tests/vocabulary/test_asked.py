@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parcompiler as pc
+from parcompiler.models import dlrm
 from tests import zoo
 
 Loss = Callable[..., torch.Tensor]
@@ -111,6 +112,20 @@ def test_ranks_may_be_left_without_a_row(words: int) -> None:
     found = compiled(Words(words=words), ranks=4).verify()
     assert found.ok, str(found)
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tables_without_a_head_keep_no_ranks_waiting(ranks: int, schedule: str) -> None:
+    config = dlrm.Config(tables=(96, 40, 7, 12), hidden=8, bottom=(16,), top=(16, 8))
+    with torch.device("meta"):
+        numbers, rows = torch.zeros(2, config.numbers), torch.zeros(2, 4, dtype=torch.long)
+        model, labels = dlrm.DLRM(config), torch.zeros(2)
+    given: dict[str, Any] = {"schedule": schedule, "vocabulary": "vocab-2"}
+    program = pc.compile(model, pc.Mesh(pipeline=ranks), (numbers, rows, labels), **given)
+    assert program.plan.vocabulary is not None
+    assert len(program.plan.vocabulary.lookups) == 4  # more than there are stages
+    assert program.plan.vocabulary.head is None
 
 
 def test_the_classes_of_a_picture_are_a_head_when_that_is_asked_for() -> None:
