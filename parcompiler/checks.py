@@ -78,6 +78,7 @@ def check_of_meshes(model: nn.Module | None) -> Check:
     """The check of each mesh that a search considers."""
 
     def check(mesh: Mesh, options: Options) -> None:
+        _check_axes(mesh, options)
         _check_size(mesh, options, None)
         _check_order(mesh, options)
         _check_replicas(mesh, model, None)

@@ -34,7 +34,7 @@ from parcompiler.meshes.refusal import enough_ranks, refuse_too_large
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
-from parcompiler.passes.shard.context import on_context_ranks
+from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
@@ -42,7 +42,6 @@ from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
-from parcompiler.spmd.experts import on_expert_ranks
 from parcompiler.verifier import MemoryLimits, verify
 from parcompiler.vocabulary.token_mean import over_tokens
 
@@ -77,9 +76,7 @@ def flow(
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
             graph = prepared(captured, options, one_mesh, options.dtype)
-            problem = on_context_ranks(Problem(graph, one_mesh, options, bench=bench), plan)
-            if one_mesh.expert > 1:
-                problem = problem.anew(graph=on_expert_ranks(problem.graph, one_mesh.expert))
+            problem = on_axes(Problem(graph, one_mesh, options, bench=bench), plan)
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = MicrobatchSizes(problem, captured, wanted)

@@ -165,6 +165,19 @@ class MeshChoice:
     idle: float | None = None
     reason: str | None = None
     zero: int | None = None
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def degrees(self) -> str:
+        """The degrees in one line, those of context and expert ranks where there are several.
+
+        >>> MeshChoice(2, 1, 4, 8).degrees, MeshChoice(2, 1, 4, 8, expert=4).degrees
+        ('2 × 1 × 4', '2 × 1 × 4, expert 4')
+        """
+        more = {"context": self.context, "expert": self.expert}
+        words = [f"{axis} {degree}" for axis, degree in more.items() if degree > 1]
+        return ", ".join((f"{self.pipeline} × {self.tensor} × {self.data}", *words))
 
 
 @dataclass(frozen=True, slots=True)

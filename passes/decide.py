@@ -137,6 +137,7 @@ def choice_of(plan: Plan, seconds: float) -> MeshChoice:
         mesh.pipeline, mesh.tensor, mesh.data, plan.microbatches, seconds=seconds,
         schedule=plan.schedule, vocabulary=plan.vocabulary.method if plan.vocabulary else None,
         recomputed=len(plan.recompute or ()), zero=plan.zero,
+        context=mesh.context, expert=mesh.expert,
     )  # fmt: skip
 
 

@@ -43,10 +43,7 @@ NAMES: dict[type, Callable[[Any], str]] = {  # of the items of a tuple
     TemplateTime: lambda item: item.template,
     Shards: lambda item: " ".join((item.template, *item.blocks)),
     Weighed: lambda item: f"{item.schedule} x {item.virtual_stages}",
-    MeshChoice: lambda item: (
-        f"{item.pipeline} x {item.tensor} x {item.data}"
-        + (f" of {item.rows} rows" if item.rows else "")
-    ),
+    MeshChoice: lambda item: item.degrees + (f" of {item.rows} rows" if item.rows else ""),
 }
 
 

@@ -1,6 +1,6 @@
 """Which mesh of a cluster: all degrees are weighed, and the plainest of the fastest is taken.
 
-    Cluster ── space ──► pipeline x tensor x data, always the same global batch
+    Cluster ── space ──► pipeline x tensor x data (x expert), always the same global batch
     inputs ─── sizes ──► x rows of a micro-batch, if asked for: the model captured on them
                              │  bounds    bytes and seconds that no plan of a mesh is below
                              ▼
@@ -32,7 +32,7 @@ from typing import Any
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
-from parcompiler.mesh import Cluster
+from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes.bounds import ROUNDING, Bounds, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
@@ -44,6 +44,7 @@ from parcompiler.passes.decide import Observer, fastest, plainest, step_of
 from parcompiler.passes.schedule import TOO_LARGE
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
+from parcompiler.spmd.experts import divisible
 
 # What no plan of a mesh is below, as the report says it behind these seconds.
 WORK = "its work, and the wait for it, take that"
@@ -117,7 +118,7 @@ class MeshSearch:
         with observer("bounds of meshes"):
             self.faults = {rows: sizes.fault(rows) for rows in sizes.rows}
             possible = [rows for rows, fault in self.faults.items() if fault is None]
-            self.bounds = {rows: Bounds(sizes.at(rows)) for rows in possible}
+            self.bounds = {(rows, 1): Bounds(sizes.at(rows)) for rows in possible}
             self.candidates = list(self._candidates())
         self.planned: list[Incumbent] = []
         self.open: list[Unweighed] = []
@@ -133,7 +134,7 @@ class MeshSearch:
         self.open = [
             Unweighed(
                 candidate,
-                self.bounds[candidate.rows].seconds(candidate, is_even=is_even),
+                self._bounds(candidate).seconds(candidate, is_even=is_even),
                 is_sharp=not is_even,
             )
             for candidate in self._roomy()
@@ -229,11 +230,18 @@ class MeshSearch:
         return min(first, key=lambda item: _plainness(item.candidate), default=None)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """All meshes with micro-batches of all rows; impossible rows with the first mesh alone."""
-        counts = self.bounds[self.sizes.given].blocks
+        """All meshes with micro-batches of all rows; impossible rows with the first mesh alone.
+
+        Of expert ranks those alone that the options can have; none where predictions are kept.
+        """
+        counts = self.bounds[self.sizes.given, 1].blocks
         microbatches = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
+        graph = self.sizes.problem.graph
+        experts = 1 if graph.kept else divisible(graph)
         refused = set()
-        for candidate in space(self.cluster, microbatches, max(counts)):
+        for candidate in space(self.cluster, microbatches, max(counts), experts):
+            if candidate.mesh.expert > 1 and not self._is_possible(candidate.mesh):
+                continue
             fault = self.faults[candidate.rows]
             if fault is None:
                 yield candidate
@@ -247,7 +255,7 @@ class MeshSearch:
         for candidate in self.candidates:
             self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:
-                bounds = self.bounds[candidate.rows]
+                bounds = self._bounds(candidate)
                 nbytes = bounds.nbytes(candidate)
                 if nbytes <= memory:
                     yield candidate
@@ -265,6 +273,23 @@ class MeshSearch:
         better than even ones."""
         problem = self.sizes.problem
         return tuple(self.passes) == DEFAULT and problem.bench is None and is_known(problem)
+
+    def _is_possible(self, mesh: Mesh) -> bool:
+        """Whether the options can have a mesh."""
+        try:
+            self.check(mesh, self.sizes.problem.options)
+        except InputError:
+            return False
+        return True
+
+    def _bounds(self, candidate: Candidate) -> Bounds:
+        """The bounds of meshes with the rows and expert ranks of a candidate."""
+        key = candidate.rows, candidate.mesh.expert
+        if key not in self.bounds:
+            alone = Mesh(device=self.cluster.device)
+            pieces = on_mesh(self.sizes.at(candidate.rows), candidate)
+            self.bounds[key] = Bounds(pieces.anew(mesh=alone))
+        return self.bounds[key]
 
     def _problem(self, candidate: Candidate) -> Problem:
         """The problem of a candidate."""
@@ -321,9 +346,8 @@ class MeshSearch:
 
     def _words(self, candidate: Candidate) -> str:
         """A mesh in a few words."""
-        mesh = candidate.mesh
-        degrees = f"{mesh.pipeline} x {mesh.tensor} x {mesh.data}"
-        return f"{degrees}, {candidate.rows} rows" if len(self.bounds) > 1 else degrees
+        degrees = unplanned(candidate).degrees
+        return f"{degrees}, {candidate.rows} rows" if len(self.faults) > 1 else degrees
 
     def _tell_interrupt(self) -> None:
         """Say on stderr that the search was not finished."""
@@ -349,6 +373,7 @@ class MeshSearch:
         self.choices[candidate.place] = dataclasses.replace(unplanned(candidate), **known)
 
 
-def _plainness(candidate: Candidate) -> tuple[int, int, int]:
+def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """How plain a mesh is: less comes first."""
-    return candidate.mesh.pipeline, candidate.mesh.tensor, candidate.place
+    mesh = candidate.mesh
+    return mesh.pipeline, mesh.tensor, mesh.context, mesh.expert, candidate.place

@@ -125,19 +125,25 @@ class Bounds:
 
     def _states_at(self, mesh: Mesh, level: int) -> int:
         """`states_on` at a level of ZeRO."""
-        *parts, update = self._states
-        levels = zip((3, 2, 1), parts, strict=True)
-        size = sum(math.ceil(n / (mesh.data if level >= k else 1)) for k, n in levels)
-        return size if level else size + update
+        size = 0
+        for of_experts, (*parts, update) in self._states.items():
+            ranks = mesh.replicas // (mesh.expert if of_experts else 1)  # that share them out
+            levels = zip((3, 2, 1), parts, strict=True)
+            size += sum(math.ceil(n / (ranks if level >= k else 1)) for k, n in levels)
+            size += 0 if level and ranks > 1 else update
+        return size
 
     @cached_property
-    def _states(self) -> tuple[int, int, int, int]:
-        """Bytes of parameters, of gradients, of optimizer states, and of the step besides."""
-        whole = self.problem.at_zero(0)
-        items = whole.graph.parameters
-        pairs = [(item.numel, whole.bytes_of(item)) for item in items]
-        value, gradient, states = (sum(numel * n[k] for numel, n in pairs) for k in range(3))
-        return value, gradient, states, sum(map(whole.update_bytes, items))
+    def _states(self) -> dict[bool, tuple[int, int, int, int]]:
+        """Bytes of parameters, of gradients, of optimizer states, and of the step besides; of what
+        all data ranks have, and of experts in pieces."""
+        whole, found = self.problem.at_zero(0), {}
+        for of_experts in (False, True):
+            items = [x for x in whole.graph.parameters if bool(x.experts) == of_experts]
+            pairs = [(item.numel, whole.bytes_of(item)) for item in items]
+            value, gradient, states = (sum(numel * n[k] for numel, n in pairs) for k in range(3))
+            found[of_experts] = value, gradient, states, sum(map(whole.update_bytes, items))
+        return found
 
     @cached_property
     def blocks(self) -> list[int]:
@@ -180,11 +186,15 @@ class Bounds:
         room = mesh.pipeline * mesh.tensor * problem.room(problem.device)
         levels = LEVELS if options.zero == "auto" else [problem.zero]
         fit = (k for k in levels if self._states_at(mesh, k) <= room)
-        if mesh.data == 1 or options.asynchronous or next(fit, levels[-1]) < 2:
+        if mesh.replicas == 1 or options.asynchronous or next(fit, levels[-1]) < 2:
             return 0.0
-        trained = sum(item.nbytes for item in problem.graph.parameters if item.trainable)
-        size = trained / (mesh.pipeline * mesh.tensor)
-        once = collective.joined(mesh, "reduce-scatter", size, mesh.grid.replicas([0]))
+        once = 0.0
+        for piece in (None, 0) if mesh.expert > 1 else (None,):
+            items = [x for x in problem.graph.parameters if bool(x.experts) == (piece is not None)]
+            trained = sum(item.nbytes for item in items if item.trainable)
+            ranks = mesh.grid.replicas([0], expert=piece)
+            size = trained / (mesh.pipeline * mesh.tensor)
+            once += collective.joined(mesh, "reduce-scatter", size, ranks)
         return candidate.microbatches * once
 
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
@@ -194,12 +204,12 @@ class Bounds:
         if tensor not in self._works:
             every = (self._work(level, tensor) for level in self.problem.levels)
             self._works[tensor] = _Work(*map(min, zip(*every, strict=True)))
-        if mesh.data not in self._updates and not self.problem.options.asynchronous:
+        if mesh.replicas not in self._updates and not self.problem.options.asynchronous:
             update = dataclasses.replace(self.problem, mesh=mesh).update_seconds
-            self._updates[mesh.data] = sum(map(update, self.problem.graph.parameters))
+            self._updates[mesh.replicas] = sum(map(update, self.problem.graph.parameters))
         work = self._works[tensor]
         wait = (mesh.pipeline - 1) * work.forward / self._most_stages if is_even else 0.0
-        behind = self._updates.get(mesh.data, 0.0) / tensor
+        behind = self._updates.get(mesh.replicas, 0.0) / tensor
         return (m * work.blocks + max(wait, m * work.vocabulary) + behind) / mesh.pipeline
 
     @cached_property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 
-from parcompiler.mesh import Cluster, Mesh
+from parcompiler.mesh import Cluster, Mesh, divisors
 
 EACH = 4  # micro-batches for each device, unless the user says: as many as a pipeline of all needs
 
@@ -32,12 +34,12 @@ def global_microbatches(cluster: Cluster, wanted: int | None) -> int:
 
 
 def space(
-    cluster: Cluster, microbatches: Mapping[int | None, int], blocks: int
+    cluster: Cluster, microbatches: Mapping[int | None, int], blocks: int, experts: int = 1
 ) -> Iterator[Candidate]:
     """All degrees; the data ranks share the micro-batches equally, so the batch is always the same.
 
     `microbatches` are those of a step, by the rows of one; `blocks` the parts of the model at the
-    finest granularity.
+    finest granularity; `experts` what degrees of expert ranks divide.
 
     >>> candidates = list(space(Cluster(devices_per_node=4), {1: 6}, blocks=3))
     >>> [(c.mesh.data, c.microbatches) for c in candidates if c.reason is None]
@@ -46,8 +48,11 @@ def space(
     '4 data ranks need a multiple of so many micro-batches (6)'
     >>> candidates[2].reason
     '4 stages need as many blocks (3)'
+    >>> candidates = space(Cluster(devices_per_node=4), {1: 4}, blocks=3, experts=6)
+    >>> [(c.mesh.tensor, c.mesh.data, c.mesh.expert) for c in candidates if c.mesh.data > 1]
+    [(1, 4, 1), (1, 4, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
     """
-    pairs = itertools.product(cluster.meshes(), microbatches.items())
+    pairs = itertools.product(_meshes(cluster, experts), microbatches.items())
     for place, (mesh, (rows, count)) in enumerate(pairs):
         each, rest = divmod(count, mesh.data)
         reason = None
@@ -56,3 +61,10 @@ def space(
         elif mesh.pipeline > blocks:
             reason = f"{mesh.pipeline} stages need as many blocks ({blocks})"
         yield Candidate(mesh, each, place, reason, rows)
+
+
+def _meshes(cluster: Cluster, experts: int) -> Iterator[Mesh]:
+    """All meshes of a cluster, each with all degrees of expert ranks."""
+    for mesh in cluster.meshes():
+        for degree in divisors(gcd(experts, mesh.data)):
+            yield dataclasses.replace(mesh, expert=degree)

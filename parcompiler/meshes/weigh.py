@@ -14,6 +14,7 @@ from parcompiler.meshes.space import Candidate
 from parcompiler.options import Options
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import fastest
+from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
@@ -37,14 +38,19 @@ def planned(
 def unplanned(candidate: Candidate) -> MeshChoice:
     """The mesh of a candidate, of which nothing is known yet."""
     mesh, count = candidate.mesh, candidate.microbatches
-    degrees = mesh.pipeline, mesh.tensor, mesh.data
-    return MeshChoice(*degrees, count, candidate.rows, reason=candidate.reason)
+    return MeshChoice(
+        mesh.pipeline, mesh.tensor, mesh.data, count, candidate.rows, reason=candidate.reason,
+        context=mesh.context, expert=mesh.expert,
+    )  # fmt: skip
 
 
 def on_mesh(problem: Problem, candidate: Candidate) -> Problem:
-    """The problem on another mesh, with the candidate's share of the micro-batches."""
+    """The problem on another mesh, with the candidate's share of the micro-batches.
+
+    Raises InputError for rows or experts that the mesh cannot share out.
+    """
     options = dataclasses.replace(problem.options, microbatches=candidate.microbatches)
-    return problem.anew(mesh=candidate.mesh, options=options, explain=False)
+    return on_axes(problem.anew(mesh=candidate.mesh, options=options, explain=False))
 
 
 def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
@@ -74,6 +80,8 @@ def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
         vocabulary=plan.vocabulary.method if plan.vocabulary else None,
         recomputed=len(plan.recompute or ()),
         zero=plan.zero,
+        context=mesh.context,
+        expert=mesh.expert,
         compute=busy - among_tensor_ranks,
         exchange=among_tensor_ranks + late,
         idle=max(0.0, step - busy - late),

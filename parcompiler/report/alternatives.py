@@ -127,6 +127,7 @@ def meshes(report: ReportData) -> Table:
                 [True],
             ),
         ),
+        *_degrees(report.meshes, best),
         number(
             "micro-\nbatches\n× rows",
             (
@@ -149,6 +150,13 @@ def meshes(report: ReportData) -> Table:
             ],
         ),
     )
+
+
+def _degrees(meshes: Sequence[MeshChoice], best: Sequence[MeshChoice]) -> Iterator[Column]:
+    """The degrees of the axes that not every cluster needs, where any mesh has them."""
+    for axis in ("context", "expert"):
+        if any(getattr(item, axis) > 1 for item in meshes):
+            yield number(axis, (str(getattr(item, axis)) for item in best))
 
 
 def _over(seconds: Sequence[float | None], least: float | None) -> Column:
@@ -177,11 +185,11 @@ def runner_up(report: ReportData) -> str:
     other, step = report.runner_up, report.step.seconds
     if other is None or not other.seconds:
         return NOTHING
-    degrees = f"{other.pipeline} × {other.tensor} × {other.data}"
     by = f"{percent(abs(other.seconds / step - 1))} "
     by += "shorter" if other.seconds < step else "longer"
     why = ", but less plain" if other.seconds < step else ""
-    return f"{', '.join((degrees, *_plan(other)))}: {quantity(other.seconds, SECONDS)}, {by}{why}"
+    plan = ", ".join((other.degrees, *_plan(other)))
+    return f"{plan}: {quantity(other.seconds, SECONDS)}, {by}{why}"
 
 
 def _plan(mesh: MeshChoice) -> Iterator[str]:

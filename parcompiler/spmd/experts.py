@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,6 +209,19 @@ def on_expert_ranks(graph: Graph, n: int) -> Graph:
         if layer.ends is not None:
             _check_rows(graph, layer)
     return _Rewriting(graph, layers, n).graph()
+
+
+def divisible(graph: Graph) -> int:
+    """What degrees of expert ranks divide: the experts of every layer; 1 where none can be in
+    pieces."""
+    layers = find(graph)
+    try:
+        for layer in layers:
+            if layer.ends is not None:
+                _check_rows(graph, layer)
+    except InputError:
+        return 1
+    return math.gcd(*(layer.size for layer in layers)) or 1
 
 
 def _check_rows(graph: Graph, layer: MixtureLayer) -> None:

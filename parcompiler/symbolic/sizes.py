@@ -19,7 +19,7 @@ import torch
 from parcompiler.capture.inputs import Batch, flat, with_tensors
 from parcompiler.errors import ParcompilerError
 from parcompiler.graph import BatchInput, Graph
-from parcompiler.passes.shard.context import on_context_ranks
+from parcompiler.passes.shard.axes import on_axes
 from parcompiler.problem import Problem, prepared
 
 
@@ -81,7 +81,7 @@ def resized(problem: Problem, sizes: Sequence[InputSize], numbers: Sizes) -> Pro
     key = "at sizes", *(numbers[size.letter] for size in sizes)
     whole = problem.anew(graph=graph.once(key, captured), bench=None, context=None)
     try:
-        return on_context_ranks(whole)
+        return on_axes(whole)
     except ParcompilerError as error:  # they cannot share so many rows
         raise Unfit(str(error)) from error
 

@@ -144,11 +144,11 @@ PLAN = Plan(
         ),
         (
             {"meshes": (MeshChoice(2, 2, 1, 8, seconds=0.5), MeshChoice(4, 1, 1, 8))},
-            ["meshes: undecided -> 2 x 2 x 1, 4 x 1 x 1"],
+            ["meshes: undecided -> 2 × 2 × 1, 4 × 1 × 1"],
         ),
         (
             {"meshes": (MeshChoice(2, 1, 2, 8, rows=1), MeshChoice(2, 1, 2, 4, rows=2))},
-            ["meshes: undecided -> 2 x 1 x 2 of 1 rows, 2 x 1 x 2 of 2 rows"],
+            ["meshes: undecided -> 2 × 1 × 2 of 1 rows, 2 × 1 × 2 of 2 rows"],
         ),
         ({"version": 2}, ["version: 1 -> 2"]),
         (
@@ -198,7 +198,7 @@ def test_blocks_and_meshes_that_came_out_otherwise_are_named() -> None:
     assert [change.text for change in changes(one, other)] == [
         "now also Head",
         "Layer: other forward",
-        "2 x 2 x 1: other seconds",
+        "2 × 2 × 1: other seconds",
     ]
 
 

@@ -21,7 +21,8 @@ from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.base import MARGIN
-from parcompiler.plan import MeshChoice
+from parcompiler.passes.shard.axes import on_axes
+from parcompiler.plan import MeshChoice, Shape
 from parcompiler.problem import Problem
 from parcompiler.schedules import build
 
@@ -49,16 +50,21 @@ class Found(NamedTuple):
 
 
 def exhaustive(
-    model: pc.Program, cluster: pc.Cluster, microbatches: int, **options: Any
+    model: pc.Program,
+    cluster: pc.Cluster,
+    microbatches: int,
+    meshes: Sequence[pc.Mesh] | None = None,
+    **options: Any,
 ) -> list[Found]:
     """Every mesh planned in full, nothing left out: those that fit."""
     found, rows = [], model.captured.inputs[0].shape[0]
-    for mesh in cluster.meshes():
+    for mesh in meshes or cluster.meshes():
         each, left = divmod(microbatches, mesh.data)
         if left == 0:
-            problem = Problem(model.problem.graph, mesh, Options(each, **options), explain=False)
+            given = Options(each, **options)
+            problem = Problem(model.problem.graph, mesh, given, explain=False)
             with contextlib.suppress(pc.PlanError, pc.InputError):
-                plan, choice = planned(problem, DEFAULT)
+                plan, choice = planned(on_axes(problem), DEFAULT)
                 found.append(Found(choice.seconds or 0.0, mesh, rows, plan))
     return found
 
@@ -119,9 +125,11 @@ def check_answer(found: pc.Program, every: list[Found]) -> None:
 def check_told(told: tuple[MeshChoice, ...] | None, every: list[Found]) -> None:
     """What is told of every mesh is true: its step, or a bound that its step is not below."""
     assert told is not None
-    steps = {(m.pipeline, m.tensor, m.data, rows): seconds for seconds, m, rows, _ in every}
+    steps = {(plan.mesh, rows): seconds for seconds, _, rows, plan in every}
+    (device,) = {plan.mesh.device for *_, plan in every}
     for item in told:
-        step = steps.get((item.pipeline, item.tensor, item.data, item.rows or 0))
+        degrees = item.pipeline, item.tensor, item.data
+        step = steps.get((Shape(*degrees, device, item.context, item.expert), item.rows or 0))
         if item.reason is None:
             assert item.seconds is not None
             assert step is not None

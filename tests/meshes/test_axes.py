@@ -1,0 +1,64 @@
+"""A search weighs expert ranks with the other axes where a model has experts."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import parcompiler as pc
+from parcompiler.models import moe
+from tests.meshes.test_search import check_answer, check_told, exhaustive, fits
+
+EXPERTS = moe.Config(layers=2, heads=2, hidden=64, vocabulary=64, sequence=8, experts=8)
+OPTIONS: dict[str, Any] = {"schedule": "1f1b", "vocabulary": "whole", "zero": 0}
+TIGHT = fits(8 * 2**20)  # whole experts with their optimizer states are more
+
+
+@functools.cache
+def mixture() -> pc.Program:
+    """A small mixture of experts in float64, captured once for many meshes."""
+    torch.manual_seed(0)
+    tokens = torch.randint(EXPERTS.vocabulary, (2, EXPERTS.sequence))
+    inputs = {"tokens": tokens, "labels": tokens}
+    return pc.compile(moe.MoE(EXPERTS).double(), pc.Mesh(device="h100"), inputs, **OPTIONS)
+
+
+def with_experts(cluster: pc.Cluster, degrees: tuple[int, ...]) -> list[pc.Mesh]:
+    """All meshes, with all these degrees of expert ranks that each can have."""
+    return [
+        dataclasses.replace(mesh, expert=n)
+        for mesh in cluster.meshes()
+        for n in degrees
+        if n == 1 or (mesh.tensor == 1 and mesh.data % n == 0)
+    ]
+
+
+@pytest.mark.parametrize("device", [TIGHT, fits(2**30)])
+def test_expert_ranks_are_weighed_as_exhaustively_as_the_others(device: pc.Device) -> None:
+    cluster = pc.Cluster(1, 4, device)
+    found = pc.compile(mixture(), cluster, microbatches=8, **OPTIONS)
+    every = exhaustive(mixture(), cluster, 8, with_experts(cluster, (1, 2, 4)), **OPTIONS)
+    check_answer(found, every)
+    check_told(found.plan.meshes, every)
+    assert {item.mesh.expert for item in every} == {1, 2, 4}
+    assert {item.expert for item in found.plan.meshes or ()} == {1, 2, 4}
+
+
+def test_expert_ranks_are_chosen_train_exactly_and_are_told() -> None:
+    program = pc.compile(mixture(), pc.Cluster(1, 4, TIGHT), microbatches=8, **OPTIONS)
+    assert (program.plan.mesh.data, program.plan.mesh.expert) == (4, 4)
+    assert any(item.experts == EXPERTS.experts for item in program.lowered.graph.parameters)
+    verification = program.verify()
+    assert verification.ok, str(verification)
+    assert max(verification.loss_error, verification.gradient_error) <= 1e-9
+    plan = pc.Plan.from_json(program.plan.to_json())
+    assert plan == program.plan
+    assert plan.meshes is not None
+    assert plan.meshes[0].degrees == "1 × 1 × 4, expert 4"
+    again = pc.compile(program, program.problem.mesh, microbatches=2, plan=plan)
+    assert again.plan.stages == plan.stages
+    table = program.report().to_text().partition("Meshes considered")[2]
+    assert " expert " in table
+    assert " context " not in table
