@@ -6,7 +6,8 @@
 Within `RunningAgain` what autograd saves of the memory of such a result is a `ResultView`, whoever
 saves it. The first that needs it back computes it, with its own graph, which the operator's
 backward uses and frees. (Megatron-LM's `CheckpointWithoutOutput` does the same by emptying the
-result's memory.)
+result's memory.) Where a layer is compiled, the results of `again` are marked instead, and the
+compiler's backward computes them.
 
 >>> x = torch.ones(3, requires_grad=True)
 >>> with RunningAgain():
@@ -19,7 +20,7 @@ tensor([5.4366, 5.4366, 5.4366])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, Self
@@ -29,6 +30,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 Operator = Callable[..., torch.Tensor]
 
@@ -44,7 +47,8 @@ def again(operator: Operator, *operands: torch.Tensor) -> torch.Tensor:
     """
     scope = _active.get()
     if scope is None or not torch.is_grad_enabled():
-        return operator(*operands)
+        with marked() if traceback.has_preserved_node_meta() else nullcontext():
+            return operator(*operands)
     if isinstance(operator, nn.Module):
         names, weights = zip(*operator.named_parameters(), strict=True)
         operator, operands = _with_weights(operator, names), (*operands, *weights)
@@ -64,6 +68,17 @@ def _with_weights(module: nn.Module, names: Sequence[str]) -> Operator:
         return result
 
     return call
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """Within it, operators that AOTAutograd traces are marked: its partitioner keeps none of their
+    results for the backward, and computes them there again."""
+    traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        yield
+    finally:
+        del traceback.current_meta["recompute"]
 
 
 @contextmanager

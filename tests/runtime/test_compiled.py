@@ -1,9 +1,11 @@
 """Layers through torch.compile's compiler: what is compiled, and that nothing changes by it."""
 
+import operator
 import shutil
 import subprocess
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,69 @@ def test_equal_layers_are_compiled_once_and_train_as_they_do_without(program: pc
     assert eager.keys() == compiled.keys()
     for name, tensor in eager.items():
         assert torch.allclose(compiled[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+def not_compiled(graph: torch.fx.GraphModule, _: object, **options: object) -> Callable[..., Any]:
+    """Instead of Inductor: the graph that it is given, as it is."""
+
+    def call(inputs: list[Any]) -> Any:
+        return graph.forward(*inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def kept_bytes(template: Template, inputs: Sequence[torch.Tensor], results: Any) -> int:
+    """Memory that the backward of a call keeps, apart from what it was given: but draws count."""
+    (node,) = {id(x.grad_fn): x.grad_fn for x in results if x.grad_fn is not None}.values()
+    given = inputs[: len(template.arguments) + len(template.tensors)]
+    known = {x.untyped_storage()._cdata for x in given}
+    kept = {x.untyped_storage()._cdata: x.untyped_storage() for x in node.saved_tensors}
+    return sum(memory.nbytes() for place, memory in kept.items() if place not in known)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("gpt", "selective"), ("t5", "selective"), ("llama", "none")]
+)
+def test_compiled_layers_keep_at_most_what_is_predicted(
+    name: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():  # of torch, about itself
+        warnings.simplefilter("ignore")
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", not_compiled)
+    torch.manual_seed(0)
+    model, inputs = text_model(name, layers=2)
+    program = pc.compile(model, pc.Mesh(), inputs, microbatches=1, recompute=recompute)
+    selective = program.plan.selective
+    assert selective == (recompute == "selective")
+    priced = program.problem.selectively(selective).priced(program.plan.granularity or 0)
+    layers = [
+        cost.saved for block, cost in zip(priced.cut.blocks, priced.costs, strict=True)
+        if block.name.partition(".")[0].endswith("layers")
+    ]  # fmt: skip
+    kept: list[int] = []
+    with program.worker(compiled=True) as worker:
+        assert worker.compiled is not None
+        for template in worker.compiled.templates[True]:
+            if "Layer" in str(template):
+                assert template.function is not None
+                template.function = noting(template, template.function, kept)
+        worker.step(inputs)
+    assert len(kept) == len(layers)
+    if selective:
+        assert sorted(kept) == sorted(layers)
+    assert all(map(operator.le, kept, layers))
+
+
+def noting(template: Template, function: Callable[..., Any], kept: list[int]) -> Callable[..., Any]:
+    """The function of a template, which notes what each call keeps."""
+
+    def call(*inputs: torch.Tensor) -> Any:
+        results = function(*inputs)
+        kept.append(kept_bytes(template, inputs, results))
+        return results
+
+    return call
 
 
 class Layer(runtime.Layer):
@@ -278,6 +343,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "split": ({"pipeline": 2}, {"schedule": "zb-h1"}, {"dropout": 0.1}),
     "recomputed": ({"pipeline": 2}, {"schedule": "zb-h1", "recompute": "full"}, {"dropout": 0.1}),
     "tensor": ({"tensor": 2}, {"sharding": PIECES}, {"dropout": 0.1, "vocabulary": 97}),
+    "selective": (
+        {"pipeline": 2},
+        {"schedule": "zb-h1", "recompute": "selective"},
+        {"dropout": 0.1},
+    ),
+    "selective tensor": (
+        {"tensor": 2},
+        {"sharding": PIECES, "recompute": "selective"},
+        {"vocabulary": 97},
+    ),
     "zero": ({"data": 2}, {"zero": 3}, {}),
     "vocabulary": ({"pipeline": 2}, {"vocabulary": "vocab-2"}, {}),
     "bf16": ({"pipeline": 2}, {"precision": "bf16"}, {}),
@@ -294,6 +369,7 @@ def test_compiled_programs_equal_the_model(case: str) -> None:
     torch.manual_seed(0)
     model, inputs = text_model("gpt", **sizes)
     program = pc.compile(model, pc.Mesh(**mesh), inputs, microbatches=4, **options)
+    assert program.plan.selective == case.startswith("selective")
     verification = program.verify(compiled=True)
     assert verification.ok, verification
 

@@ -59,7 +59,7 @@ class CompiledStages:
     ) -> None:
         """`defers` says whether a stage's backward leaves products for weights for later."""
         for stage in stages.values():
-            stage.again = False  # what a compiled layer keeps is the compiler's choice
+            stage.again = False  # a compiled layer knows it: its results of `again` are marked
         self._program, self._stages, self._defers = program, stages, defers
         self._surroundings = Surroundings(device, axes, row)
         self._layers = {
@@ -169,8 +169,13 @@ def _compiled(layer: TracedLayer, training: bool) -> Function:
         graph.recompile()
         return compile_fx_inner(graph, inputs, **options)
 
-    # The backward now, not within the first step.
-    with torch.set_grad_enabled(training), config.patch(force_non_lazy_backward_lowering=training):
+    # The backward now, not within the first step. Where the plan has cheap operators run again, the
+    # compiler may not keep what is made of their results because it has to lie in memory once more.
+    options = {
+        "force_non_lazy_backward_lowering": training,
+        "ban_recompute_materialized_backward": not layer.runs_again,
+    }
+    with torch.set_grad_enabled(training), config.patch(options):
         function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]
     return function  # type: ignore[no-any-return]
 
