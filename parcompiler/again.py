@@ -165,7 +165,7 @@ class OperatorCall:
         return self._result
 
     def gradients(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
-        """Those of the operands; the result is freed."""
+        """Gradients of the operands, after which the recomputed result is freed."""
         result, leaves = self.result(), self._leaves
         self._result, self._leaves, self._operands = None, [], ()
         wanted = [leaf for leaf in leaves if leaf.requires_grad]

@@ -83,7 +83,7 @@ class Efficiency:
     _by_name: Mapping[tuple[str, str], Curve] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no fraction, and two curves for the same; sort the curves."""
+        """Refuse fractions outside of (0, 1] and duplicate curves; sort the curves."""
         for name in self._fractions():
             figures.number(name, getattr(self, name), positive=True, most=1)
         ordered = sorted(self.curves, key=lambda curve: (curve.kind, curve.dtype))
@@ -126,7 +126,7 @@ class Efficiency:
         return self._curve(action, ANY) is not None
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON has it: curves by kind and dtype, and none where there are none."""
+        """JSON data: curves by kind and dtype, without empty entries."""
         data: dict[str, Any] = {name: getattr(self, name) for name in self._fractions()}
         for curve in self.curves:
             kinds = data.setdefault("curves", {}).setdefault(curve.kind, {})

@@ -260,7 +260,7 @@ class Program:
         )
 
     def on(self, graph: Graph) -> Program:
-        """The same plan on another precision or other values of the same graph."""
+        """The program of the same plan, for the graph in another precision or with other values."""
         given = self.problem
         problem = Problem(graph, given.mesh, given.options, context=given.context)
         if graph.fx_graph is self.problem.graph.fx_graph:  # the program as it is, with other values
@@ -275,6 +275,6 @@ class Program:
         return dataclasses.replace(self, problem=problem, lowered=lowered)
 
     def with_lowered(self, lowered: Lowered) -> Program:
-        """The same program, lowered otherwise."""
+        """The program with another lowering."""
         verify(lowered)
         return dataclasses.replace(self, lowered=lowered)

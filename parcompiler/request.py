@@ -96,7 +96,7 @@ class Request:
         return count
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON."""
+        """JSON data."""
         return dataclasses.asdict(self)
 
 

@@ -50,7 +50,7 @@ def _round(work: Callable[[], None], value: torch.Tensor, verb: Verb) -> tuple[f
 
 
 def _work(axis: Axis, seconds: float) -> Callable[[], None]:
-    """As many products as take `seconds` on rank 0; every rank computes equally many."""
+    """Matrix products that take `seconds` on rank 0; every rank computes the same number."""
     matrices = [torch.randn(SIDE, SIDE) for _ in range(MATRICES)]
     rows = torch.randn(SIDE, SIDE)
 

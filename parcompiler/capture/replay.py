@@ -225,7 +225,7 @@ def _surroundings(layer: nn.Module) -> tuple[list[Any], Hashable]:
 
 
 def _unchanged(before: tuple[list[Any], Hashable], after: tuple[list[Any], Hashable]) -> bool:
-    """Whether the same objects stand in the same places, and no random number was drawn."""
+    """Whether all attributes are the same objects as before, and no random number was drawn."""
     (ours, state), (theirs, later_state) = before, after
     same = len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
     return same and state == later_state

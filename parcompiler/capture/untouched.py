@@ -82,7 +82,8 @@ class Attributes:
                 yield name, value
 
     def _form(self, value: Any) -> Hashable:
-        """Equal for what is the same to a forward: numbers by value, tensors by identity."""
+        """A key, equal for attributes that a forward cannot tell apart: numbers by value, tensors
+        by identity."""
         if is_plain(value):
             return type(value), repr(value)
         known = id(value) in self._seen

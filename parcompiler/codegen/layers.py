@@ -112,7 +112,7 @@ def _piece(name: str) -> str:
 
 
 def _instances(calls: tuple[Call, ...]) -> dict[str, str]:
-    """For each block the first block of the stage with the same layer and the same tensors."""
+    """By block, the first block of the stage with an equal layer and the same tensors."""
     first: dict[tuple[object, ...], str] = {}
     return {
         call.block.name: first.setdefault(

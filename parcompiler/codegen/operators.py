@@ -186,7 +186,8 @@ def _embedding(call: BoundCall) -> str | None:
 
 
 def _einsum(call: BoundCall) -> str | None:
-    """Of three and more operands, `torch.einsum` chooses the order by what is installed."""
+    """An einsum in a fixed order: for three operands or more `torch.einsum` chooses one by what is
+    installed."""
     operands = call.values["tensors"]
     return _spelled(call) if isinstance(operands, list | tuple) and len(operands) < 3 else None
 

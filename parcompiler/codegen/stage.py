@@ -145,7 +145,7 @@ class StageWriter:
         yield from [*table("scopes = {", rows, "}", 4), ""] if rows else [""]
 
     def _further_tensors(self) -> dict[str, Parameter]:
-        """Tensors that no layer holds: those of the prologue, and those that nothing reads."""
+        """Tensors outside of layers: those of the prologue, and unread ones."""
         of_layers = {b.name for call in self.stage.calls for b in call.block.tensors}
         read = {n.name for node in self.stage.prologue for n in node.all_input_nodes}
         taken = {*ATTRIBUTES, *self.layers.attributes}
@@ -197,7 +197,7 @@ class StageWriter:
 
     @cached_property
     def _rest(self) -> list[fx.Node]:
-        """Those that are computed for each micro-batch."""
+        """Prologue values that are computed for each micro-batch."""
         fixed = set(self._fixed)
         return [node for node in self.stage.prologue if node not in fixed]
 

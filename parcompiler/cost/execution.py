@@ -206,8 +206,8 @@ def execute(
 def calls(
     nodes: Iterable[fx.Node], values: Mapping[fx.Node, Any], device: torch.device
 ) -> Generator[tuple[fx.Node, Any, Any], None, None]:
-    """The nodes in order with their arguments on a device, each under the contexts that it was
-    captured under; those that follow one another under the same enter them once.
+    """The nodes in order with their arguments on a device, each under the contexts it was captured
+    in. Neighbours with the same contexts share one entry into them.
 
     Close it, so that the contexts end where a node fails.
     """

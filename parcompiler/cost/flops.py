@@ -39,7 +39,7 @@ def _attention_backward(
 def _convolution_backward(
     gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> float:
-    """As often the forward as there are gradients; torch's formula forgets the groups."""
+    """The forward's FLOPs for each gradient that is asked for; torch's formula ignores groups."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, mask = rest
     shapes = list(image.shape), list(weight.shape), list(gradient.shape)
     return float(conv_flop_count(*shapes, transposed=transposed) * sum(mask[:2]))

@@ -263,7 +263,7 @@ class Serving:
         return [torch.cat([_row(t) for t in same]).cpu() for same in by_dtype]
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same back, by name."""
+        """The tensors of `_flat` again, by name."""
         places = dict.fromkeys(self._dtypes, 0)
         found = {}
         for name, parameter in self._parameters.items():

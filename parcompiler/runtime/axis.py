@@ -186,7 +186,7 @@ class Axis:
         return result
 
     def _finish(self, work: dist.Work | None) -> None:
-        """Do what is to be done beside a collective, and wait for it."""
+        """Run the deferred products beside a collective, and wait for it."""
         assert work is not None
         if self.beside is not None:
             self.beside()

@@ -60,12 +60,12 @@ class Direction:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without complex numbers, which backends do not send."""
+    """A view with real numbers: backends send no complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as one row."""
+    """A view as one row."""
     return _real(tensor).view(-1)
 
 

@@ -125,5 +125,5 @@ def _own_sum(segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Ten
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a row of real numbers."""
+    """A view as one row of real numbers."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

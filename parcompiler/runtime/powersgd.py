@@ -99,7 +99,7 @@ class PowerSGD:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without complex numbers."""
+    """A view with real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

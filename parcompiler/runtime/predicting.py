@@ -66,7 +66,7 @@ class Predictions:
     def joined(
         self, parts: Sequence[Mapping[str, torch.Tensor]], samples: int
     ) -> dict[str, torch.Tensor]:
-        """The outputs of a batch of so many samples, from those of runs of micro-batches."""
+        """The outputs of a batch of samples, joined from those of its micro-batches."""
         result = {}
         for name, output in self._program.outputs.items():
             whole = torch.cat([part[name] for part in parts])

@@ -233,7 +233,7 @@ class Updates:
         return self._alone(masters) | wholes
 
     def _alone(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of the parameters that are not shared out."""
+        """The parameters that are not sharded."""
         shared = () if self._parts is None else self._parts.parameters
         return {name: tensor for name, tensor in tensors.items() if name not in shared}
 

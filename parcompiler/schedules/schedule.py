@@ -132,7 +132,7 @@ class Schedule:
 
 
 def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those of which no other is at least as large everywhere."""
+    """The tuples that no other one dominates (is at least as large in every place)."""
     found: list[tuple[int, ...]] = []
     for one in sorted(vectors, reverse=True):  # whatever is larger comes first
         if not any(all(map(le, one, other)) for other in found):

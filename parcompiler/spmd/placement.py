@@ -45,7 +45,7 @@ class Placement:
     segments: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The text that `parse` reads."""
         if self.kind != "S":
             return self.kind
         segments = f": {' '.join(map(str, self.segments))}" if self.segments else ""

@@ -39,7 +39,7 @@ class Piece(int):
         return made
 
     def __repr__(self) -> str:
-        """As in the text of templates, which is the same for all ranks."""
+        """The text in templates, equal on all ranks."""
         return f"Piece({self.whole})"
 
 
@@ -68,7 +68,7 @@ class RuntimeCall:
         return self.likeness(*args, **{k: v for k, v in kwargs.items() if k != "axis"})
 
     def __repr__(self) -> str:
-        """As emitted code calls it."""
+        """The name in emitted code."""
         return f"runtime.{self.name}"
 
     @property

@@ -254,7 +254,7 @@ class Points:
 
     @property
     def near(self) -> list[dict[str, int]]:
-        """As many points as there are monomials."""
+        """Sample points, one for each monomial."""
         grid = [(size.letter, self._numbers(size)) for size in self.sizes]
         return [{x: row[k] for (x, row), k in zip(grid, ks, strict=True)} for ks in self.powers]
 

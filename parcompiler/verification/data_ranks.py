@@ -193,7 +193,7 @@ class _Steps:
         return packed
 
     def _packed(self, each: Sequence[Gradients]) -> tuple[Gradients, Gradients]:
-        """Those of a group, and what they would be uncompressed."""
+        """The compressed gradients of a group, and the uncompressed ones."""
         dtype = DTYPES.get(self._lowered.updates.compression or "")
         names = dict.fromkeys(name for gradients in each for name in gradients)
         of_ranks = {name: [g[name] for g in each if name in g] for name in names}

@@ -67,7 +67,7 @@ class MemoryLedger:
 
 
 class Moment(NamedTuple):
-    """Bytes on a rank at a place of its list, besides what is resident."""
+    """Non-resident bytes on a rank at one instruction of its list."""
 
     position: int
     activations: int

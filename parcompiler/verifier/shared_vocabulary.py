@@ -59,7 +59,7 @@ EXCHANGES = {  # what follows S, and NORMALIZE where there is one
 
 
 def layer_faults(wiring: Wiring) -> Iterator[Fault]:
-    """All faults of the layers that are on all ranks, besides those of instruction lists."""
+    """All faults of the layers on all ranks; those of the instruction lists are found elsewhere."""
     if wiring.spread is not None:
         yield from _layers(wiring, wiring.spread, wiring.graph.vocabulary or VocabularyLayers())
         yield from _batch_inputs(wiring, wiring.spread)
@@ -176,7 +176,7 @@ class Dependency(NamedTuple):
 
 
 def faults(step: StepIndex) -> Iterator[Fault]:
-    """All faults of what ranks do for the vocabulary, but those of its order beside stages."""
+    """All faults of the vocabulary's instructions; their order against the stages' is elsewhere."""
     if step.wiring.spread is None:
         return
     expected = list(phases(step))

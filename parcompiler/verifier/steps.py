@@ -34,7 +34,7 @@ class Phase(NamedTuple):
     gradient: bool = False
 
     def __str__(self) -> str:
-        """As the instruction begins."""
+        """The first words of the instruction."""
         return f"{self.kind} {self.value}{'.grad' if self.gradient else ''}".rstrip()
 
 
@@ -197,7 +197,7 @@ class StepIndex:
         return None
 
     def _part(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A phase of the vocabulary; returns what is wrong with it by itself."""
+        """A phase of the vocabulary; returns the fault of this instruction alone."""
         if self.wiring.spread is None:
             return "no layer of the vocabulary is on all ranks"
         if line.value is None and line.kind not in HEAD:
@@ -232,7 +232,7 @@ class StepIndex:
         return None
 
     def _gather(self, rank: int, position: int, line: Instruction) -> str | None:
-        """What comes behind the step; returns what is wrong with it by itself."""
+        """A gather behind the step; returns the fault of this instruction alone."""
         if line.value is None:
             return "it names no tensors"
         if not self.training or line.kind is not behind(self.wiring.lowered):
@@ -244,7 +244,7 @@ class StepIndex:
         return None
 
     def _shard(self, rank: int, position: int, line: Instruction) -> str | None:
-        """An UNSHARD or RESHARD; returns what is wrong with it by itself."""
+        """An UNSHARD or RESHARD; returns the fault of this instruction alone."""
         j, stages = line.stage, self.wiring.stages
         if self.wiring.lowered.zero < 3:
             return "every data rank has whole parameters"

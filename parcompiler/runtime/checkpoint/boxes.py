@@ -66,5 +66,5 @@ class Box:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def __str__(self) -> str:
-        """As one would index it."""
+        """The box as a slice of each dimension."""
         return ",".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))

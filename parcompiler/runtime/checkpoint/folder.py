@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole tensor."""
         return Box.whole(self.shape).count * self.dtype.itemsize
 
 

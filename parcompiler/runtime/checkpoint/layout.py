@@ -85,7 +85,7 @@ class RankLayout:
         return [(Box((first, *box.offsets[1:]), box.sizes), local) for box, local in found]
 
     def _boxes_of_tensor_rank(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
-        """Those of a rank with all experts."""
+        """The boxes of a rank that holds all experts."""
         own = Box.whole(like.shape)
         if name in self._program.rows:
             dim, span = self._rows.place(name, like)
@@ -153,8 +153,8 @@ def base(key: str) -> str:
 
 
 def dealt(sizes: Mapping[str, Sequence[Part]], ranks: int) -> list[list[tuple[str, Part]]]:
-    """Parts for each of so many ranks that hold all of them: the largest first, each to who has
-    the fewest bytes; what is larger than a fair share is cut along its first dimension."""
+    """Parts dealt out over ranks that all hold them: the largest first, each to the rank with the
+    fewest bytes. What is larger than a fair share is cut along its first dimension."""
     whole = [(name, part) for name, parts in sizes.items() for part in parts]
     fair = max(SMALL, sum(_bytes(part) for _, part in whole) // ranks)
     cut = [(name, part) for name, one in whole for part in _cut(one, fair)]
