@@ -205,9 +205,6 @@ def _check_axes(mesh: Mesh, options: Options) -> None:
         reason = "they exchange tokens in every layer: take updates='all-reduce', no compression"
     elif mesh.expert > 1 and options.asynchronous:
         reason = "they update together: take a synchronous schedule"
-    elif mesh.expert > 1 and mesh.tensor * mesh.context > 1:
-        other = "tensor" if mesh.tensor > 1 else "context"
-        reason = f"with {other} ranks they are not divided yet: take {other}=1"
     if reason:
         message = f"expert={mesh.expert}: its ranks have other experts each; {reason}"
         raise InputError(message)

@@ -227,10 +227,11 @@ class RankTensors:
         wholes: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             shard, whole = shards.get(name), tensor.detach()
-            if group is not None and name in experts:
-                whole = group.all_gather(whole, Shard(0, (experts[name],)))
-            if self._axis is not None and shard is not None and at.data == 0:
+            of_experts = group is not None and name in experts
+            if self._axis is not None and shard is not None and (of_experts or at.data == 0):
                 whole = self._axis.all_gather(whole, shard)
+            if group is not None and of_experts:
+                whole = group.all_gather(whole, Shard(0, (experts[name],)))
             if at.tensor == at.data == 0:
                 wholes[name] = whole.cpu()
         return wholes

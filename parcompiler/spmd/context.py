@@ -1,7 +1,8 @@
-"""Rules of the runtime's calls on context ranks: what a further axis may split of them.
+"""Rules of the runtime's calls on context and expert ranks: what a further axis may split of them.
 
 Conversions are linear and act on each element by itself, but for the dimensions along which they
-move pieces; attention by rows splits by samples and heads, and has its rows whole.
+move pieces; attention by rows splits by samples and heads, and has its rows whole. Rows that go to
+their experts and back are whole, or have a piece of their columns.
 
 >>> split(("1", "2"), 4)
 'd0 (d1) (d2) d3'
@@ -37,6 +38,12 @@ def _attention(call: NodeCall) -> Rule:
     return Rule(f"!{outer} (m) (e), !{outer} (t) (e), {outer} (t) d -> {outer} (m) d")
 
 
+def _routed(call: NodeCall) -> Rule:
+    """Rows to their experts, or back: any of their columns."""
+    words = split((0,), len(call.shapes[0]))
+    return Rule(f"{words}, !(e), !(r) (k) -> {words}")
+
+
 RULES: Mapping[str, Callable[[NodeCall], Rule]] = {
     "runtime.take": _conversion("1"),
     "runtime.all_gather": _conversion("1"),
@@ -44,4 +51,6 @@ RULES: Mapping[str, Callable[[NodeCall], Rule]] = {
     "runtime.all_to_all": _conversion("1", "2"),
     "runtime.fan_out": _conversion(),
     "runtime.attention_of_rows": _attention,
+    "runtime.dispatch": _routed,
+    "runtime.combine": _routed,
 }

@@ -29,6 +29,7 @@ from torch import fx
 from parcompiler.capture.templates import unique
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
+from parcompiler.mesh import Mesh
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.placement import R, S
 from parcompiler.spmd.rules import strategies
@@ -104,8 +105,8 @@ def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     """Whether a node can be computed with experts in pieces, and with the samples of all ranks; it
     is in the layer then."""
     call = call_of(node, graph)
-    if len(call.results) != 1 or call.is_item:
-        return False
+    if len(call.results) != 1 or call.is_item or "exchange" in node.meta:
+        return False  # what context ranks exchange is of the same experts
     known = [s for s in strategies(node, 2, uneven=False) if not (s.sizes or s.special or s.draws)]
     for by_expert in known:
         for by_sample in known:
@@ -185,13 +186,20 @@ def _base(node: fx.Node) -> str:
     return name.rpartition("::")[2]
 
 
-def on_expert_ranks(graph: Graph, n: int) -> Graph:
-    """The graph of one of `n` expert ranks.
+def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
+    """The graph of one of a mesh's expert ranks.
 
     Raises InputError where there are no experts, or not a number of them that `n` divides.
     """
-    layers = find(graph)
+    n, layers = mesh.expert, find(graph)
     if not layers:
+        if graph.undivided is not None and find(graph.undivided):
+            message = (
+                f"expert={n} sends tokens to their experts, and {graph.name} sorts those of whole "
+                f"sequences, of which context ranks have pieces (context={mesh.context}): take "
+                "context=1 or expert=1"
+            )
+            raise InputError(message)
         message = (
             f"expert={n} divides experts, and {graph.name} has none that are known as such "
             "(stacked matrices that are multiplied with rows by expert): take expert=1"
@@ -208,7 +216,7 @@ def on_expert_ranks(graph: Graph, n: int) -> Graph:
             raise InputError(message)
         if layer.ends is not None:
             _check_rows(graph, layer)
-    return _Rewriting(graph, layers, n).graph()
+    return _Rewriting(graph, layers, n, mesh.tensor).graph()
 
 
 def divisible(graph: Graph) -> int:
@@ -230,7 +238,8 @@ def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
         if _base(node) in GROUPED:
             continue
         call = call_of(node, graph)
-        if call.is_item or any(_splits_rows(s, call, layer) for s in strategies(node, 2)):
+        splits = any(_splits_rows(s, call, layer) for s in strategies(node, 2))
+        if call.is_item or (splits and "exchange" not in node.meta):
             continue
         module = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1][0]
         message = (
@@ -251,8 +260,8 @@ def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> boo
 class _Rewriting:
     """The rewriting of one graph, node after node."""
 
-    def __init__(self, graph: Graph, layers: Sequence[MixtureLayer], n: int) -> None:
-        self.whole, self.layers, self.n = graph, layers, n
+    def __init__(self, graph: Graph, layers: Sequence[MixtureLayer], n: int, apart: int) -> None:
+        self.whole, self.layers, self.n, self.apart = graph, layers, n, apart
         self.local = fx.Graph()
         self.taken = {node.name for node in graph.fx_graph.nodes}
         self.nodes: dict[fx.Node, fx.Node] = {}
@@ -322,6 +331,7 @@ class _Rewriting:
 
         made = self.local.node_copy(node, operand)
         self._keep(node, made)
+        made.meta["arriving"] = True
         self.there[node] = made
         if any(user not in layer.dims for user in node.users):
             self.nodes[node] = self._combined(node, made, layer, arrivals)
@@ -369,7 +379,7 @@ class _Rewriting:
         each = layer.size // self.n
         value = layer.ends.meta["val"]
         ends = self.nodes[layer.ends]
-        exchange: Any = NodeCollectives(self.n, (("all-to-all", 4.0 * layer.size),), axis="expert")
+        exchange = self._exchange(4 * layer.size, carries=False)
         call = RuntimeCall("expert_arrivals", likeness=lambda x: x.view(-1, each))
         arrivals = self._call(call, (ends,), node, value.new_empty(self.n, each), exchange)
         call = RuntimeCall("expert_ends", likeness=lambda x: x.sum(0).cumsum(0).to(torch.int32))
@@ -401,7 +411,8 @@ class _Rewriting:
     def _exchange(self, nbytes: int, carries: bool) -> NodeCollectives:
         """The all-to-alls of one value, there and its gradient back."""
         action: Any = (("all-to-all", float(nbytes) * self.n),)
-        return NodeCollectives(self.n, action, action if carries else (), axis="expert")
+        back = action if carries else ()
+        return NodeCollectives(self.n, action, back, self.apart, axis="expert")
 
     def _call(
         self, call: RuntimeCall, args: tuple[Any, ...], like: fx.Node, value: torch.Tensor,

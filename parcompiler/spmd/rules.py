@@ -88,6 +88,8 @@ def strategies(
         possible += discovered(call, n)
     possible += special_strategies(call, n, uneven=uneven, segments=segments, axis=axis)
     possible += segment_strategies(call, n, segments)
+    if node.meta.get("arriving"):  # rows of which each expert rank has another number
+        possible = [x for x in possible if all((o.kind, o.dim) != ("S", 0) for o in x.outputs)]
     if axis == "context":
         possible = [x for x in possible if I not in (*x.inputs, *x.outputs)]
     return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))

@@ -203,7 +203,7 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
     if program.problem.context is not None:
         double = of_one_rank(double, program.problem, program.problem.context)
     if mesh.expert > 1:
-        double = on_expert_ranks(double, mesh.expert)
+        double = on_expert_ranks(double, mesh)
     return _trial(program, double, seed, torch.float64, folder, compiled)
 
 

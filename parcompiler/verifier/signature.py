@@ -170,17 +170,15 @@ def _pieces(wiring: Wiring, item: Parameter, node: fx.Node) -> Iterator[Fault]:
     if item.experts:
         if item.experts != whole[0] * wiring.lowered.expert:
             yield Fault(PIECES, f"{item.name} is no piece of {item.experts} experts ({whole})")
-        whole = (item.experts, *whole[1:])
-    if original is not None and tuple(original.shape) != whole:
-        yield Fault(TENSORS, f"{item.name} is {tuple(original.shape)} in the model, not {whole}")
+    every = (item.experts, *whole[1:]) if item.experts else whole
+    if original is not None and tuple(original.shape) != every:
+        yield Fault(TENSORS, f"{item.name} is {tuple(original.shape)} in the model, not {every}")
     wanted: Shard | None = None
     if placement.kind == "S":
         wanted = shard_of(placement, whole[placement.dim])
     if item.shard != wanted:
         yield Fault(PIECES, f"{item.name} is held as {_placed(item.shard)}, not {_placed(wanted)}")
     local = local_shape(whole, placement, wiring.lowered.tensor)
-    if item.experts:
-        local = (item.experts // wiring.lowered.expert, *local[1:])
     if local != _form(node)[0]:
         ranks = f"{wiring.lowered.tensor} tensor ranks"
         yield Fault(

@@ -18,7 +18,8 @@ def on_axes(problem: Problem, plan: Plan | None = None) -> Problem:
     the graph cannot have.
     """
     problem = on_context_ranks(problem, plan)
-    graph, n = problem.graph, problem.mesh.expert
-    if n == 1:
+    graph, mesh = problem.graph, problem.mesh
+    if mesh.expert == 1:
         return problem
-    return problem.anew(graph=graph.once(("expert", n), lambda: on_expert_ranks(graph, n)))
+    key = "expert", mesh.expert, mesh.tensor
+    return problem.anew(graph=graph.once(key, lambda: on_expert_ranks(graph, mesh)))

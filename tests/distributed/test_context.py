@@ -163,7 +163,6 @@ def test_a_plan_says_how_rows_are_divided_and_is_reused() -> None:
     ("mesh", "options", "words"),
     [
         ({"context": 5}, {}, r"context=5 does not divide the 12 positions of the input 'tokens'"),
-        ({"context": 2, "expert": 2}, {}, r"expert=2: .* take context=1"),
         (
             {"context": 2},
             {"updates": "local"},

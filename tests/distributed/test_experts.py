@@ -4,6 +4,7 @@ That tokens are exchanged is read from the emitted layers, and that pieces are h
 """
 
 import copy
+import dataclasses
 import json
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import parcompiler as pc
+from parcompiler.device import Link, device
 from parcompiler.instruction import EXPERTS, Kind
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.verification.batches import random_batch
@@ -23,10 +25,15 @@ from tests.architecture_text import CAUSAL
 from tests.distributed import checkpoints, forked, recipe
 from tests.verifier.edits import texts
 
+CHEAP = dataclasses.replace(
+    device("cpu"), name="cheap", link=Link(1e13, 1e-10), launch_overhead=1e-9
+)  # so that tensor ranks split even tiny models
+TENSOR = {"data": 2, "expert": 2, "tensor": 2, "device": CHEAP}
 FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe", {"data": 4, "expert": 2}, {}),
-    ("hf-mixtral", {"data": 4, "expert": 4}, {}),
-    ("gpt-oss", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full", "zero": 2}),
+    ("moe", {"context": 2, "expert": 2}, {}),
+    ("hf-mixtral", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full", "zero": 2}),
+    ("gpt-oss", TENSOR, {"zero": 1}),
 ]
 MODELS = ("moe", "hf-mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3")
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -38,6 +45,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": 2, "data": 2, "expert": 2}, {"zero": 2}),
     ({"data": 4, "expert": 2}, {"zero": 3, "recompute": "full"}),
     ({"data": 2, "expert": 2}, {"zero": 3}),
+    (TENSOR, {"zero": 3}),
+    (TENSOR, {"sharding": {"*experts*": "S(0)"}}),
+    ({**TENSOR, "pipeline": 2}, {"schedule": "zb-h1"}),
 ]
 
 
@@ -77,6 +87,7 @@ def test_expert_ranks_train_as_the_model_does(
     pieces = [item for item in program.lowered.graph.parameters if item.experts]
     assert pieces
     assert all(item.shape[0] * mesh["expert"] == item.experts for item in pieces)
+    assert any(item.shard for item in pieces) == ("tensor" in mesh)
     check(program)
 
 
@@ -86,7 +97,12 @@ def test_expert_ranks_train_as_the_model_does(
         ("hf-mixtral", {"data": 8, "expert": 8}, {}, r"4 experts .*more ranks than experts"),
         ("hf-mixtral", {"data": 3, "expert": 3}, {}, r"expert=3 does not divide the 4 experts"),
         ("gpt", {"data": 2, "expert": 2}, {}, r"expert=2 divides experts, and GPT has none"),
-        ("moe", {"data": 2, "expert": 2, "tensor": 2}, {}, r"take tensor=1"),
+        (
+            "hf-mixtral",
+            {"context": 2, "expert": 2},
+            {},
+            r"of which context ranks have pieces .*context=1",
+        ),
         ("moe", {"data": 2, "expert": 2}, {"updates": "local"}, r"take updates='all-reduce'"),
     ],
 )

@@ -82,7 +82,10 @@ class RankLayout:
         if not self._is_of_experts(name):
             return found
         first = self._program.own_experts(name).start
-        return [(Box((first, *box.offsets[1:]), box.sizes), local) for box, local in found]
+        return [
+            (Box((first + box.offsets[0], *box.offsets[1:]), box.sizes), local)
+            for box, local in found
+        ]
 
     def _boxes_of_tensor_rank(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
         """The boxes of a rank that holds all experts."""
