@@ -96,7 +96,7 @@ class Block:
     `inputs` are nodes of other blocks, of the prologue, or of the batch, by first use; `outputs`
     are its nodes that others use. Two blocks of one `template` have the same operators, constants
     and wiring, node for node, input for input, tensor for tensor. `scope` is the layer that
-    tensors are named from.
+    tensors are named from, `weights` the bytes of the parameters.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Block:
     outputs: tuple[fx.Node, ...]
     tensors: tuple[Binding, ...]
     scope: str = ""
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     parts = [priced.cut.blocks[b] for b in blocks]
     level = problem.options.zero if isinstance(problem.options.zero, int) else 0
     trained = _last_uses(problem, parts)
+    units = priced.cut.units(part.weights for part in parts) if level == 3 else [0] * len(parts)
     buckets = [
         bucket
         for ranks in dict.fromkeys(problem.sharers(item) for own in trained for item in own)
@@ -254,7 +255,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
             [[item for item in own if problem.sharers(item) == ranks] for own in trained],
             ranks,
             problem.bucket,
-            apart=level == 3,
+            units,
         )
     ]
     sent_and_received = 1 + (problem.options.compression is not None)
@@ -262,7 +263,8 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
     return Exchanged(
         level=level,
         made=tuple(sum(item.nbytes for item in own) for own in trained),
-        gathered=tuple(map(problem.unit_bytes, parts)),
+        gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
+        units=units,
         buckets=tuple(sorted(buckets, key=lambda bucket: -bucket.block)),
         copied=min(problem.bucket, largest) * sent_and_received,
     )
@@ -281,14 +283,14 @@ def _last_uses(problem: Problem, blocks: Sequence[Block]) -> list[list[Parameter
 
 
 def _buckets(
-    trained: Sequence[Sequence[Parameter]], ranks: int, most: int, *, apart: bool
+    trained: Sequence[Sequence[Parameter]], ranks: int, most: int, units: Sequence[int]
 ) -> Iterator[Summed]:
-    """The buckets of gradients that so many data ranks share, as `lower.buckets` fills them;
-    `apart`: no bucket has gradients of several blocks."""
+    """The buckets of gradients that so many data ranks share, as `lower.buckets` fills them: none
+    has gradients of several units."""
     size, at = 0, 0
     for k in reversed(range(len(trained))):
         for item in reversed(trained[k]):
-            if size and (size + item.nbytes > most or (apart and at != k)):
+            if size and (size + item.nbytes > most or units[at] != units[k]):
                 yield Summed(size, at, ranks)
                 size = 0
             size, at = size + item.nbytes, k

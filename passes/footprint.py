@@ -14,8 +14,8 @@ stage of the same rank is no message: it stays until its backward, and is then r
 gradient.
 
 With ZeRO 2 every backward makes whole gradients, and those of finished blocks wait for their
-reduce-scatter while the next block runs. With ZeRO 3 the parameters of a block are whole while it
-runs, and those of the next block are being gathered.
+reduce-scatter while the next block runs. With ZeRO 3 the parameters of a unit (`Cut.units`) are
+whole while it runs, and those of the next unit are being gathered.
 """
 
 from __future__ import annotations
@@ -49,21 +49,31 @@ class Summed(NamedTuple):
 class Exchanged(NamedTuple):
     """What the data ranks exchange for the blocks of a stage, in bytes.
 
-    Ranks share out what `level` says. Gradients go together in `buckets`, in the order of the
-    backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
+    Ranks share out what `level` says. `made` are gradients and `gathered` parameters of each block,
+    `units` the unit of each (one below ZeRO 3). Gradients go together in `buckets`, in the order of
+    the backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
     when the stage begins to go back.
     """
 
     level: int = 0
     made: Sequence[int] = ()
     gathered: Sequence[int] = ()
+    units: Sequence[int] = ()
     buckets: Sequence[Summed] = ()
     copied: int = 0
     later: int = 0
 
     def forward(self, k: int) -> int:
-        """Gathered parameters while block `k` runs: its own, and the next block's, prefetched."""
-        return sum(self.gathered[k : k + 2])
+        """Gathered parameters while block `k` runs: of its unit, and of the next, prefetched."""
+        return self._whole(k, 1)
+
+    def _whole(self, k: int, step: int) -> int:
+        """Gathered parameters of the unit of block `k`, and of the one so many units on."""
+        if not self.gathered:
+            return 0
+        whole = self.units[k], self.units[k] + step
+        pairs = zip(self.gathered, self.units, strict=True)
+        return sum(size for size, unit in pairs if unit in whole)
 
     def backward(self, k: int) -> int:
         """Gathered parameters while the backward of block `k` runs and, from level 2 on, gradients
@@ -73,7 +83,7 @@ class Exchanged(NamedTuple):
             done = [bucket for bucket in self.buckets if bucket.block > k]
             gone = sum(bucket.size for bucket in done)
             late += sum(self.made[k + 1 :]) - gone + self.latest(done) - self.latest()
-        return sum(self.gathered[max(0, k - 1) : k + 1]) + late
+        return self._whole(k, -1) + late
 
     def own(self, k: int) -> int:
         """Gradients that block `k` allocates in every backward, because only shards are kept."""
@@ -285,14 +295,21 @@ class Footprint:
             kept |= {
                 node for block in self._cut for node in block.outputs if self._is_read_beside(node)
             }
-        if self._units:
-            kept |= {node for node, (maker, reader) in self._uses.items() if 0 <= maker < reader}
-        return kept
+        units, pairs = self._units, self._uses.items()
+        return kept | {node for node, (a, b) in pairs if 0 <= a < b and units[a] < units[b]}
 
-    @property
-    def _units(self) -> Collection[int]:
-        """The blocks if parameters are gathered for each: every one is a stage of its own then."""
-        return self.blocks if any(self.exchange.gathered) else ()
+    @cached_property
+    def _units(self) -> Sequence[int]:
+        """The unit of each block, a stage of its own where parameters are gathered; else one."""
+        return self.exchange.units or [0] * len(self.blocks)
+
+    @cached_property
+    def _read(self) -> dict[int, set[fx.Node]]:
+        """The values that each unit reads."""
+        found: dict[int, set[fx.Node]] = {unit: set() for unit in self._units}
+        for unit, block in zip(self._units, self._cut, strict=True):
+            found[unit].update(block.inputs)
+        return found
 
     def _is_read_beside(self, node: fx.Node) -> bool:
         """Whether another stage of this rank reads a value."""
@@ -354,9 +371,10 @@ class Footprint:
         return values + sum(size for first, last, size in self._tied if first <= k < last)
 
     def _results(self, k: int) -> Iterator[fx.Node]:
-        """The differentiable outputs of a block that no block of this stage reads."""
+        """The differentiable outputs of a block that no block of its unit reads."""
+        read = self._read[self._units[k]]
         for node in self._cut[k].outputs:
-            if (self._units or self._uses[node][1] < 0) and self._has_gradient(node):
+            if node not in read and self._has_gradient(node):
                 yield node
 
     def _has_gradient(self, node: fx.Node) -> bool:
@@ -366,7 +384,7 @@ class Footprint:
     def _is_sent(self, node: fx.Node) -> bool:
         """Whether a block of another rank reads a result of this stage."""
         homes = {self.priced.home[user] for user in node.users if user in self.priced.home}
-        return not homes <= {*self.beside, *self._units}
+        return not homes <= {*self.beside, *self.blocks}
 
 
 def _first_peak(cost: BlockCost, made: int) -> int:

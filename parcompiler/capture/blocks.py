@@ -24,6 +24,8 @@ from parcompiler.capture.prologue import constants, is_sendable, prologue_of
 from parcompiler.capture.templates import Segment, group
 from parcompiler.graph import Block, Graph
 
+SMALL_UNIT = 8  # a unit has at least so small a part of the parameters of the largest block
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -33,6 +35,23 @@ class Cut:
     blocks: tuple[Block, ...]
     prologue: tuple[fx.Node, ...]
     constants: frozenset[fx.Node] = frozenset()
+
+    def units(self, weights: Iterable[int]) -> list[int]:
+        """The unit of each block of a stage, by the bytes of its parameters: a block is one of its
+        own if it has at least 1 / SMALL_UNIT of those of the largest block, others are in the unit
+        of a neighbour. What ZeRO 3 gathers is gathered for a unit at once.
+
+        Of `embed`, `cast`, `h_0`, `h_1`, `norm` and `loss` with 8, 0, 9, 9, 1 and 0 bytes the units
+        are [0, 0, 1, 2, 2, 2].
+        """
+        least = max((block.weights for block in self.blocks), default=0) // SMALL_UNIT
+        found, unit, size = [], 0, 0
+        for own in weights:
+            if size > least and own > least:
+                unit, size = unit + 1, 0
+            size += own
+            found.append(unit)
+        return found
 
 
 class ModuleCall(NamedTuple):

@@ -56,7 +56,10 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
             templates[key] = unique(_class_name(path, nodes, _label(graph, tensors)), taken)
         label = path or _label(graph, tensors)
         name = unique(label + (f"@{call}" if call else ""), names, separator="#")
-        blocks.append(Block(name, templates[key], tuple(nodes), inputs, outputs, tensors, scope))
+        read = (graph.by_name[name] for name in {binding.name for binding in tensors})
+        weights = sum(item.nbytes for item in read if not item.buffer)
+        own = tuple(nodes), inputs, outputs, tensors, scope, weights
+        blocks.append(Block(name, templates[key], *own))
     return tuple(blocks)
 
 

@@ -22,7 +22,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     schedule, level = planned(plan), plan.zero or 0
     orders, choices = schedule.orders, plan
     if level == 3:
-        choices, counts = in_units(graph, plan, cut)
+        choices, counts = in_units(plan, cut)
         orders = unit_orders(orders, counts)
     division = Division(graph, choices, cut)
     stages, values, tied = division.stages(), division.values(), division.tied()

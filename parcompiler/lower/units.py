@@ -21,31 +21,40 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 from parcompiler.capture.blocks import Cut
-from parcompiler.graph import Block, Graph
+from parcompiler.graph import Graph
 from parcompiler.instruction import BACKWARDS, Instruction, Kind
 from parcompiler.lower.lowered import StageProgram
 from parcompiler.plan import Plan, StageChoice
 from parcompiler.schedules.action import Action, Orders
 
 KEEP = 2  # computations of units on a rank
-SMALL = 8  # a unit has at least so small a part of the parameters of the largest block
 
 Lines = tuple[Instruction, ...]
 
 
-def in_units(graph: Graph, plan: Plan, cut: Cut) -> tuple[Plan, list[int]]:
+def in_units(plan: Plan, cut: Cut) -> tuple[Plan, list[int]]:
     """The plan with a stage for each unit, and how many units each stage has become."""
     assert plan.stages is not None
-    sizes = {block.name: _size(graph, block) for block in cut.blocks}
-    least = max(sizes.values(), default=0) // SMALL
+    weights = {block.name: block.weights for block in cut.blocks}
     found = [
-        [StageChoice(names, choice.rank) for names in _units(choice.blocks, sizes, least)]
+        [StageChoice(names, choice.rank) for names in _units(choice.blocks, weights, cut)]
         for choice in plan.stages
     ]
     units = tuple(unit for own in found for unit in own)
     return replace(plan, stages=units), [len(own) for own in found]
+
+
+def _units(
+    blocks: Sequence[str], weights: Mapping[str, int], cut: Cut
+) -> Iterator[tuple[str, ...]]:
+    """The blocks of each unit of a stage."""
+    numbered = zip(cut.units(weights[name] for name in blocks), blocks, strict=True)
+    for _, same in groupby(numbered, key=itemgetter(0)):
+        yield tuple(name for _, name in same)
 
 
 def unit_orders(orders: Sequence[Sequence[Action]], counts: Sequence[int]) -> Orders:
@@ -64,32 +73,6 @@ def sharded(
         if any(not graph.by_name[name].buffer for name in stage.tensors)
     }
     return tuple(tuple(_sharded(rank, lines, having)) for rank, lines in enumerate(lists))
-
-
-def _size(graph: Graph, block: Block) -> int:
-    """Bytes of the parameters of a block."""
-    names = {binding.name for binding in block.tensors}
-    return sum(item.nbytes for name in names if not (item := graph.by_name[name]).buffer)
-
-
-def _units(
-    blocks: Sequence[str], sizes: Mapping[str, int], least: int
-) -> Iterator[tuple[str, ...]]:
-    """The blocks of a stage, so that each unit has so many bytes of parameters if it can.
-
-    >>> sizes = {"embed": 8, "cast": 0, "h_0": 9, "h_1": 9, "norm": 1, "loss": 0}
-    >>> list(_units(tuple(sizes), sizes, least=2))
-    [('embed', 'cast'), ('h_0',), ('h_1', 'norm', 'loss')]
-    """
-    unit: list[str] = []
-    size = 0
-    for name in blocks:
-        if size > least and sizes[name] > least:
-            yield tuple(unit)
-            unit, size = [], 0
-        unit.append(name)
-        size += sizes[name]
-    yield tuple(unit)
 
 
 def _in_units(

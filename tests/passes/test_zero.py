@@ -11,6 +11,8 @@ from parcompiler.device import device
 from parcompiler.instruction import Kind
 from parcompiler.models import gpt
 from parcompiler.passes import estimate
+from parcompiler.passes.shard.local import local
+from tests import zoo
 
 CONFIG = gpt.Config(layers=8, heads=4, hidden=256, vocabulary=512, sequence=64, tied=False)
 
@@ -92,6 +94,16 @@ def test_what_a_level_takes_is_what_a_plan_with_it_takes() -> None:
         near = 0.02 if share.level < 3 else 0.05
         assert share.memory == pytest.approx(max(forced.peak_memory), rel=near)
         assert share.step == pytest.approx(forced.step_time, rel=near)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "llama", "resnet"])
+def test_small_blocks_are_gathered_with_their_neighbours(name: str) -> None:
+    model, inputs = zoo.build(name)
+    program = pc.compile(model, pc.Mesh(data=2), inputs, zero=3)
+    units, plan = program.lowered.stages, program.plan
+    assert 1 < len(units) < sum(len(stage.blocks) for stage in plan.stages or ())
+    predicted = estimate.estimate(local(program.problem, plan), plan).peak_memory
+    assert predicted == pytest.approx(program.simulate().peak_memory, rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
