@@ -14,12 +14,13 @@ from parcompiler.graph import Parameter
 from parcompiler.instruction import Instruction, Kind, is_of_experts
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.passes.estimate import costs, estimate
+from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.timeline import StageCost
+from parcompiler.timeline import StageCost, Timeline, simulate_lowered
 
 __all__ = [
     "collective_seconds",
@@ -27,6 +28,7 @@ __all__ = [
     "message_seconds",
     "sent_bytes",
     "server_load",
+    "simulated",
     "stage_costs",
     "staleness",
     "stashed_bytes",
@@ -34,6 +36,19 @@ __all__ = [
     "vocabulary_cost",
     "without_recomputation",
 ]  # fmt: skip
+
+
+def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
+    """The simulated step of a lowered plan; `problem` is that of the whole model."""
+    rank_problem = local(problem, plan)
+    return simulate_lowered(
+        lowered,
+        stage_costs(rank_problem, plan, lowered),
+        message_seconds(problem, lowered),
+        collective_seconds=collective_seconds(problem, lowered),
+        left_seconds=left_seconds(rank_problem, plan, lowered),
+        vocabulary=vocabulary_cost(rank_problem, plan),
+    )
 
 
 def stage_costs(problem: Problem, plan: Plan, lowered: Lowered) -> tuple[StageCost, ...]:

@@ -21,17 +21,11 @@ from parcompiler.graph import Graph
 from parcompiler.lower import Lowered, lower
 from parcompiler.mesh import whole
 from parcompiler.options import offered
-from parcompiler.passes.shard.local import local, local_graph
+from parcompiler.passes.shard.local import local_graph
 from parcompiler.plan import Plan
-from parcompiler.prices import (
-    collective_seconds,
-    left_seconds,
-    message_seconds,
-    stage_costs,
-    vocabulary_cost,
-)
+from parcompiler.prices import simulated
 from parcompiler.problem import Problem
-from parcompiler.timeline import Timeline, simulate_lowered
+from parcompiler.timeline import Timeline
 from parcompiler.verifier import verify
 
 if TYPE_CHECKING:  # rooms that a method enters when it is called: compiling needs none of them
@@ -59,34 +53,27 @@ class Program:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        problem = local(self.problem, self.plan)
-        return simulate_lowered(
-            self.lowered,
-            stage_costs(problem, self.plan, self.lowered),
-            message_seconds(self.problem, self.lowered),
-            collective_seconds=collective_seconds(self.problem, self.lowered),
-            left_seconds=left_seconds(problem, self.plan, self.lowered),
-            vocabulary=vocabulary_cost(problem, self.plan),
-        )
+        return simulated(self.problem, self.plan, self.lowered)
 
     def simulate(self) -> Timeline:
         """Predicted step: `step_time` (s), `bubble` (idle fraction per rank), `peak_memory`
         (bytes per rank) and `events`."""
         return self.timeline
 
-    def report(self, forms: bool = False) -> Report:
+    def report(self, forms: bool = False, meshes: bool = True) -> Report:
         """The decisions and their cost, for a terminal, as JSON, HTML or a trace.
 
-        `forms` adds the closed forms of `costs`, which take a moment to find.
+        `forms` adds the closed forms of `costs`, which take a moment to find. `meshes` plans a
+        neighbouring mesh or two, and suggests one that is faster.
         """
         from parcompiler.report import Report
 
         given = self.problem, self.plan, self.lowered, self.timeline
         if not forms:
-            return Report.of(*given)
+            return Report.of(*given, meshes=meshes)
         from parcompiler.symbolic.printed import forms_of, symbols_of
 
-        return Report.of(*given, symbols_of(self.costs), forms_of(self.costs))
+        return Report.of(*given, symbols_of(self.costs), forms_of(self.costs), meshes=meshes)
 
     @cached_property
     def costs(self) -> Costs:
@@ -158,8 +145,9 @@ class Program:
 
         offered("launcher", launcher, LAUNCHERS)
         chosen = None if ranks is None else [self._rank(rank) for rank in ranks]
+        report = self.report(meshes=False)
         return self.write(
-            Path(path), self.report(), weights=weights, standalone=standalone, launcher=launcher,
+            Path(path), report, weights=weights, standalone=standalone, launcher=launcher,
             ranks=chosen, compiled=compiled,
         )  # fmt: skip
 

@@ -114,7 +114,7 @@ def train_command(
         profiled(profile, steps)  # refuses steps that there are not, before anything is compiled
         torch.manual_seed(seed)
         made = compiled(settings, real=pretrained is None, **request)
-        report, ranks = made.report(), made.problem.mesh.size
+        report, ranks = made.report(meshes=False), made.problem.mesh.size
         with output.writing(program):
             made.write(
                 program, report, weights=True if pretrained is None else pretrained,

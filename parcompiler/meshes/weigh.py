@@ -17,8 +17,8 @@ from parcompiler.passes.decide import fastest
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import MeshChoice, Plan
+from parcompiler.prices import simulated
 from parcompiler.problem import Problem
-from parcompiler.program import Program
 
 Check = Callable[[Mesh, Options], None]
 
@@ -58,7 +58,7 @@ def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
     assert plan.granularity is not None, "the passes decide it"
     rank_problem = local(problem, plan)
     lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
-    timeline, mesh = Program(problem.graph, problem, plan, lowered).timeline, problem.mesh
+    timeline, mesh = simulated(problem, plan, lowered), problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)
     updates = (e.end - e.begin for e in timeline.events if e.instruction.kind is Kind.UPDATE)

@@ -188,9 +188,15 @@ def changes(
     Each is predicted with the stages of the plan, so that one planned for it may be faster still;
     `problem` is that of one tensor rank.
     """
-    weighed = [*_narrowed(problem, plan, found, device), *_reordered(problem, plan)]
-    worthy = (change for change in weighed if change.gain > WORTH)
-    return tuple(sorted(worthy, key=lambda change: -change.gain)[:SHOWN])
+    parts = tuple(found)
+    seconds = sum(part.seconds for part in parts)
+    weighed = [*_narrowed(problem, plan, parts, device), *_reordered(problem, plan, seconds)]
+    return by_gain(change for change in weighed if change.gain > WORTH)[:SHOWN]
+
+
+def by_gain(found: Iterable[OptionGain]) -> tuple[OptionGain, ...]:
+    """Changes, the best first."""
+    return tuple(sorted(found, key=lambda change: -change.gain))
 
 
 def _narrowed(
@@ -219,8 +225,10 @@ def _narrowed(
     yield OptionGain("precision", "bf16", before / seconds - 1, seconds)
 
 
-def _reordered(problem: Problem, plan: Plan) -> Iterator[OptionGain]:
-    """More micro-batches, another schedule, no recomputation, another level of ZeRO."""
+def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionGain]:
+    """More micro-batches, another schedule, no recomputation, another level of ZeRO.
+
+    Estimated steps are scaled as that of the plan is, which takes `seconds`."""
     level = plan.zero or 0
     if plan.orders is not None or problem.options.asynchronous or plan.updates is not None:
         return
@@ -242,4 +250,4 @@ def _reordered(problem: Problem, plan: Plan) -> Iterator[OptionGain]:
             continue  # an order that these stages or micro-batches cannot have
         if share.fits:
             gain = trial.microbatches * before / (plan.microbatches * share.step) - 1
-            yield OptionGain(option, value, gain, share.step)
+            yield OptionGain(option, value, gain, share.step * seconds / before)

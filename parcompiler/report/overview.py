@@ -196,6 +196,7 @@ def following(report: ReportData) -> str:
     """What would train more samples a second, in a sentence."""
     mesh = report.mesh
     given = not report.meshes and mesh.pipeline * mesh.copies > 1
+    given = given and not any(change.option == "mesh" for change in report.step.changes)
     others = "; --mesh auto weighs other meshes" if given else ""
     if not report.step.changes:
         return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
@@ -219,7 +220,7 @@ def changes(report: ReportData) -> Table:
     """What would train more samples a second, with the option to type."""
     changes = report.step.changes
     return table(
-        "What to try next, with these stages",
+        "What to try next",
         words("option", (f"--{change.option} {change.value}" for change in changes)),
         number("samples\na second", (f"+{percent(change.gain)}" for change in changes)),
         scaled("step", (change.seconds for change in changes), SECONDS),

@@ -25,6 +25,7 @@ from parcompiler.prices import stage_costs, vocabulary_cost
 from parcompiler.problem import Problem
 from parcompiler.report import bound, events, gather, render, serial, web
 from parcompiler.report.data import VERSION, Form, ReportData, Symbol
+from parcompiler.report.other_mesh import other_mesh
 from parcompiler.report.trace import trace_text
 from parcompiler.timeline import Timeline
 
@@ -46,11 +47,13 @@ class Report(ReportData):
         timeline: Timeline,
         symbols: tuple[Symbol, ...] = (),
         forms: tuple[Form, ...] = (),
+        *,
+        meshes: bool = False,
     ) -> Report:
         """The report of a plan, of the program lowered from it, and of its simulated step.
 
         `problem` is about the whole model, also where tensor ranks compute pieces of it; `symbols`
-        and `forms` are the closed forms that are shown.
+        and `forms` are the closed forms that are shown. `meshes` weighs neighbouring meshes.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
         rank_problem, whole = local(problem, plan), problem.priced(plan.granularity)
@@ -63,6 +66,8 @@ class Report(ReportData):
         device = problem.devices[bound.busiest(timeline)]
         parts = bound.parts(lowered, priced, timeline, device)
         changes = bound.changes(rank_problem, plan, parts, device)
+        if meshes and not plan.meshes:
+            changes = bound.by_gain((*changes, *other_mesh(problem, plan, parts, step.seconds)))
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),

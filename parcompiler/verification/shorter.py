@@ -37,7 +37,7 @@ def shortened(program: Compiled) -> Shorter | None:
 
     None: it is not `LARGE`, or the model has other operators there or cannot be captured.
     """
-    captured, flops = program.captured, program.report().step.flops
+    captured, flops = program.captured, program.report(meshes=False).step.flops
     if flops <= LARGE or captured.recapture is None:
         return None
     sizes, times = sizes_of(captured), 1

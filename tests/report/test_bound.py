@@ -98,13 +98,26 @@ def test_what_to_try_next_is_as_fast_as_it_says() -> None:
     changes = {change.option: change for change in made.step.changes}
     assert {"recompute", "microbatches"} <= changes.keys()
     rate = forced["microbatches"] / made.step.seconds
-    for option, change in changes.items():
+    for option, change in changes.items() - {("mesh", changes.get("mesh"))}:
         value: Any = int(change.value) if change.value.isdigit() else change.value
         tried = forced | {option: value}
         per_second = tried["microbatches"] / report(64, mesh, **tried).step.seconds
         assert per_second == pytest.approx(rate * (1 + change.gain), rel=0.01)
     assert "--recompute none (+" in page_text(made)
-    assert "--mesh auto weighs other meshes" in page_text(made)
+
+
+def test_another_mesh_is_as_fast_as_it_says() -> None:
+    link = pc.Device.from_json(DEVICE.to_json()).link
+    slow = dataclasses.replace(FAST, link=dataclasses.replace(link, bandwidth=1e9))
+    mesh = pc.Mesh(tensor=2, data=2, device=slow)
+    made = report(64, mesh, microbatches=2)
+    (change,) = (change for change in made.step.changes if change.option == "mesh")
+    assert change.value == "tensor=4 --microbatches 4"  # the same batch
+    tried = report(64, pc.Mesh(tensor=4, device=slow), microbatches=4)
+    assert tried.step.seconds == pytest.approx(change.seconds, rel=1e-6)
+    assert made.step.seconds / tried.step.seconds - 1 == pytest.approx(change.gain, rel=1e-6)
+    assert f"--mesh {change.value} (+" in page_text(made)
+    assert "--mesh auto weighs other meshes" in page_text(report(64, mesh, stages=[4]))
 
 
 def test_the_optimizer_bounds_a_step_of_one_row_and_zero_shares_it_out() -> None:
