@@ -76,48 +76,61 @@ def compile(
 ) -> Program:
     """Divide the training of `model` over the ranks of `mesh`, or of the best mesh of a `Cluster`.
 
-    `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
-    positional ones; the model's parameters may be real or meta, and the model is not modified.
-    It is compiled in the mode that its modules are in: one in evaluation mode trains without
-    dropout, which a line on stderr says (call `model.train()` first).
-    `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
-    `.loss` or `["loss"]`). `outputs` are names of the outputs that `worker.predict` returns: keys
-    (`logits`) or places in a tuple (`0`). `microbatches` per step and data rank default to
-    4 · pipeline, or the plan's; with a `Cluster` they are those of a step on all devices together,
-    shared equally by the data ranks of each mesh, and default to 4 for each device: so all meshes
-    train the same batch.
-    `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
-    or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
-    that use several (1 stands for their least number, 2). `recompute` says which blocks run again
-    in their backward instead of keeping activations: "none", "full" (all that may), "selective"
-    (only their norms, gates and gathers), "auto" (what memory forces), or {pattern of block names:
-    bool}, of which the last that matches decides.
-    `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients too,
-    3 parameters too, "auto" decides by time under memory. `updates` is how data ranks bring
-    together what they learn: "all-reduce" (gradients are averaged), "parameter-server" (one rank of
-    each data row updates for all), "asynchronous" (as that, but none waits for the others unless it
-    is `staleness` steps ahead of the slowest) or "local" (each updates by itself, and `every` so
-    many steps their weights are averaged, as a step of an `outer` optimizer: "nesterov", "average",
-    or a learning rate and a momentum). `compression` of the gradients between data ranks is "bf16",
-    "fp16" or "powersgd" (of rank `compression_rank`).
-    The loss of a step is the mean of its micro-batches' losses; `loss_weights` "tokens" makes it
-    the mean over all targets that their cross-entropies count, as transformers' Trainer does.
-    `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32.
-    `memory_margin` is the part of each device's memory that plans keep free (0.05 is 5 %), for what
-    no plan counts: the context of CUDA, buffers of NCCL, fragments of the allocator.
-    `exact` keeps the model's own operators: without it, attention whose mask is the same for every
-    batch runs in the causal kernel, or without a mask, and reads repeated heads in groups, which
-    rounds otherwise in the last bits.
-    `costs` is "model", or "measured": every distinct block is run on the device of this machine,
-    for about a second, and so are the passes of a spread vocabulary; their times are kept in the
-    plan. "compiled" compiles the blocks before, as `worker(compiled=True)` does. Collectives of
-    tensor ranks on a CPU are measured among as many processes, if there is an idle core for each of
-    them. A `Program` in the place of the model compiles
-    its model again without capturing it; `plan` reuses a plan, perhaps an edited one. With a
-    `Cluster`, `microbatch` "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside that of
-    `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step stay the
-    same (the loss must be a mean over rows; where it may not be, the micro-batch stays as it is
-    given); the model is captured on each, and the program takes the best.
+    The model's parameters may be real or meta, and it is not modified. It is compiled in the mode
+    that its modules are in: one in evaluation mode trains without dropout, which a line on stderr
+    says (call `model.train()` first). A `Program` in the place of the model compiles its model
+    again without capturing it.
+
+    - `inputs` is ONE micro-batch of ONE data rank, a dict of keyword arguments or a tuple of
+      positional ones.
+    - `loss` maps the model's outputs to a scalar; without it the model returns the loss (a scalar,
+      `.loss` or `["loss"]`). The loss of a step is the mean of its micro-batches' losses;
+      `loss_weights` "tokens" makes it the mean over all targets that their cross-entropies count,
+      as transformers' Trainer does.
+    - `outputs` are names of the outputs that `worker.predict` returns: keys (`logits`) or places in
+      a tuple (`0`).
+    - `microbatches` per step and data rank default to 4 · pipeline, or the plan's; with a `Cluster`
+      they are those of a step on all devices together, shared equally by the data ranks of each
+      mesh, and default to 4 for each device: so all meshes train the same batch.
+    - `schedule` is a name, "auto" (the fastest that fits), "search" (an order found for this model)
+      or a `pc.Schedule`; `virtual_stages` is the number of stages on each rank for the schedules
+      that use several (1 stands for their least number, 2).
+    - `vocabulary` is where embedding and head are: "whole" (on one stage each), "naive", "vocab-1",
+      "vocab-2" or "interlaced" (on all ranks), "auto" (the shortest step that fits).
+    - `stages` are "auto" (by time), "even" (equal numbers of layers) or the numbers of blocks of
+      each; `sharding` is "auto" or {pattern of parameter names: placement}, such as
+      `{"*.up.weight": "S(0)"}`.
+    - `recompute` says which blocks run again in their backward instead of keeping activations:
+      "none", "full" (all that may), "selective" (only their norms, gates and gathers), "auto" (what
+      memory forces), or {pattern of block names: bool}, of which the last that matches decides.
+    - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
+      "fp32" and "fp64" compute in those; None in the parameters' own.
+    - `optimizer` is what memory counts: "adamw", "sgd", "sgd-momentum", "muon" or "none".
+    - `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients
+      too, 3 parameters too, "auto" decides by time under memory.
+    - `updates` is how data ranks bring together what they learn: "all-reduce" (gradients are
+      averaged), "parameter-server" (one rank of each data row updates for all), "asynchronous" (as
+      that, but none waits for the others unless it is `staleness` steps ahead of the slowest) or
+      "local" (each updates by itself, and `every` so many steps their weights are averaged, as a
+      step of an `outer` optimizer: "nesterov", "average", or a learning rate and a momentum).
+    - `compression` of the gradients between data ranks is "bf16", "fp16" or "powersgd" (of rank
+      `compression_rank`).
+    - `memory_margin` is the part of each device's memory that plans keep free (0.05 is 5 %), for
+      what no plan counts: the context of CUDA, buffers of NCCL, fragments of the allocator.
+    - `exact` keeps the model's own operators: without it, attention whose mask is the same for
+      every batch runs in the causal kernel, or without a mask, and reads repeated heads in groups,
+      which rounds otherwise in the last bits.
+    - `costs` is "model", or "measured": every distinct block is run on the device of this machine,
+      for about a second, and so are the passes of a spread vocabulary; their times are kept in the
+      plan. "compiled" compiles the blocks before, as `worker(compiled=True)` does. Collectives of
+      tensor ranks on a CPU are measured among as many processes, if there is an idle core for each
+      of them.
+    - `plan` reuses a plan, perhaps an edited one; `passes` decide instead of `passes.DEFAULT`.
+    - `microbatch`, with a `Cluster`: "auto" weighs micro-batches of 1, 2, 4, 8, ... rows beside
+      that of `inputs`, or those of a list of rows, in so many micro-batches that the rows of a step
+      stay the same (the loss must be a mean over rows; where it may not be, the micro-batch stays
+      as it is given); the model is captured on each, and the program takes the best.
+    - `progress` shows the steps of the compiler on a terminal.
 
     Raises InputError for arguments of the wrong form, CaptureError for a model that cannot be
     captured, InfeasibleError when nothing fits, PlanError for a plan that breaks rules.

@@ -235,7 +235,7 @@ class Graph:
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What `find` returns, found once for each key: nobody changes the nodes of a graph.
+        """What `find` returns, found once for each `key`: nobody changes the nodes of a graph.
 
         It must depend on the graph and the key alone. A graph that `replace` makes of this one has
         other nodes, and knows nothing yet.

@@ -133,7 +133,8 @@ class Mesh:
         return dataclasses.replace(at, data=self.grid.batch_of(at.data))
 
     def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0, context: int = 0) -> int:
-        """The rank at a coordinate. Raises InputError when the mesh has no such place."""
+        """The rank at a `pipeline`, `data`, `tensor` and `context` coordinate. Raises InputError
+        when the mesh has no such place."""
         place = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context}
         for axis, given in place.items():
             degree, index = getattr(self, axis), whole(given)

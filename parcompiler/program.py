@@ -125,7 +125,7 @@ class Program:
         ranks: Iterable[int] | None = None,
         compiled: bool = False,
     ) -> Path:
-        """Write a folder of rank scripts that torchrun starts; returns its path.
+        """Write a folder of rank scripts at `path`, which torchrun starts; returns it.
 
         All ranks at a pipeline coordinate run one script, which is called after the first of them.
         `ranks` are those that get a script under their own number beside it, to read or to start;
@@ -164,7 +164,8 @@ class Program:
         model: str | None = None,
         configuration: Mapping[str, Any] | None = None,
     ) -> Path:
-        """`export` with a report that is made already. Raises InputError as that does.
+        """`export` with a `report` that is made already, to a `path` that is as it is: `weights`,
+        `standalone`, `launcher`, `ranks` and `compiled` as there. Raises InputError as that does.
 
         `model` is the MODEL of the command line, `configuration` that of transformers."""
         from parcompiler.codegen.folder import export

@@ -101,7 +101,7 @@ def _of_datasets(path: Path) -> Iterator[str]:
     try:
         from datasets import load_from_disk  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        message = f"{path} is a data set: pip install 'parcompiler[train]' to read it"
+        message = f"{path} is a data set: pip install datasets to read it"
         raise InputError(message) from error
     found: Any = load_from_disk(str(path))
     found = found["train"] if isinstance(found, dict) else found

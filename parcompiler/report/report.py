@@ -50,7 +50,8 @@ class Report(ReportData):
         *,
         meshes: bool = False,
     ) -> Report:
-        """The report of a plan, of the program lowered from it, and of its simulated step.
+        """The report of a `plan`, of the program `lowered` from it, and of the `timeline` of its
+        simulated step.
 
         `problem` is about the whole model, also where tensor ranks compute pieces of it; `symbols`
         and `forms` are the closed forms that are shown. `meshes` weighs neighbouring meshes.
@@ -142,7 +143,7 @@ class Report(ReportData):
     def measured(
         self, seconds: float, trace: Sequence[Iterable[events.Recorded]] | None = None
     ) -> Report:
-        """This report with a measured step time (s) beside the predicted one.
+        """This report with a measured step of so many `seconds` beside the predicted one.
 
         `trace` are the instructions of one step by rank, as `worker.trace()` gives them, of all
         ranks or of those with data and tensor coordinate 0: the mean forward and backward of each

@@ -34,8 +34,8 @@ class Metrics:
         self,
         worker: Worker,
         every: int = 10,
-        jsonl: Path | None = None,
-        tensorboard: Path | None = None,
+        jsonl: str | Path | None = None,
+        tensorboard: str | Path | None = None,
         steps: int | None = None,
     ) -> None:
         self._worker, self._every, self._steps = worker, every, steps
@@ -44,8 +44,8 @@ class Metrics:
         self._events: Any = None
         self._file = None
         if worker.rank == 0 and jsonl is not None:
-            jsonl.parent.mkdir(parents=True, exist_ok=True)
-            self._file = jsonl.open("a", encoding="utf-8")
+            Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
+            self._file = Path(jsonl).open("a", encoding="utf-8")
         if worker.rank == 0 and tensorboard is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +66,7 @@ class Metrics:
         self._worker.record(self._is_told(self._worker.step_count + 1))
 
     def after_step(self, loss: torch.Tensor, rate: float) -> None:
-        """Take note of a step that was made at this learning rate; a collective when it is told."""
+        """Take note of a step, its `loss` and its learning `rate`; a collective when it is told."""
         worker, step = self._worker, self._worker.step_count
         self._losses.append(loss)
         if not self._is_told(step):
@@ -93,7 +93,7 @@ class Metrics:
         self._losses, self._began, self._first = [], time.perf_counter(), step
 
     def tell(self, step: int, numbers: dict[str, float]) -> None:
-        """Tell numbers of a step, on rank 0."""
+        """Tell `numbers` of a `step` by their names, on rank 0."""
         if self._worker.rank:
             return
         print(_line(step, self._steps, numbers), flush=True)

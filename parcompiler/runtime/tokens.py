@@ -27,10 +27,11 @@ LABELS = ("next", "same")
 
 
 def write_tokens(
-    path: Path, tokens: torch.Tensor | Iterable[torch.Tensor], below: int | None = None,
+    path: str | Path, tokens: torch.Tensor | Iterable[torch.Tensor], below: int | None = None,
     **facts: object,
 ) -> int:  # fmt: skip
-    """Write a file of tokens, in the narrowest integers that hold them; returns their number.
+    """Write a file of `tokens` at `path`, in the narrowest integers that hold them; returns their
+    number.
 
     They may come piece by piece; then the integers hold those `below` a number (None: of 32 bits).
     `facts` are kept in the JSON beside the file. Raises InputError for a token that is not below.
@@ -39,6 +40,7 @@ def write_tokens(
         below = int(tokens.max()) + 1 if len(tokens) else 1
         tokens = [tokens]
     below = below or torch.iinfo(torch.int32).max
+    path = Path(path)
     kind = next(name for name, dtype in DTYPES.items() if below - 1 <= torch.iinfo(dtype).max)
     beside, count, largest = Path(f"{path}.json"), 0, 0
     beside.unlink(missing_ok=True)  # written last: without it this is no file of tokens

@@ -263,7 +263,7 @@ class Worker:
     def evaluate(
         self, batch: object, metrics: Metrics | None = None
     ) -> torch.Tensor | dict[str, float]:
-        """The mean loss of one batch in evaluation mode (no dropout), without gradients.
+        """The mean loss of one `batch` in evaluation mode (no dropout), without gradients.
 
         `metrics` makes further numbers by name of the outputs that the model was compiled to keep
         and the batch, on the first rank of each data coordinate; then a dictionary is returned on
@@ -507,7 +507,7 @@ class Worker:
     def load_state_dict(
         self, state: Mapping[str, torch.Tensor], strict: bool = True
     ) -> IncompatibleKeys:
-        """Copy this rank's part out of a whole model's state dict (names of the model). Collective.
+        """Copy this rank's part out of the `state` dict of a whole model (its names). Collective.
 
         Returns the names of the whole model that are missing, and those that it has not, as
         `torch.nn.Module.load_state_dict` does. A tied tensor may be given under any of its names,
@@ -627,14 +627,15 @@ class Worker:
         return self.step_count
 
     def load_pretrained(self, folder: str | Path, strict: bool = True) -> IncompatibleKeys:
-        """Load published weights: a folder of Hugging Face with `model.safetensors`, or with shards
-        and their index. Collective.
+        """Load published weights: a `folder` of Hugging Face with `model.safetensors`, or with
+        shards and their index. Collective.
 
         Every rank reads only the bytes that it holds. Names are those of the model's state dict, a
         tied tensor under any of its names, and with or without a first component that the class
         around the model adds (`transformer.`). Other dtypes are converted. Optimizer, step and
         seeds stay as they are. Returns the names that are missing and unexpected, as
-        `load_state_dict` does; raises InputError on every rank, and changes nothing, as that does.
+        `load_state_dict` does; raises InputError on every rank, and changes nothing, as that does
+        (`strict=False` lets names be missing or unexpected).
         """
         with self._failing_together("load_pretrained", InputError):
             keys, names = self._checkpoints.load_pretrained(Path(folder), strict=strict)

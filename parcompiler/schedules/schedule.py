@@ -108,7 +108,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, name: str, cells: Sequence[str]) -> Schedule:
-        """The schedule of one line per rank. Raises InputError as `from_csv` does."""
+        """The schedule `name` of a line of `cells` a rank. Raises InputError as `from_csv` does."""
         return cls(name, *read_orders([line.split() for line in cells]))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -62,6 +63,15 @@ def test_a_public_name_says_what_it_is_and_what_it_raises(place: str) -> None:
     if isinstance(found, FunctionType):
         for error in raised(found):
             assert error in text, f"{place} raises {error} and does not say so"
+
+
+def test_functions_of_several_arguments_name_each_of_them() -> None:
+    for place, found in PUBLIC.items():
+        if isinstance(found, FunctionType):
+            quoted = " ".join(re.findall("`[^`]*`", inspect.getdoc(found) or ""))
+            given = inspect.signature(found).parameters.keys() - {"self", "cls"}
+            unsaid = given - set(re.findall(r"\w+", quoted))
+            assert len(given) < 2 or not unsaid, f"{place} does not say what {unsaid} are"
 
 
 def test_the_package_says_its_version() -> None:
