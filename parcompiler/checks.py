@@ -111,13 +111,6 @@ def check_token_mean(lowered: Lowered) -> None:
 
 def check_outputs(lowered: Lowered) -> None:
     """Refuse outputs to keep that no layer makes, or of which context ranks make pieces."""
-    if lowered.graph.kept and lowered.expert > 1:
-        message = (
-            f"outputs={sorted(lowered.graph.kept)}: predictions may be of other numbers of "
-            f"micro-batches on each data rank, and expert ranks (expert={lowered.expert}) compute "
-            "theirs together: compile for expert=1 to predict"
-        )
-        raise InputError(message)
     if lowered.graph.kept and lowered.context > 1:
         message = (
             f"outputs={sorted(lowered.graph.kept)}: predictions do not bring together the rows of "
@@ -201,8 +194,11 @@ def check_data_updates(lowered: Lowered) -> None:
 def _check_axes(mesh: Mesh, options: Options) -> None:
     """Refuse what means nothing along the context and expert axes, or is not known there yet."""
     reason, wanted = "", options.data_updates
-    if mesh.expert > 1 and wanted != ALL_REDUCE:
-        reason = "they exchange tokens in every layer: take updates='all-reduce', no compression"
+    if mesh.expert > 1 and (wanted.separate or wanted.rank):
+        reason = (
+            "they exchange tokens in every layer, and sum what they learn: take updates="
+            "'all-reduce' or 'parameter-server', with compression='bf16', 'fp16' or none"
+        )
     elif mesh.expert > 1 and options.asynchronous:
         reason = "they update together: take a synchronous schedule"
     if reason:

@@ -183,7 +183,7 @@ def left_seconds(problem: Problem, plan: Plan, lowered: Lowered) -> Callable[[In
 def server_seconds(problem: Problem, lowered: Lowered, line: Instruction, nbytes: int) -> float:
     """Seconds in which all bytes that data ranks send to the first of them, or get from it, go one
     after another through its link."""
-    first, *others = lowered.grid.replicas(line.ranks)
+    first, *others = lowered.grid.replicas(line.ranks, expert=0 if is_of_experts(line) else None)
     each = (collective.joined(problem.mesh, "broadcast", nbytes, [first, r]) for r in others)
     return sum(each)
 
@@ -195,7 +195,7 @@ def server_load(problem: Problem, lowered: Lowered) -> tuple[int, int]:
     for rank in range(lowered.size):
         own = [by_name[n] for item in lowered.shared if rank in item.ranks for n in item.names]
         states = sum(item.numel * problem.bytes_of(item)[2] for item in own)
-        loads.append((2 * (lowered.data - 1) * sum(item.nbytes for item in own), states))
+        loads.append((sum(2 * (problem.sharers(x) - 1) * x.nbytes for x in own), states))
     return max(loads)
 
 

@@ -256,7 +256,7 @@ class Channels:
         """Start adding up a tensor over `ranks`, in place: gradients, so what goes between data
         ranks alone may go in 16 bits."""
         group = self._shared[ranks]
-        if self._cast is not None and len(ranks) == self._program.data:
+        if self._cast is not None and all(map(self._program.is_near, ranks)):
             return self._cast.sum(tensor, group)
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None

@@ -196,17 +196,23 @@ class _Steps:
         """The compressed gradients of a group, and the uncompressed ones."""
         dtype = DTYPES.get(self._lowered.updates.compression or "")
         names = dict.fromkeys(name for gradients in each for name in gradients)
-        of_ranks = {name: [g[name] for g in each if name in g] for name in names}
+        of_ranks = {name: self._of_ranks(name, each) for name in names}
         whole = {name: sum_of(gradients) for name, gradients in of_ranks.items()}
         packed = {
             name: whole[name]
-            if name in self._tied
+            if name in self._tied or len(gradients) == 1
             else summed(gradients, dtype)
             if dtype is not None
             else self._factored(name, gradients)
             for name, gradients in of_ranks.items()
         }
         return packed, whole
+
+    def _of_ranks(self, name: str, each: Sequence[Gradients]) -> list[torch.Tensor]:
+        """The gradients that data ranks sum: those of experts are made by expert ranks together."""
+        found = [gradients[name] for gradients in each if name in gradients]
+        count = self._lowered.expert if self._lowered.graph.by_name[name].experts else 1
+        return [sum_of(found[k : k + count]) for k in range(0, len(found), count)]
 
     def _factored(self, name: str, each: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradient that PowerSGD makes of those of all data ranks, piece by piece as ranks

@@ -30,7 +30,7 @@ CHEAP = dataclasses.replace(
 )  # so that tensor ranks split even tiny models
 TENSOR = {"data": 2, "expert": 2, "tensor": 2, "device": CHEAP}
 FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("moe", {"data": 4, "expert": 2}, {}),
+    ("moe", {"data": 4, "expert": 2}, {"compression": "bf16"}),
     ("moe", {"context": 2, "expert": 2}, {}),
     ("hf-mixtral", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full", "zero": 2}),
     ("gpt-oss", TENSOR, {"zero": 1}),
@@ -46,8 +46,11 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"data": 4, "expert": 2}, {"zero": 3, "recompute": "full"}),
     ({"data": 2, "expert": 2}, {"zero": 3}),
     (TENSOR, {"zero": 3}),
-    (TENSOR, {"sharding": {"*experts*": "S(0)"}}),
+    (TENSOR, {"sharding": {"*experts*[!s]": "S(0)"}}),
     ({**TENSOR, "pipeline": 2}, {"schedule": "zb-h1"}),
+    ({"data": 4, "expert": 2}, {"updates": "parameter-server"}),
+    ({"data": 4, "expert": 2}, {"compression": "bf16", "zero": 2}),
+    ({"data": 2, "expert": 2}, {"compression": "fp16"}),
 ]
 
 
@@ -63,7 +66,8 @@ OPTIONS: dict[str, Any] = {
 def captured(name: str) -> pc.Program:
     torch.manual_seed(0)
     model, inputs, *_ = zoo.build(name) if name in zoo.ALL else CAUSAL[name]()
-    return pc.compile(model.train(), pc.Mesh(), inputs, **OPTIONS)
+    outputs = ["logits"] if name == "hf-mixtral" else None
+    return pc.compile(model.train(), pc.Mesh(), inputs, outputs=outputs, **OPTIONS)
 
 
 def compiled(name: str, mesh: dict[str, Any], **options: Any) -> pc.Program:
@@ -73,6 +77,7 @@ def compiled(name: str, mesh: dict[str, Any], **options: Any) -> pc.Program:
 def check(program: pc.Program) -> None:
     found = program.verify()
     assert found.ok, str(found)
+    assert (program.lowered.updates.compression is not None) == ("compressed" in found.note)
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
 
 
@@ -136,6 +141,18 @@ def test_experts_of_one_rank_alone_are_exchanged_with_none(tmp_path: Path) -> No
     summed = {name for item in program.lowered.buckets for name in item.names}
     assert summed == {x.name for x in program.lowered.graph.parameters if not x.experts}
     clipped(program, tmp_path)
+
+
+def test_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
+    program = compiled("hf-mixtral", {"data": 2, "expert": 2})
+    batch = random_batch(program.problem.graph, 4, 0)
+    tokens = {"input_ids": batch["input_ids"][:5]}  # three on one data rank, two on the other
+    logits = list[torch.Tensor]()
+    for one in (program, captured("hf-mixtral")):
+        path, ranks = one.export(tmp_path / str(len(logits))), one.lowered.grid.size
+        found = pool().run(Job(str(path), [batch], predict=tokens), ranks)
+        logits.append(found.outputs["logits"])
+    torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-12)
 
 
 def test_wrong_buckets_of_experts_are_found() -> None:
