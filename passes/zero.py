@@ -10,12 +10,13 @@
 
 Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7. Each level takes less memory than the
 one before it, and most take longer to exchange. So a level pays where memory would force blocks to
-be recomputed, a slower schedule, or no plan at all. (What level 3 would keep gathered from one
-micro-batch to the next is level 2.)
+be recomputed, a slower schedule, or no plan at all. The first exchanges as many bytes as none, and
+each data rank updates its part alone: it pays too where the update is much of the step. (What level
+3 would keep gathered from one micro-batch to the next is level 2.)
 
     lean     the plan for the memory of the highest level and the exchange of none: no plan's
-             compute is faster. Where everything fits, nothing is shared out
-    levels   at which it fits: the lowest whose step is about as short as any is taken
+             compute is faster
+    levels   at which it fits: the lowest whose step is at most MARGIN longer than that of any
     others   are planned again, if what they save of the exchange may be more than compute that they
              lose: `lean` and every refusal bound that
 """
@@ -34,7 +35,7 @@ from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
 from parcompiler.instruction import Kind
-from parcompiler.passes.base import GAIN
+from parcompiler.passes.base import GAIN, MARGIN
 from parcompiler.passes.estimate import costs, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
@@ -102,10 +103,12 @@ def _lowest(
 ) -> Plan:
     """The lowest level at which the lean plan takes about as long as at any, or a faster plan."""
     rank_problem = local(problem, lean)
-    if share_of(rank_problem, lean, 0).fits:
-        return dataclasses.replace(lean, zero=0)
-    shares = [share_of(rank_problem, lean, level) for level in LEVELS]
-    enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - GAIN)
+    whole = share_of(rank_problem, lean, 0)
+    if whole.fits:  # the highest levels have longer steps than the first
+        shared = _is_slow(rank_problem, lean, whole) and share_of(rank_problem, lean, 1).fits
+        return dataclasses.replace(lean, zero=int(shared))
+    shares = [whole, *(share_of(rank_problem, lean, level) for level in LEVELS[1:])]
+    enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None
     if first is not None:  # what a solver said of it may be of blocks that gather nothing
@@ -132,6 +135,17 @@ def _lowest(
         message = f"no level of ZeRO that fits has a step below {most:.6g} s"
         raise refusal or InfeasibleError(message)
     return best[1]
+
+
+def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
+    """Whether sharing out the update would save MARGIN of the step of a plan with everything
+    `whole`; no level saves more."""
+    first, none = problem.at_zero(1), problem.at_zero(0)
+    saved = update_seconds(none, plan) - max(
+        sum(map(first.update_seconds, own)) for own in tensors(first, plan)
+    )
+    late = [max(x.late for x in _exchanges(at, plan)) for at in (none, first)]
+    return saved + late[0] - late[1] > MARGIN * whole.step
 
 
 def step_of(problem: Problem, plan: Plan) -> float:
@@ -192,7 +206,8 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     become final in the last backward, or in every one; the first forward begins when what is
     gathered beside it comes as early as it is read, if every bucket has an equal part in it."""
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
-    stages, units = costs(problem, plan), _units(problem, plan)
+    units = _units(problem, plan)
+    stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # these take as long
     found = []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]

@@ -47,6 +47,23 @@ def test_states_stay_whole_where_there_is_room() -> None:
     assert "GATHER_PARAMETERS" not in text
 
 
+def test_an_update_that_is_much_of_the_step_is_shared_out() -> None:
+    config = dataclasses.replace(CONFIG, layers=2, hidden=2048, sequence=128)
+    tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    steps = {}
+    for count in (1, 32):
+        for zero in ("auto", 0, 1):
+            mesh = pc.Mesh(data=4, device="a100-80g")
+            program = pc.compile(model, mesh, (tokens, tokens), microbatches=count, zero=zero)
+            steps[count, zero] = program.simulate().step_time
+            if zero == "auto":
+                assert program.plan.zero == int(count == 1)
+    assert steps[1, "auto"] == steps[1, 1] < 0.98 * steps[1, 0]
+    assert steps[32, "auto"] == steps[32, 0] < 1.02 * steps[32, 1]
+
+
 def test_states_are_shared_out_where_memory_wants_it() -> None:
     whole, shared = (max(compiled(zero=z).simulate().peak_memory) for z in (0, 1))
     states = 8 * sum(
