@@ -160,7 +160,12 @@ class Channels:
         return tuple(axis for axis in (self.axis, self.context, self.expert) if axis is not None)
 
     def _open_direction(self, source: int, target: int) -> None:
-        """Make the direction from one rank to another if this rank is at an end of it."""
+        """Make the direction from one rank to another if this rank is at an end of it.
+
+        A first message goes through it here, where all ranks make directions in one order: NCCL
+        connects two ranks when both have come to their first message, and the host of each waits
+        for that. Within a step, whose lists begin differently, ranks could wait in a circle.
+        """
         if not self._by_gloo:
             group = self._group((source, target))
         else:
@@ -168,7 +173,10 @@ class Channels:
         if group is not None:
             outward = source == self._rank
             peer, directions = (target, self._to) if outward else (source, self._from)
-            directions[peer] = Direction(group, dist.get_group_rank(group, peer))
+            direction = directions[peer] = Direction(group, dist.get_group_rank(group, peer))
+            first = torch.zeros(1, device=self.device)
+            start = direction.send if outward else direction.receive
+            start(first, _NO_INSTRUCTION).wait()
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
         """Start sending `value` in its order in memory; the tensor is kept until it is out."""
@@ -353,7 +361,9 @@ class Channels:
         """The process group of some ranks, or of all; None where this rank is not one of them."""
         backend = backend or backend_of(self.device)
         members = None if ranks is None else list(ranks)
-        group = dist.new_group(members, timeout=self._timeout, backend=backend)
+        # NCCL makes the communicator at once for a device, not at the first use within a step.
+        device = self.device if backend == "nccl" else None
+        group = dist.new_group(members, self._timeout, backend, device_id=device)
         if not isinstance(group, dist.ProcessGroup):
             return None
         self._groups.append(group)
