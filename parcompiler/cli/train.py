@@ -203,6 +203,8 @@ def _ranks(line: Sequence[str], size: int) -> int:
                 process.wait()
         except KeyboardInterrupt:
             _signal(processes, signal.SIGKILL)
+        else:
+            click.echo("type the same line to go on", err=True)
         return INTERRUPTED
     except BaseException:
         _signal(processes, signal.SIGKILL)

@@ -49,8 +49,7 @@ def summary(report: ReportData) -> Table:
     return table(
         "Ranks of the pipeline",
         number("rank", [*(r for r, _ in ranks), *([f"{more} more"] if more else [])]),
-        number("blocks", map(len, blocks)),
-        words("of them", map(ranges, blocks)),
+        words("blocks", (ranges(names, short=True) for names in blocks)),
         number("idle", (percent(rank.idle) for _, rank in ranks)),
         scaled("peak", (rank.peak_memory for _, rank in ranks), BYTES),
         number("of its\nmemory", (Cell(percent(share), alarm(share)) for share in shares)),

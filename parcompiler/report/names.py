@@ -21,15 +21,20 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def ranges(names: Sequence[str]) -> str:
+def ranges(names: Sequence[str], *, short: bool = False) -> str:
     """Names separated by commas; numbered ones in a row by their first and last, and how many.
 
     The pieces of numbered layers count as a row too:
 
     >>> ranges(["0.mlp", "1.attn", "1.mlp", "2.attn", "2.mlp", "3.attn"])
     '0.mlp … 3.attn (6)'
+
+    In `short` the last name has not what it begins with as the first does:
+
+    >>> ranges(["model.h.0", "model.h.1", "model.h.2"], short=True)
+    'model.h.0 … 2 (3)'
     """
-    return ", ".join(_ranges(names))
+    return ", ".join(_ranges(names, short))
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -40,13 +45,16 @@ def numbers(values: Iterable[int]) -> str:
     return re.sub(r" \(\d+\)", "", ranges([str(value) for value in values]))
 
 
-def _ranges(names: Sequence[str]) -> Iterator[str]:
+def _ranges(names: Sequence[str], short: bool) -> Iterator[str]:
     """The runs of `names` in order."""
     begin = 0
     while begin < len(names):
         length = max(_length(names, begin, period) for period in PERIODS)
         if length > 1:
-            yield f"{names[begin]} … {names[begin + length - 1]} ({length})"
+            first, last = names[begin], names[begin + length - 1]
+            own, pairs = last.split("."), zip(first.split("."), last.split("."), strict=False)
+            same = next((k for k, (a, b) in enumerate(pairs) if a != b), 0) if short else 0
+            yield f"{first} … {'.'.join(own[same:])} ({length})"
         else:
             yield names[begin]
         begin += length

@@ -6,6 +6,7 @@ step 20/200  loss 5.1034  2,310 tokens/s  MFU 31.2%  norm 1.84  lr 2.0e-04  0.41
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class Metrics:
     ) -> None:
         self._worker, self._every, self._steps = worker, every, steps
         self._losses: list[torch.Tensor] = []
-        self._began, self._first = time.perf_counter(), worker.step_count
+        self._began, self._first = math.nan, 0  # known when the first step begins
         self._events: Any = None
         self._file = None
         if worker.rank == 0 and jsonl is not None:
@@ -63,6 +64,8 @@ class Metrics:
 
     def before_step(self) -> None:
         """Measure the step that comes, if it is to be told."""
+        if math.isnan(self._began):  # a checkpoint may have been loaded meanwhile
+            self._began, self._first = time.perf_counter(), self._worker.step_count
         self._worker.record(self._is_told(self._worker.step_count + 1))
 
     def after_step(self, loss: torch.Tensor, rate: float) -> None:

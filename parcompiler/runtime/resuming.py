@@ -102,7 +102,7 @@ class Run:
             self._save()
         if told and step < self._options.steps:
             if self._worker.rank == 0:
-                print(f"{signal.Signals(told).name}: saved after step {step}", flush=True)
+                print(f"told to end: saved after step {step}", flush=True)
             raise SystemExit(128 + told)
 
     def end(self) -> None:

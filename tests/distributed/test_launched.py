@@ -74,7 +74,7 @@ def test_a_job_goes_on_after_a_kill_and_is_queued_again_when_its_time_is_over(
             os.kill(pid, signal.SIGTERM)
     assert f"requeue {os.getpid()}" in calls.read_text().splitlines()
     text = log.read_text()
-    ended = re.search(r"SIGTERM: saved after step (\d+)", text)
+    ended = re.search(r"told to end: saved after step (\d+)", text)
     assert ended is not None, text
     assert folders.read(folders.find(saved)).step == int(ended[1])
     assert folders.damaged(folders.find(saved)) == []

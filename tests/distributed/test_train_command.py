@@ -46,7 +46,7 @@ def test_a_run_is_interrupted_goes_on_and_opens_in_transformers(tmp_path: Path) 
             if line.startswith("step 2/"):
                 first.send_signal(signal.SIGINT)
         assert first.wait(120) == 130, text
-    stopped = re.search(r"SIGTERM: saved after step (\d+)", text)
+    stopped = re.search(r"told to end: saved after step (\d+)", text)
     assert stopped is not None, text
     step = int(stopped[1])
     assert 2 <= step < 400

@@ -1,0 +1,32 @@
+"""What metrics tell of steps."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import parcompiler as pc
+
+
+def test_speed_is_that_of_the_steps_behind_a_loaded_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 3.0, 3.0])  # the first step begins, the second has ended, a third may begin
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    worker: Any = SimpleNamespace(
+        rank=0, step_count=0, folder=None, device=torch.device("cpu"), gradient_norm=None,
+        program=SimpleNamespace(inputs={}, samples_of_step=6), trace=list,
+        record=lambda on: None, gather_numbers=lambda *own: [own],
+    )  # fmt: skip
+    metrics = pc.Metrics(cast(pc.Worker, worker), every=20, jsonl=str(tmp_path / "m.jsonl"))
+    worker.step_count = 18  # as worker.load does
+    for step in (19, 20):
+        metrics.before_step()
+        worker.step_count = step
+        metrics.after_step(torch.tensor(1.0), rate=0.1)
+    metrics.close()
+    told = json.loads((tmp_path / "m.jsonl").read_text())
+    assert (told["step"], told["seconds"], told["samples_per_second"]) == (20, 1.5, 4.0)
