@@ -135,7 +135,8 @@ def _budget(problem: Problem, part: float, *, recomputed: bool) -> MemoryBudget:
         in_flight = options.microbatches
     each = sum(problem.memories) / mesh.pipeline  # all ranks together hold the model
     free = each * part - problem.bucket_bytes
-    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, recomputed)
+    selective = problem.selective and not recomputed
+    return MemoryBudget(max(1.0, free), mesh.pipeline, in_flight, recomputed, selective)
 
 
 def _conflict(candidates: Candidates, pins: Pins, states: Mapping[str, StateCost]) -> str:

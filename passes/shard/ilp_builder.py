@@ -7,7 +7,8 @@ same pieces, else whole (`I`, or `R` without a gradient).
 Memory is that of all stages together, divided by their number: the parameters with gradient and
 optimizer states, and the values that are saved for the backward of each micro-batch in flight. A
 saved value counts once for each form that it is saved in: as its maker makes it, and as it is
-converted (whole and gathered from pieces, say). Views share it with their base.
+converted (whole and gathered from pieces, say). Views share it with their base. Under selective
+recomputation what runs again is not saved, and of gathers the pieces.
 
     add ─► x ──────────────► layer_norm      saves x as it was made: one cost for each type of x,
              └─ all-gather ─► linear         due with any of its events; and saves the gathered x
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from parcompiler.cost.selective import running_again
 from parcompiler.passes.shard.candidates import Candidates, NodeChoices, NodeGroup, result_index
 from parcompiler.passes.shard.ilp import (
     ChoiceEvent,
@@ -40,18 +42,22 @@ from parcompiler.passes.shard.templates import TensorGroup, end_of
 from parcompiler.spmd import I, Placement, R, Strategy
 from parcompiler.spmd.conversions import conversion
 
+GATHERS = frozenset({("S", "R"), ("S", "I")})  # kinds of types between which pieces are gathered
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Bytes on each rank, ranks of the pipeline, micro-batches in flight on a rank.
 
-    `recomputed` says that blocks are recomputed, and save no more than their inputs.
+    `recomputed` says that blocks are recomputed, and save no more than their inputs. With
+    `selective` recomputation cheap operators run again, and nothing of them is saved.
     """
 
     nbytes: float
     stages: int
     in_flight: int
     recomputed: bool = False
+    selective: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,8 @@ class _EdgeStart(NamedTuple):
 class _SharedConversions:
     """The edges of one value into one template: each block converts it once for all of them.
 
-    `count` blocks read it so, `carries` says that gradients come back, and `saving` are the edges
-    to the nodes that save the value for their backward.
+    `count` blocks read it so, `carries` says that gradients come back, `again` that the value runs
+    again, and `saving` are the edges to the nodes that save it for their backward.
     """
 
     count: int
@@ -118,6 +124,7 @@ class _SharedConversions:
     carries: bool
     edges: list[int] = field(default_factory=list)
     saving: list[int] = field(default_factory=list)
+    again: bool = False
 
 
 class _ProgrammeBuilder:
@@ -149,6 +156,10 @@ class _ProgrammeBuilder:
         # and the nodes whose memory one of their own group saves.
         self.saved_by: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         self.saved_inside: set[fx.Node] = set()
+        graph, blocks = self.folded.graph, [one.first for one in self.folded.templates]
+        is_selective = memory is not None and memory.selective
+        again = (running_again(graph, block) for block in blocks if is_selective)
+        self.again: frozenset[fx.Node] = frozenset[fx.Node]().union(*again)
 
     @cached_property
     def tensors(self) -> dict[TensorGroup, tuple[Placement, ...]]:
@@ -195,7 +206,7 @@ class _ProgrammeBuilder:
 
     def _saved_besides(self, member: NodeChoices, strategy: Strategy) -> float:
         """Bytes that a node saves besides operands and results, of the micro-batches in flight."""
-        if self.memory is None or self.memory.recomputed or not member.work.saved_besides:
+        if self.memory is None or self.memory.recomputed or member.node in self.again:
             return 0.0
         part = share(member.call.result_shapes[0], strategy.outputs[0], self.costs.n)
         return member.work.saved_besides * part * self.memory.in_flight
@@ -303,7 +314,8 @@ class _ProgrammeBuilder:
         target = EdgeEnd(group, self.candidates.groups[group].needs(reader.node, place))
         edge = self._add_edge(source, reader.node.name, target, carries)
         key = source.key, operand.node, number, carries
-        new = _SharedConversions(count, source.nbytes, carries)
+        again = source.node is not None and self._base(source.node) in self.again
+        new = _SharedConversions(count, source.nbytes, carries, again=again)
         shared = self.conversions.setdefault(key, new)
         shared.edges.append(edge)
         if not source.stored and self._is_saved(source, reader, operand.node, number, count):
@@ -358,12 +370,18 @@ class _ProgrammeBuilder:
             yield from self._saved_as_made(base, self.memory)
         for shared in self.conversions.values():
             for (a, t), events in _by_pair(shared.saving, self.edges).items():
+                is_gathered_again = self.memory.selective and (a.kind, t.kind) in GATHERS
+                if is_gathered_again and shared.again:
+                    continue  # and what is gathered is made again
                 if not _is_same_memory(a, t):
-                    saved = self._in_flight(shared.count * shared.nbytes, t)
+                    saved_form = a if is_gathered_again else t
+                    saved = self._in_flight(shared.count * shared.nbytes, saved_form)
                     yield SharedCost(events, 0.0, saved)
 
     def _saved_as_made(self, base: fx.Node, memory: MemoryBudget) -> Iterator[SharedCost]:
         """The memory that a node makes, where it, or one who reads it or a view, saves it."""
+        if base in self.again:
+            return
         member, number = self.candidates.nodes[base], self.number[base]
         saves_itself = member.work.saves_result and not memory.recomputed
         for result, value in enumerate(member.call.results):

@@ -21,7 +21,8 @@ STEPS = 3
 LEVELS = (1, 2, 3)
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 CASES: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
-    ("gpt-tied", (1, 1, 2), {}, "AdamW"),
+    ("gpt-tied", (1, 1, 2), {"recompute": "selective"}, "AdamW"),
+    ("dlrm", (1, 1, 2), {}, "Adagrad"),
     ("gpt-tied", (2, 1, 2), {"schedule": "zb-h1", "vocabulary": "vocab-2"}, "AdamW"),
     ("gpt-tied", (2, 1, 2), {"schedule": "1f1b", "vocabulary": "whole"}, "Adafactor"),
     ("llama", (1, 2, 2), {"precision": "bf16"}, "AdamW"),
@@ -54,6 +55,7 @@ def outcome(
         zoo.captured(name, precision), mesh, microbatches=count, zero=zero, **precise
     )
     assert program.plan.zero == zero
+    assert program.plan.selective == (options.get("recompute") == "selective")
     program.export(folder / f"zero-{zero}")
     inputs = zoo.build(name)[1]
     generator = torch.Generator().manual_seed(0)
@@ -65,13 +67,16 @@ def outcome(
             if example.dtype.is_floating_point:
                 batch[key] = torch.randn(shape, generator=generator, dtype=example.dtype)
             else:
-                batch[key] = torch.randint(int(example.max()) + 1, shape, generator=generator)
+                rows = torch.randint(len(example), shape[:1], generator=generator)
+                batch[key] = example[rows]
         batches.append(batch)
     options = ADAMW if optimizer == "AdamW" else {"lr": 0.01}
     max_norm = 0.5 if mesh.data > 2 else None
     path = str(folder / f"zero-{zero}")
     script = Path(path, "rank_0.py").read_text()
     assert (f"zero={zero}" in script) == bool(zero)
+    stages = "".join(stage.read_text() for stage in Path(path).glob("stage_*.py"))
+    assert ("again" in stages) == program.plan.selective
     lines = [" ".join(line.split()) for line in script.splitlines()]
     assert any(x.startswith("REDUCE_GRADIENTS bucket_0 mb ") for x in lines) == (zero > 1)
     assert any(x.startswith("UNSHARD") for x in lines) == (zero == 3)

@@ -24,6 +24,7 @@ from parcompiler.passes.shard import ShardPass, assignment, decided
 from parcompiler.passes.shard.candidates import Candidates
 from parcompiler.passes.shard.ilp import LinearModel, decide
 from parcompiler.passes.shard.ilp_builder import build
+from parcompiler.passes.shard.local import local
 from parcompiler.passes.shard.node_costs import ShardCosts
 from parcompiler.passes.shard.pins import Pins
 from parcompiler.passes.shard.templates import fold
@@ -148,12 +149,12 @@ def clicked(config: dlrm.Config, rows: int) -> dict[str, torch.Tensor]:
 
 def tables(found: Sharding, graph: Graph, n: int) -> dict[int, str]:
     """How the table of each size is held."""
-    local = shard(graph, assignment(graph, plan(found, n)), n).by_name
+    split = shard(graph, assignment(graph, plan(found, n)), n).by_name
     whole = {name: item.shape for name, item in graph.by_name.items() if name.startswith("tables")}
     kinds = {shape: "I" for shape in whole.values()}
     for name, shape in whole.items():
-        split = [dim for dim in range(2) if local[name].shape[dim] != shape[dim]]
-        kinds[shape] = f"S({split[0]})" if split else "I"
+        dims = [dim for dim in range(2) if split[name].shape[dim] != shape[dim]]
+        kinds[shape] = f"S({dims[0]})" if dims else "I"
     return {shape[0]: kind for shape, kind in kinds.items()}
 
 
@@ -195,6 +196,19 @@ def test_what_is_in_flight_and_optimizer_states_count() -> None:
     ]
     assert memory[1] < memory[0]
     assert memory[3] < memory[2] < memory[0] * 1.2
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_what_runs_again_is_not_in_flight(kind: str) -> None:
+    whole = problem(captured(kind, 256, 256, vocabulary=512))
+    memory, saved = [], []
+    for again in (False, True):
+        found = decided(dataclasses.replace(whole, selective=again))
+        split = local(whole, dataclasses.replace(plan(found), selective=again))
+        memory.append(found.memory or 0)
+        saved.append(sum(split.priced(split.levels[0]).saved))
+    assert saved[1] < 0.8 * saved[0]
+    assert memory[0] - memory[1] == pytest.approx(saved[0] - saved[1], rel=0.02)
 
 
 class Experts(nn.Module):
