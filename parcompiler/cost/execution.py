@@ -246,15 +246,24 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     if exchange is not None:
         recorder.add_exchange(exchange, dtype_of(node))
     run = _FUSED.get(target, target) if recorder.accelerator else target
-    return run(*args, **kwargs)
+    result = run(*args, **kwargs)
+    if exchange is not None and exchange.backward and result.requires_grad:
+        returned = partial(recorder.add_exchange, exchange, dtype_of(node), backward=True)
+        result.register_hook(lambda _: returned())
+    return result
 
 
 def _attention(
-    query: Any, key: Any, value: Any, mask: Any = None, p: float = 0.0, *args: Any, **kwargs: Any
-) -> Any:
-    """Attention without its dropout, which takes its kernel no memory and next to no time."""
-    kwargs.pop("dropout_p", None)
-    return _ATTENTION(query, key, value, kwargs.pop("attn_mask", mask), 0.0, *args, **kwargs)
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Attention without its dropout, which takes its kernel no memory and next to no time. Values
+    of another width than queries have a kernel that keeps no scores on accelerators alone."""
+    if value.shape[-1] != query.shape[-1] and query.dim() == 4 and not enable_gqa:
+        more: Any = attn_mask, True, 0.0, is_causal
+        return _EFFICIENT(query, key, value, *more, scale=scale)[0]
+    more = attn_mask, 0.0, is_causal
+    return _ATTENTION(query, key, value, *more, scale=scale, enable_gqa=enable_gqa)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> Any:
@@ -273,6 +282,7 @@ def _rms_norm(x: torch.Tensor, shape: list[int], weight: Any = None, eps: Any = 
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _FUSED = {
     _ATTENTION: _attention,
     torch.ops.aten.dropout.default: _dropout,

@@ -88,6 +88,19 @@ def test_dropout_of_an_accelerator_is_part_of_the_kernel_of_attention(
     assert cost == cost_of(Attention(is_causal=len(arguments) > 2), *heads)
 
 
+def test_an_accelerator_keeps_no_scores_where_values_have_another_width() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+
+    heads = [torch.randn(2, 4, 64, width, requires_grad=True) for width in (24, 24, 16)]
+    cost = capture(Attention(), *heads).cost(accelerator=True)
+    pair = 2 * 2 * 4 * 64**2
+    assert products(cost.forward) == products(cost.forward, "attention") == pair * (24 + 16)
+    assert products(cost.backward, "attention") == pair * (3 * 24 + 2 * 16)
+    assert cost.saved < 2 * 4 * 64**2 * 4
+
+
 def test_dropout_of_an_accelerator_keeps_a_mask_of_bytes() -> None:
     x = torch.randn(64, 256, requires_grad=True)
     captured = capture(nn.Dropout(0.1), x)

@@ -155,6 +155,18 @@ def test_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
     torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-12)
 
 
+def test_what_expert_ranks_send_is_priced_in_both_passes() -> None:
+    program = compiled("hf-mixtral", {"data": 2, "expert": 2})
+    layer = max(program.problem.priced(1).costs, key=lambda cost: len(cost.forward))
+    forward, backward = (
+        [x.nbytes for x in side if (x.kind, x.axis) == ("exchange", "expert")]
+        for side in (layer.forward, layer.backward)
+    )
+    rows = 2 * 12 * 2  # samples, tokens and experts of each: half of them leave
+    assert sorted(forward) == [4 * 4 / 2, *[rows * 16 * 8 / 2] * 2]  # the counts of four experts
+    assert backward == [rows * 16 * 8 / 2] * 2
+
+
 def test_wrong_buckets_of_experts_are_found() -> None:
     lowered = compiled("moe", {"data": 4, "expert": 2}).lowered
     of_all = tuple(replace(x, label=x.label.removeprefix(EXPERTS)) for x in lowered.buckets)
