@@ -109,6 +109,6 @@ def loss_of(outputs: object) -> torch.Tensor:
         kind = f"a tensor of shape {tuple(outputs.shape)}"
     message = (
         f"the model returns no scalar loss ({kind}); pass labels so that it does, "
-        "or loss=callable(outputs) -> scalar"
+        "loss=callable(outputs) -> scalar, or a module around it that returns the loss"
     )
     raise CaptureError(message)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parcompiler.errors import InputError
+from parcompiler.errors import InputError, shown
 
 Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 GroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -110,7 +110,10 @@ def _pair(item: object) -> tuple[str, Mapping[str, Any]]:
     match item:
         case (str(pattern), Mapping() as options) if "params" not in options:
             return pattern, options
-    message = f"a group is a pattern of names and options, as ('*.bias', {{'lr': 1e-4}}) ({item!r})"
+    message = (
+        "a group is a pattern of names and options, as ('*.bias', {'lr': 1e-4}) "
+        f"({shown(item)} given)"
+    )
     raise InputError(message)
 
 

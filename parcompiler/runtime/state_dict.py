@@ -26,6 +26,8 @@ from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import VocabularyRows
 
+SHOWN = 8  # faults that a message names
+
 
 class IncompatibleKeys(NamedTuple):
     """The result of loading a state dict, as in torch."""
@@ -79,7 +81,9 @@ def concluded(
                 )
     if reasons:
         advice = "" if faults else " (strict=False loads what fits)"
-        message = "\n".join([*reasons, f"nothing is loaded{advice}"])
+        more = [f"and {len(reasons) - SHOWN} more"] if len(reasons) > SHOWN + 1 else []
+        first = reasons[:SHOWN] if more else reasons
+        message = "\n".join([*first, *more, f"nothing is loaded{advice}"])
         raise InputError(message)
     return keys
 

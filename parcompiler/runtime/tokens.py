@@ -11,8 +11,9 @@ Beside `tokens.bin` stands `tokens.bin.json`: the dtype of its integers, and how
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,26 @@ from parcompiler.errors import InputError
 from parcompiler.runtime.program import RankProgram
 
 DTYPES = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
+PIECE = 2**20  # tokens of an array that are read at once
 LABELS = ("next", "same")
 
 
 def write_tokens(
-    path: str | Path, tokens: torch.Tensor | Iterable[torch.Tensor], below: int | None = None,
+    path: str | Path, tokens: Any, below: int | None = None,
     **facts: object,
 ) -> int:  # fmt: skip
     """Write a file of `tokens` at `path`, in the narrowest integers that hold them; returns their
     number.
 
-    They may come piece by piece; then the integers hold those `below` a number (None: of 32 bits).
+    They are a tensor, an array of numpy or a list of integers. Tensors may come piece by piece;
+    then the integers hold those `below` a number (None: of 32 bits).
     `facts` are kept in the JSON beside the file. Raises InputError for a token that is not below.
     """
-    if isinstance(tokens, torch.Tensor):
-        below = int(tokens.max()) + 1 if len(tokens) else 1
-        tokens = [tokens]
+    listed = isinstance(tokens, list) and isinstance(next(iter(tokens), 0), int)
+    if listed or hasattr(tokens, "__array__"):
+        parts = functools.partial(_parts, tokens)
+        below = below or max((int(part.max()) for part in parts()), default=0) + 1
+        tokens = parts()
     below = below or torch.iinfo(torch.int32).max
     path = Path(path)
     kind = next(name for name, dtype in DTYPES.items() if below - 1 <= torch.iinfo(dtype).max)
@@ -56,6 +61,12 @@ def write_tokens(
     described = {"dtype": kind, "tokens": count, "largest": largest, **facts}
     beside.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     return count
+
+
+def _parts(tokens: Any) -> Iterator[torch.Tensor]:
+    """The pieces of a tensor, an array or a list of integers."""
+    for k in range(0, len(tokens), PIECE):
+        yield torch.as_tensor(tokens[k : k + PIECE]).long()
 
 
 class TokenRows(Dataset[dict[str, torch.Tensor]]):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,10 @@ def test_rows_and_the_tokens_that_follow(tmp_path: Path) -> None:
     file = tmp_path / "tokens.bin"
     pc.write_tokens(file, torch.arange(11))
     assert file.stat().st_size == 11  # one byte each
+    numbers: list[object] = [np.arange(11, dtype=np.uint16), list(range(11))]
+    for given in numbers:
+        pc.write_tokens(str(tmp_path / "same.bin"), given)
+        assert (tmp_path / "same.bin").read_bytes() == file.read_bytes()
     rows = pc.TokenRows(file, program())
     assert len(rows) == 3
     assert rows.batch([0, 2])["tokens"].tolist() == [[0, 1, 2], [6, 7, 8]]
