@@ -73,6 +73,7 @@ def flow(
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
             _warn_of_evaluation_mode(captured)
+            _warn_of_whole_gradients(captured)
         with steps("simplify"):
             one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
             graph = prepared(captured, options, one_mesh, options.dtype)
@@ -183,6 +184,20 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
             "parcompiler: the model is in evaluation mode, as from_pretrained returns it: dropout "
             f"does not act (modules with p > 0: {modes.dropouts}) and batch norms keep their "
             f"statistics (modules: {modes.norms}); call model.train() before compile to train it"
+        )
+        print(message, file=sys.stderr)
+
+
+def _warn_of_whole_gradients(captured: Graph) -> None:
+    """Say on stderr that tables with sparse=True get gradients of all their rows."""
+    marked = (node for node in captured.fx_graph.nodes if "sparse" in node.meta)
+    operands = (captured.by_node.get(x.name) for node in marked for x in node.all_input_nodes)
+    names = dict.fromkeys(item.name for item in operands if item and item.trainable)
+    if names:
+        message = (
+            f"parcompiler: gradients of tables with sparse=True ({len(names)}: {next(iter(names))}"
+            f"{', ...' if len(names) > 1 else ''}) are made of all rows, and planned so: SGD and "
+            "Adagrad make the same steps, torch.optim.SparseAdam does not take them"
         )
         print(message, file=sys.stderr)
 

@@ -1,6 +1,6 @@
 """The bound of an integer input: rows of the tables it indexes, classes that it names.
 
-Tables whose gradients are sparse, and indices beyond the rows of their table, are refused.
+Indices beyond the rows of their table are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parcompiler.capture.effects import effects_of, is_random
 from parcompiler.capture.functions import Applied
 from parcompiler.capture.inputs import flat
 from parcompiler.capture.prologue import cone
-from parcompiler.errors import CaptureError, InputError
+from parcompiler.errors import InputError
 from parcompiler.graph import Graph, shape_of
 
 _PASS_ON = frozenset(
@@ -62,8 +62,8 @@ def high_of_example(tensor: torch.Tensor) -> int | None:
 
 
 def check_tables(graph: Graph) -> None:
-    """Refuse tables whose gradients are sparse, and indices that their table has no row for, as far
-    as the inputs that the model was captured on and constants say them."""
+    """Refuse indices that their table has no row for, as far as the inputs that the model was
+    captured on and constants say them."""
     examples = dict(flat(graph.sample))
     values = {item.node: examples[item.key] for item in graph.inputs}
     buffers = (item for item in graph.parameters if item.buffer and not item.mutated)
@@ -72,12 +72,6 @@ def check_tables(graph: Graph) -> None:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _TABLES:
             names = [argument.name for argument in node.target._schema.arguments]
             arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-            if arguments.get("sparse") and node.name in graph.differentiable:
-                message = (
-                    "an embedding with sparse=True has sparse gradients, which ranks cannot add "
-                    f"up: leave sparse out; {where(node)}"
-                )
-                raise CaptureError(message)
             _check_rows(
                 graph, node, arguments["weight"], _computed(graph, arguments["indices"], values)
             )

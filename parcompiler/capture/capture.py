@@ -81,6 +81,7 @@ def capture(
     clean.drop_objects(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)
+    clean.make_gradients_whole(graph)
     specs = exported.graph_signature.input_specs
     batch = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
     make_cuttable(graph, batch)

@@ -121,6 +121,19 @@ def drop_assertions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def make_gradients_whole(graph: fx.Graph) -> None:
+    """Give tables that are looked up with sparse=True gradients of all their rows, as everything
+    has that ranks add up; the lookups are marked."""
+    for node in graph.nodes:
+        name = getattr(node.target, "_opname", "")
+        if name in ("embedding", "embedding_bag", "_embedding_bag"):
+            place = [item.name for item in node.target._schema.arguments].index("sparse")
+            if node.kwargs.get("sparse") or (len(node.args) > place and node.args[place]):
+                node.meta["sparse"] = True
+                node.args = tuple(False if k == place else x for k, x in enumerate(node.args))
+                node.kwargs = {key: x for key, x in node.kwargs.items() if key != "sparse"}
+
+
 def drop_dead(graph: fx.Graph) -> None:
     """Erase what neither the result, nor an update of a placeholder in place, nor a random draw
     depends on. Updates of other memory stay where what reads that memory after them does."""

@@ -39,6 +39,12 @@ def check_kind(kind: object) -> None:
     if not callable(kind):
         message = f"an optimizer's class is needed, as torch.optim.AdamW ({kind!r} given)"
         raise InputError(message)
+    if getattr(kind, "func", kind) is torch.optim.SparseAdam:
+        message = (
+            "SparseAdam updates the rows that a step looked up, and gradients of tables have all "
+            "rows here, also with sparse=True: take torch.optim.Adam, Adagrad or SGD"
+        )
+        raise InputError(message)
 
 
 class Groups:

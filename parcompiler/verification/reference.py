@@ -147,6 +147,7 @@ class Original:
             with self.computing():
                 loss = self.loss(batch, i)
                 torch.autograd.backward(loss, torch.full_like(loss, self.scale / count))
+            _make_whole(self.parameters.values())
             losses.append(loss.detach())
         return losses
 
@@ -314,6 +315,7 @@ class _AsynchronousStage:
 
     def keep_gradients(self, i: int) -> None:
         """Take the gradients of micro-batch `i` from the parameters, until its update."""
+        _make_whole(self._parameters)
         self._gradients[i] = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -325,6 +327,13 @@ class _AsynchronousStage:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+
+
+def _make_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Make sparse gradients, of lookups with sparse=True, those of all rows."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

@@ -135,10 +135,10 @@ def test_a_loss_that_trains_nothing_is_refused(model: nn.Module, message: str) -
 class Positioned(Stack):
     """Layers on positions of the rows, and on rows of a table by class."""
 
-    def __init__(self, positions: int, sparse: bool = False) -> None:
+    def __init__(self, positions: int) -> None:
         super().__init__()
         self.position = nn.Embedding(positions, WIDTH)
-        self.bag = nn.EmbeddingBag(CLASSES, WIDTH, sparse=sparse)
+        self.bag = nn.EmbeddingBag(CLASSES, WIDTH)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = x + self.position(torch.arange(len(x), device=x.device)) + self.bag(labels[:, None])
@@ -159,11 +159,6 @@ def test_inputs_beyond_the_table_are_refused() -> None:
     labels[0] = CLASSES
     with pytest.raises(InputError, match=rf"bag.weight has {CLASSES} rows"):
         capture(Positioned(4), {"x": XY["x"], "labels": labels})
-
-
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"sparse=True has sparse gradients.*module 'bag'"):
-        capture(Positioned(4, sparse=True), XY)
 
 
 class Wrong(Stack):

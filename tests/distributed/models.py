@@ -34,6 +34,19 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class SparseTables(Stack):
+    """Rows of a table and of a bag of another, whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(30, WIDTH, mode="sum", sparse=True)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        bags = torch.stack([x, x + 5, x], dim=1)
+        return super().forward(self.table(x) + self.bag(bags), labels)
+
+
 class UNet(nn.Module):
     """Skips over all stages, and no numbered modules."""
 

@@ -1,13 +1,24 @@
 """Plain models with something special compute on two and four stages what they compute on one."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import parcompiler as pc
-from tests.distributed.models import CLASSES, MODELS, WIDTH, XY, Shared, Stack, TiedThrice, classes
+from tests.distributed.models import (
+    CLASSES,
+    MODELS,
+    WIDTH,
+    XY,
+    Shared,
+    SparseTables,
+    Stack,
+    TiedThrice,
+    classes,
+)
 
 
 def check(program: pc.Program) -> None:
@@ -52,3 +63,16 @@ def test_a_meta_model_is_verified_with_small_random_weights() -> None:
     check(pc.compile(model, pc.Mesh(pipeline=2), batch, microbatches=3))
     assert model.head.weight.shape == (CLASSES, WIDTH)
     assert model.head.weight.is_meta
+
+
+@pytest.mark.parametrize("mesh", [pc.Mesh(data=2), pc.Mesh(pipeline=2), pc.Mesh(tensor=2)])
+def test_sparse_tables_have_gradients_of_all_rows_and_that_is_said(
+    mesh: pc.Mesh, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(20, (6,)), torch.randint(CLASSES, (6,))
+    program = pc.compile(SparseTables(), mesh, (tokens, labels), microbatches=2)
+    assert "sparse=True (2: table.weight, ...) are made of all rows" in capsys.readouterr().err
+    program.export(tmp_path)
+    assert "sparse" not in "".join(path.read_text() for path in tmp_path.glob("stage_*.py"))
+    check(program)
