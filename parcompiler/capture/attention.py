@@ -31,6 +31,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from parcompiler.capture.clean import drop_dead, keep_names
 from parcompiler.capture.effects import effects_of, overload_name
@@ -38,6 +39,7 @@ from parcompiler.capture.prologue import cone, constants
 from parcompiler.graph import Graph
 
 LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
+FEW = 512  # positions that stand for more: a formula is the same for all of them
 WIDEST = 256  # features of a head that flash kernels take
 SHORT = 128  # positions of the attention that is run in both forms
 EQUAL = 1e-12  # relative, in float64
@@ -172,9 +174,17 @@ class ConstantMasks:
         return self._known[formula]
 
     def _value(self, mask: fx.Node, members: Sequence[fx.Node]) -> torch.Tensor | None:
-        """What a mask is in every micro-batch; None where that cannot be found here."""
+        """What a mask is in every micro-batch; None where that cannot be found here.
+
+        One of too many positions is computed for `FEW` of them, by the same formula, where all
+        numbers in it but theirs are so small that what they do shows among these.
+        """
+        length, known = 0, mask.meta["val"]
         if not all(map(_is_small, members)):
-            return None
+            length = known.shape[-1]
+            read = {operand for node in members for operand in node.all_input_nodes}
+            if read - {*members} or not all(_is_formula(node, length) for node in members):
+                return None
         last = {operand: node for node in members for operand in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         try:
@@ -183,14 +193,14 @@ class ConstantMasks:
                     if buffer.op == "placeholder":
                         values[buffer] = self._buffer(buffer)
                 for node in members:
-                    values[node] = _run(node, values)
+                    values[node] = _run(node, values, length)
                     for operand in node.all_input_nodes:
                         if last[operand] is node and operand is not mask:
                             values.pop(operand, None)
         except (RuntimeError, NotImplementedError, KeyError, TypeError):
             return None  # what does not run here is left to the ranks
-        value, known = values[mask], mask.meta["val"]
-        same = (value.shape, value.dtype) == (known.shape, known.dtype)
+        value, shape = values[mask], [_shorter(size, length) for size in known.shape]
+        same = (list(value.shape), value.dtype) == (shape, known.dtype)
         return value if same else None
 
     def _buffer(self, node: fx.Node) -> torch.Tensor:
@@ -201,25 +211,43 @@ class ConstantMasks:
         return value.detach().cpu()
 
 
+def _is_known(node: fx.Node) -> bool:
+    """Whether a node is an operator of torch."""
+    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def _is_formula(node: fx.Node, length: int) -> bool:
+    """Whether a node does on `FEW` positions what it does on so many: every number that it is given
+    is of positions, or small against `FEW`, or larger than any distance."""
+    numbers = [x for x in tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, int | float)]
+    others = [n for n in numbers if _shorter(n, length) == n]
+    return _is_known(node) and not any(FEW // 4 < abs(n) < 2 * length for n in others)
+
+
+def _shorter(item: Any, length: int) -> Any:
+    """A number of positions among arguments, where `FEW` stand for `length` of them."""
+    near = length and isinstance(item, int) and not isinstance(item, bool)
+    return item - length + FEW if near and abs(item - length) <= 2 else item
+
+
 def _is_small(node: fx.Node) -> bool:
     """Whether a value can be computed while compiling: by its size, and by an operator of torch."""
     leaves = node.meta.get("val")
-    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
     sizes = [leaves] if isinstance(leaves, torch.Tensor) else leaves
     return (
-        known
+        _is_known(node)
         and isinstance(sizes, list | tuple)
         and all(isinstance(one, torch.Tensor) and math.prod(one.shape) <= LARGEST for one in sizes)
     )
 
 
-def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The value of a node on the CPU."""
+def _run(node: fx.Node, values: Mapping[fx.Node, Any], length: int) -> Any:
+    """The value of a node on the CPU; of `FEW` positions where there are that many."""
 
     def argument(item: Any) -> Any:
         if isinstance(item, fx.Node):
             return values[item]
-        return torch.device("cpu") if isinstance(item, torch.device) else item
+        return torch.device("cpu") if isinstance(item, torch.device) else _shorter(item, length)
 
     args, kwargs = map_aggregate((node.args, node.kwargs), argument)
     assert callable(node.target)

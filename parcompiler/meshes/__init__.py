@@ -1,6 +1,6 @@
 """Which mesh of a cluster: all degrees are weighed, and the plainest of the fastest is taken.
 
-    Cluster ── space ──► pipeline x tensor x data (x expert), always the same global batch
+    Cluster ── space ──► pipeline x tensor x data (x context x expert), always the same batch
     inputs ─── sizes ──► x rows of a micro-batch, if asked for: the model captured on them
                              │  bounds    bytes and seconds that no plan of a mesh is below
                              ▼
@@ -16,6 +16,10 @@ below the step of the answer so far; the passes divide nothing that these second
 exclude stays open: it is weighed when the answer changes so that it matters again. In the end the
 answer is at most MARGIN longer than any plan that is known and than any bound that is left, and so
 is the plainest plan of its mesh, which is taken (`decide.plainest`).
+
+Degrees of context ranks are as many again for each mesh, and what they exchange is found out for
+each. So they come behind the meshes without that are as promising, and once there is an answer only
+its neighbours are weighed: meshes in which one prime factor is at home on another axis.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -36,12 +40,14 @@ from parcompiler.mesh import Cluster, Mesh
 from parcompiler.meshes.bounds import ROUNDING, Bounds, even_seconds, is_known
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
-from parcompiler.meshes.space import Candidate, global_microbatches, space
+from parcompiler.meshes.space import Candidate, are_neighbours, global_microbatches, space
 from parcompiler.meshes.weigh import Check, figures, on_mesh, unplanned
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.decide import Observer, fastest, plainest, step_of
 from parcompiler.passes.schedule import TOO_LARGE
+from parcompiler.passes.shard.axes import on_axes
+from parcompiler.passes.shard.context import positions
 from parcompiler.plan import MeshChoice, Plan
 from parcompiler.problem import Problem
 from parcompiler.spmd.experts import divisible
@@ -168,7 +174,8 @@ class MeshSearch:
         others += [best.plan.runner_up] if best.plan.runner_up else []
         following = min(others, key=lambda choice: choice.seconds or 0.0, default=None)
         for item in self.open:
-            self._note(item.candidate, seconds=item.bound, reason=item.why)
+            if item.candidate.mesh.context == 1 or item.why != WORK:
+                self._note(item.candidate, seconds=item.bound, reason=item.why)
         if self.stopped:
             self._tell_interrupt()
 
@@ -187,7 +194,7 @@ class MeshSearch:
     def _plainest(self) -> Incumbent:
         """The answer with the plainest plan of its mesh that is fast enough."""
         best = self._best
-        known = [one.seconds for one in self.planned] + [item.bound for item in self.open]
+        known = [one.seconds for one in self.planned] + [item.bound for item in self._eligible]
         enough = (1 + MARGIN) * min(known)
         if self.stopped or best.plan.stages is None or not self._evenly:
             return best
@@ -221,26 +228,47 @@ class MeshSearch:
             return (1 + MARGIN) * min(one.seconds for one in self.planned) / ROUNDING
         return best.seconds / (1 + MARGIN)
 
+    @property
+    def _eligible(self) -> list[Unweighed]:
+        """What is open; of meshes with context ranks, which are very many, those alone that are
+        neighbours of the answer so far."""
+        if not self.planned:
+            return self.open
+        best = self._best.candidate.mesh
+        return [
+            item
+            for item in self.open
+            if item.candidate.mesh.context == 1 or are_neighbours(item.candidate.mesh, best)
+        ]
+
     def _next(self) -> Unweighed | None:
         """The plainest mesh with about the lowest bound of those that may be the answer: it is
         planned soonest, and excludes the others."""
-        matters = [item for item in self.open if item.bound < self._needed(item.candidate)]
+        matters = [item for item in self._eligible if item.bound < self._needed(item.candidate)]
         near = AHEAD * min((item.bound for item in matters), default=0.0)
         first = (item for item in matters if item.bound <= near)
-        return min(first, key=lambda item: _plainness(item.candidate), default=None)
+
+        def rank(item: Unweighed) -> tuple[float, ...]:
+            if item.candidate.mesh.context > 1 and item.is_sharp:  # a plan leaves few of the others
+                return 1, item.bound
+            return 2 * (item.candidate.mesh.context > 1), *_plainness(item.candidate)
+
+        return min(first, key=rank, default=None)
 
     def _candidates(self) -> Iterator[Candidate]:
         """All meshes with micro-batches of all rows; impossible rows with the first mesh alone.
 
-        Of expert ranks those alone that the options can have; none where predictions are kept.
+        Of context and expert ranks those alone that the options can have; no context ranks where
+        predictions are kept.
         """
         counts = self.bounds[self.sizes.given, 1].blocks
         microbatches = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
         graph = self.sizes.problem.graph
-        experts = 1 if graph.kept else divisible(graph)
+        axes = (1 if graph.kept else positions(graph), divisible(graph))
         refused = set()
-        for candidate in space(self.cluster, microbatches, max(counts), experts):
-            if candidate.mesh.expert > 1 and not self._is_possible(candidate.mesh):
+        for candidate in space(self.cluster, microbatches, max(counts), *axes):
+            several = candidate.mesh.context * candidate.mesh.expert > 1
+            if several and not self._is_possible(candidate.mesh):
                 continue
             fault = self.faults[candidate.rows]
             if fault is None:
@@ -253,7 +281,9 @@ class MeshSearch:
         """The meshes on which the states and the largest block fit; others are noted."""
         memory = self.sizes.problem.room(self.sizes.problem.device)
         for candidate in self.candidates:
-            self.choices[candidate.place] = unplanned(candidate)
+            several = candidate.mesh.context > 1  # so many that only those are told that matter
+            if not several:
+                self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:
                 bounds = self._bounds(candidate)
                 nbytes = bounds.nbytes(candidate)
@@ -261,6 +291,8 @@ class MeshSearch:
                     yield candidate
                     continue
                 self.full = True
+                if several:
+                    continue
                 alone = "parameters and their states"
                 if nbytes > bounds.states_of(candidate):
                     alone = f"micro-batches of {candidate.rows} rows in one block"
@@ -287,9 +319,8 @@ class MeshSearch:
         key = candidate.rows, candidate.mesh.expert
         if key not in self.bounds:
             alone = Mesh(device=self.cluster.device)
-            near = dataclasses.replace(candidate.mesh, tensor=1)  # neighbours exchange fastest
-            nearest = dataclasses.replace(candidate, mesh=near)
-            pieces = on_mesh(self.sizes.at(candidate.rows), nearest)
+            one = Mesh(data=key[1], expert=key[1], device=self.cluster.device)  # nearest ranks
+            pieces = on_axes(self.sizes.at(candidate.rows).anew(mesh=one))
             self.bounds[key] = Bounds(pieces.anew(mesh=alone))
         return self.bounds[key]
 
@@ -301,12 +332,17 @@ class MeshSearch:
 
     def _refine(self, item: Unweighed) -> None:
         """Find a better bound of a mesh, or its plan."""
+        try:
+            problem = self._problem(item.candidate)
+        except InputError as error:  # its ranks cannot share out the rows, or the experts
+            self._refuse(item, error)
+            return
         if item.is_sharp:
             self._weigh(item)
             return
         enough = self._needed(item.candidate)
         with self.observer(self._title("bound of", item.candidate)):
-            seconds = even_seconds(self._problem(item.candidate), enough)
+            seconds = even_seconds(problem, enough)
         if seconds == math.inf:
             self._close(item, TOO_LARGE)
         else:
@@ -323,9 +359,7 @@ class MeshSearch:
                 plan = fastest(problem, self.passes, below=below)
                 choice = figures(problem, plan, candidate.rows)
         except InputError as error:
-            self.errors[candidate.place] = error
-            self.open.remove(item)
-            self._note(candidate, reason=first_line(error))
+            self._refuse(item, error)
             return
         except PlanError as error:
             if below < math.inf:
@@ -337,6 +371,12 @@ class MeshSearch:
         self.choices[candidate.place] = choice
         self.open.remove(item)
         self.planned.append(Incumbent(choice.seconds, candidate, problem, plan))
+
+    def _refuse(self, item: Unweighed, error: InputError) -> None:
+        """Note that the options, or the model, exclude a mesh."""
+        self.errors[item.candidate.place] = error
+        self.open.remove(item)
+        self._note(item.candidate, reason=first_line(error))
 
     def _title(self, step: str, candidate: Candidate) -> str:
         """A step of the search with the answer so far, for who watches it."""
@@ -378,4 +418,4 @@ class MeshSearch:
 def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """How plain a mesh is: less comes first."""
     mesh = candidate.mesh
-    return mesh.pipeline, mesh.tensor, mesh.context, mesh.expert, candidate.place
+    return mesh.context, mesh.pipeline, mesh.tensor, mesh.expert, candidate.place

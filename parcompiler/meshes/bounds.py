@@ -2,9 +2,9 @@
 
 Given       c[i]        seconds of block i on t devices at best, forward and backward of a
                         micro-batch: its arithmetic and traffic over t, as many kernels
-            p, t        ranks of the pipeline and tensor axes
+            p, t        ranks of the pipeline axis; of the tensor and context axes together
             m, v        micro-batches on each data rank, the most stages on a rank
-Bytes       states of all parameters / (p t), and what a block keeps for its backward / t
+Bytes       states of all parameters / (p · tensor), and what a block keeps for its backward / t
 Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; of even
                         stages also what the last rank waits for its first micro-batch, (p - 1) of
                         p v stages
@@ -152,7 +152,7 @@ class Bounds:
 
     def nbytes(self, candidate: Candidate) -> int:
         """Bytes that the fullest rank holds at least."""
-        return max(self.states_of(candidate), math.ceil(self.activations / candidate.mesh.tensor))
+        return max(self.states_of(candidate), math.ceil(self.activations / _pieces(candidate)))
 
     def states_of(self, candidate: Candidate) -> int:
         """Bytes of parameters, gradients and optimizer states on the fullest rank at least."""
@@ -200,16 +200,16 @@ class Bounds:
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
         """Seconds of a rank if all have as much work; the last may do its part for the vocabulary
         until its first micro-batch is there."""
-        mesh, tensor, m = candidate.mesh, candidate.mesh.tensor, candidate.microbatches
-        if tensor not in self._works:
-            every = (self._work(level, tensor) for level in self.problem.levels)
-            self._works[tensor] = _Work(*map(min, zip(*every, strict=True)))
+        mesh, pieces, m = candidate.mesh, _pieces(candidate), candidate.microbatches
+        if pieces not in self._works:
+            every = (self._work(level, pieces) for level in self.problem.levels)
+            self._works[pieces] = _Work(*map(min, zip(*every, strict=True)))
         if mesh.replicas not in self._updates and not self.problem.options.asynchronous:
             update = dataclasses.replace(self.problem, mesh=mesh).update_seconds
             self._updates[mesh.replicas] = sum(map(update, self.problem.graph.parameters))
-        work = self._works[tensor]
+        work = self._works[pieces]
         wait = (mesh.pipeline - 1) * work.forward / self._most_stages if is_even else 0.0
-        behind = self._updates.get(mesh.replicas, 0.0) / tensor
+        behind = self._updates.get(mesh.replicas, 0.0) / mesh.tensor
         return (m * work.blocks + max(wait, m * work.vocabulary) + behind) / mesh.pipeline
 
     @cached_property
@@ -220,17 +220,17 @@ class Bounds:
             return len(options.stages)
         return max(stages_per_rank(name, options.virtual_stages) for name in CANDIDATES)
 
-    def _work(self, level: int, tensor: int) -> _Work:
-        """Seconds at a granularity of what `tensor` devices divide evenly; of the layers of the
+    def _work(self, level: int, pieces: int) -> _Work:
+        """Seconds at a granularity of what so many devices divide evenly; of the layers of the
         vocabulary only the matrix products count."""
         device, forward, both, vocabulary = self.problem.device, 0.0, 0.0, 0.0
         for cost in self._costs(self.problem, level, vocabulary=False):
-            forward += seconds(_divided(cost.forward, tensor), device)
-            both += seconds(_divided((*cost.forward, *cost.backward), tensor), device)
+            forward += seconds(_divided(cost.forward, pieces), device)
+            both += seconds(_divided((*cost.forward, *cost.backward), pieces), device)
         for cost in self._costs(self.problem, level, vocabulary=True):
             products = [o for o in (*cost.forward, *cost.backward) if o.kind == "matmul"]
             kernels = device.launch_overhead * len(products)
-            vocabulary += max(0.0, seconds(_divided(products, tensor), device) - kernels)
+            vocabulary += max(0.0, seconds(_divided(products, pieces), device) - kernels)
         return _Work(both, vocabulary, forward)
 
     def _costs(self, problem: Problem, level: int, *, vocabulary: bool) -> Iterator[BlockCost]:
@@ -250,6 +250,11 @@ class Bounds:
             if not behind.isdisjoint(node.all_input_nodes):
                 behind.add(node)
         return frozenset(behind | {node for node in nodes if name_of(node) in VOCABULARY})
+
+
+def _pieces(candidate: Candidate) -> int:
+    """How many ranks have pieces of a block's activations."""
+    return candidate.mesh.tensor * candidate.mesh.context
 
 
 def _divided(operations: Iterable[Operation], parts: int) -> Iterator[Operation]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from parcompiler.mesh import Cluster, Mesh, divisors
+from parcompiler.mesh import AXES, Cluster, Mesh, divisors
 
 EACH = 4  # micro-batches for each device, unless the user says: as many as a pipeline of all needs
 
@@ -34,12 +34,16 @@ def global_microbatches(cluster: Cluster, wanted: int | None) -> int:
 
 
 def space(
-    cluster: Cluster, microbatches: Mapping[int | None, int], blocks: int, experts: int = 1
+    cluster: Cluster,
+    microbatches: Mapping[int | None, int],
+    blocks: int,
+    positions: int = 1,
+    experts: int = 1,
 ) -> Iterator[Candidate]:
     """All degrees; the data ranks share the micro-batches equally, so the batch is always the same.
 
     `microbatches` are those of a step, by the rows of one; `blocks` the parts of the model at the
-    finest granularity; `experts` what degrees of expert ranks divide.
+    finest granularity; degrees of context and expert ranks divide `positions` and `experts`.
 
     >>> candidates = list(space(Cluster(devices_per_node=4), {1: 6}, blocks=3))
     >>> [(c.mesh.data, c.microbatches) for c in candidates if c.reason is None]
@@ -52,7 +56,7 @@ def space(
     >>> [(c.mesh.tensor, c.mesh.data, c.mesh.expert) for c in candidates if c.mesh.data > 1]
     [(1, 4, 1), (1, 4, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
     """
-    pairs = itertools.product(_meshes(cluster, experts), microbatches.items())
+    pairs = itertools.product(_meshes(cluster, positions, experts), microbatches.items())
     for place, (mesh, (rows, count)) in enumerate(pairs):
         each, rest = divmod(count, mesh.data)
         reason = None
@@ -63,8 +67,25 @@ def space(
         yield Candidate(mesh, each, place, reason, rows)
 
 
-def _meshes(cluster: Cluster, experts: int) -> Iterator[Mesh]:
-    """All meshes of a cluster, each with all degrees of expert ranks."""
+def _meshes(cluster: Cluster, positions: int, experts: int) -> Iterator[Mesh]:
+    """All meshes of a cluster, each with all degrees of context and expert ranks."""
     for mesh in cluster.meshes():
-        for degree in divisors(gcd(experts, mesh.data)):
-            yield dataclasses.replace(mesh, expert=degree)
+        for context in divisors(gcd(positions, mesh.data)):
+            data = mesh.data // context
+            for expert in divisors(gcd(experts, mesh.data)):
+                yield dataclasses.replace(mesh, data=data, context=context, expert=expert)
+
+
+def are_neighbours(one: Mesh, other: Mesh) -> bool:
+    """Whether meshes of a cluster are equal but for a prime factor that is at home on another axis,
+    and for their expert ranks.
+
+    >>> are_neighbours(Mesh(tensor=4, data=6), Mesh(tensor=4, data=2, context=3))
+    True
+    >>> are_neighbours(Mesh(tensor=4, data=6), Mesh(tensor=2, data=3, context=4))
+    False
+    """
+    pairs = [(getattr(one, axis), getattr(other, axis)) for axis in AXES if axis != "expert"]
+    moved = [max(pair) / min(pair) for pair in pairs if pair[0] != pair[1]]
+    is_prime = [f.is_integer() and len(divisors(int(f))) == 2 for f in moved]
+    return not moved or is_prime == [True, True]

@@ -18,6 +18,7 @@ the axis is there to hold rows in pieces, and what is whole is whole in memory t
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -31,6 +32,7 @@ from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
+from parcompiler.vocabulary.nodes import name_of
 
 
 def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
@@ -43,9 +45,16 @@ def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
     if n == 1 or problem.context is not None:
         return problem
     _check_rows(problem.graph, n)
-    chosen = None if plan is None else plan.context
-    chosen = chosen or _decided(problem)
-    return problem.anew(graph=of_one_rank(problem.graph, problem, chosen), context=chosen)
+    graph, mesh, device = problem.graph, problem.mesh, problem.slowest_device
+
+    def pieces() -> tuple[Graph, Sharding]:
+        chosen = (None if plan is None else plan.context) or _decided(problem)
+        return of_one_rank(graph, problem, chosen), chosen
+
+    # The same for all meshes with such ranks.
+    key = "context", n, mesh.tensor, device, plan and plan.context
+    made, chosen = graph.once(key, pieces)
+    return problem.anew(graph=made, context=chosen)
 
 
 def of_one_rank(graph: Graph, problem: Problem, chosen: Sharding) -> Graph:
@@ -62,9 +71,17 @@ def _decided(problem: Problem) -> Sharding:
     costs = ShardCosts(graph, problem.slowest_device, mesh.context, "context", mesh.tensor)
     candidates = Candidates(fold(graph), costs)
     built = build(candidates, pins, {}, None)
-    found = sharding(candidates, built, decide(built.programme), mesh.pipeline)
+    found = sharding(candidates, built, decide(built.programme), stages=1)
     templates = tuple(dataclasses.replace(item, tensors=()) for item in found.templates)
-    return dataclasses.replace(found, templates=templates, solution=None)
+    return dataclasses.replace(found, templates=templates, solution=None, memory=None)
+
+
+def positions(graph: Graph) -> int:
+    """What degrees of context ranks divide: the positions of every input; 1 where no attention
+    mixes them."""
+    rows = [spec.shape[1] for spec in graph.inputs if len(spec.shape) > 1 and spec.shape[1] > 1]
+    attends = any(name_of(x) == "scaled_dot_product_attention" for x in graph.fx_graph.nodes)
+    return math.gcd(*rows) if attends and rows else 1
 
 
 def _check_rows(graph: Graph, n: int) -> None:

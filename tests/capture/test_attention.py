@@ -236,3 +236,48 @@ def test_tensor_ranks_share_the_groups_of_heads() -> None:
     assert [node.meta["val"].shape[1] for node in kernels] == [2] * 4
     found = program.verify()
     assert max(found.loss_error, found.gradient_error) <= 1e-9, found.worst
+
+
+class Long(nn.Module):
+    """Attention over so many positions that no mask of them is computed here."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask, self.query = mask, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.query(x).view(1, -1, 1, 8).transpose(1, 2)
+        mask = self.mask(x, x.shape[1])
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask).mean()
+
+
+def wide_window(x: torch.Tensor, keys: int) -> torch.Tensor:
+    query, key = places(x, keys)
+    return (key <= query) & (key > query - 4096)
+
+
+def chunks(x: torch.Tensor, keys: int) -> torch.Tensor:
+    query, key = places(x, keys)
+    return (key <= query) & (key // 8192 == query // 8192)
+
+
+@pytest.mark.parametrize(
+    ("mask", "flag"),
+    [
+        (lower, {"is_causal": True}),
+        (floating, {"is_causal": True}),
+        (everything, {}),
+        (window, None),
+        (wide_window, None),
+        (chunks, None),
+        (slope, None),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_masks_of_many_positions_are_told_by_their_formula(
+    mask: Mask, flag: dict[str, object] | None
+) -> None:
+    with torch.device("meta"):
+        graph = capture(Long(mask), (torch.zeros(1, 40_000, 8),))
+    after = with_kernels(graph, on_cpu=True)
+    assert after is graph if flag is None else dict(attention_of(after).kwargs) == flag

@@ -1,4 +1,4 @@
-"""A search weighs expert ranks with the other axes where a model has experts."""
+"""A search weighs context and expert ranks with the other axes."""
 
 import dataclasses
 import functools
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.models import moe
+from parcompiler.models import gpt, moe
+from parcompiler.passes.base import MARGIN
 from tests.meshes.test_search import check_answer, check_told, exhaustive, fits
 
 EXPERTS = moe.Config(layers=2, heads=2, hidden=64, vocabulary=64, sequence=8, experts=8)
@@ -23,6 +24,18 @@ def mixture() -> pc.Program:
     tokens = torch.randint(EXPERTS.vocabulary, (2, EXPERTS.sequence))
     inputs = {"tokens": tokens, "labels": tokens}
     return pc.compile(moe.MoE(EXPERTS).double(), pc.Mesh(device="h100"), inputs, **OPTIONS)
+
+
+LONG = gpt.Config(layers=2, heads=2, hidden=16, vocabulary=16, sequence=512, tied=False)
+
+
+@functools.cache
+def long_rows() -> pc.Program:
+    """A small GPT in float64 whose activations take more than its states; captured once."""
+    torch.manual_seed(0)
+    tokens = torch.randint(LONG.vocabulary, (2, LONG.sequence))
+    inputs = {"tokens": tokens, "labels": tokens}
+    return pc.compile(gpt.GPT(LONG).double(), pc.Mesh(device="h100"), inputs, **OPTIONS)
 
 
 def with_experts(cluster: pc.Cluster, degrees: tuple[int, ...]) -> list[pc.Mesh]:
@@ -62,3 +75,34 @@ def test_expert_ranks_are_chosen_train_exactly_and_are_told() -> None:
     table = program.report().to_text().partition("Meshes considered")[2]
     assert " expert " in table
     assert " context " not in table
+
+
+def test_bounds_of_context_ranks_hold() -> None:
+    cluster = pc.Cluster(1, 4, fits(2400 * 2**10))
+    found = pc.compile(long_rows(), cluster, microbatches=4, **OPTIONS)
+    meshes = [
+        dataclasses.replace(mesh, data=mesh.data // n, context=n)
+        for mesh in cluster.meshes()
+        for n in (1, 2, 4)
+        if mesh.data % n == 0
+    ]
+    every = exhaustive(long_rows(), cluster, 4, meshes, **OPTIONS)
+    assert found.simulate().step_time <= (1 + MARGIN) * min(item.seconds for item in every)
+    check_told(found.plan.meshes, every)
+
+
+def test_context_ranks_are_chosen_where_nothing_else_fits() -> None:
+    cluster = pc.Cluster(1, 4, fits(2000 * 2**10))
+    assert not exhaustive(long_rows(), cluster, 4, **OPTIONS)
+    program = pc.compile(long_rows(), cluster, microbatches=4, **OPTIONS)
+    assert program.plan.mesh.context > 1
+    assert program.lowered.context == program.plan.mesh.context
+    verification = program.verify()
+    assert verification.ok, str(verification)
+    assert max(verification.loss_error, verification.gradient_error) <= 1e-9
+    plan = pc.Plan.from_json(program.plan.to_json())
+    assert plan == program.plan
+    again = pc.compile(program, program.problem.mesh, microbatches=plan.microbatches, plan=plan)
+    assert again.plan.stages == plan.stages
+    table = program.report().to_text().partition("Meshes considered")[2]
+    assert " context " in table
