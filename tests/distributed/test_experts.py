@@ -232,3 +232,28 @@ def test_a_run_goes_on_with_other_expert_ranks_and_levels_to_the_bit(tmp_path: P
 def test_every_layout_trains_as_the_model_does(name: str, layout: int) -> None:
     mesh, options = LAYOUTS[layout]
     check(compiled(name, mesh, **options))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["moe", "hf-mixtral", "deepseek-v3"])
+def test_two_experts_may_get_all_tokens(name: str) -> None:
+    program = compiled(name, {"data": 4, "expert": 4})
+    model: Any = program.model
+    gates = [p for key, p in model.named_parameters() if "gate.weight" in key or "router" in key]
+    assert gates
+    before = [gate.detach().clone() for gate in gates]
+    try:
+        with torch.no_grad():
+            for gate in gates:  # so that all scores are equal, and the same experts come first
+                gate.zero_()
+        made = model(**random_batch(program.problem.graph, 1, 0))
+        getattr(made, "loss", made).backward()
+        stacks = [p for n, p in model.named_parameters() if "experts" in n and p.dim() > 2]
+        used = {sum(bool(one.any()) for one in p.grad) for p in stacks}
+        assert used == {2}, "not one-sided"
+        model.zero_grad()
+        check(program)
+    finally:
+        with torch.no_grad():
+            for gate, values in zip(gates, before, strict=True):
+                gate.copy_(values)
