@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -287,7 +286,7 @@ def calibrate_command(
 
     Matrix products, attention, convolutions, copies and small operators, by size and dtype; some
     minutes. Interrupted, it keeps what it has measured, and the same command goes on from there.
-    Started by torchrun, it measures messages and collectives between the processes too.
+    Started by torchrun or srun, it measures messages and collectives between the processes too.
 
     \b
     parcompiler calibrate --output mine.json
@@ -296,9 +295,11 @@ def calibrate_command(
     \b
     torchrun --nproc-per-node 8 -m parcompiler calibrate --output mine.json
     """
-    if os.environ.get("RANK", "0") == "0":  # the one that writes
-        output.check_files(path)
     from parcompiler.calibrate import calibrate
+    from parcompiler.runtime import place
+
+    if (place() or (0, 1))[0] == 0:  # the one that writes
+        output.check_files(path)
 
     with output.result_only():
         device = calibrate(

@@ -18,6 +18,7 @@ from parcompiler.errors import LaunchError
 from parcompiler.runtime.program import RankProgram
 
 OVERRIDE = "PARCOMPILER_DEVICE"
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 PORTS = range(15_000, 30_000)  # below those that systems give to clients
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)")  # of gpu[003-006,010],other
 _STORES: dict[tuple[str | None, ...], dist.Store] = {}  # of this process, by where its ranks meet
@@ -111,9 +112,19 @@ def _of_srun(given: Mapping[str, str]) -> dict[str, str]:
         "RANK": given["SLURM_PROCID"],
         "WORLD_SIZE": size,
         "LOCAL_RANK": "0" if alone else given.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": _tasks_here(given),
         "MASTER_ADDR": given.get("MASTER_ADDR") or "".join(filter(None, first.groups())),
         "MASTER_PORT": given.get("MASTER_PORT") or str(PORTS[sum(numbers) % len(PORTS)]),
     }
+
+
+def _tasks_here(given: Mapping[str, str]) -> str:
+    """The tasks of a step on this node, of 8(x2),4 on all of them."""
+    tasks: list[str] = []
+    for count, nodes in _TASKS.findall(given.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+        tasks += [count] * int(nodes or 1)
+    node = int(given.get("SLURM_NODEID", "0"))
+    return tasks[node] if node < len(tasks) else "1"
 
 
 def rank_among(ranks: range) -> int:

@@ -73,16 +73,27 @@ def test_an_interruption_keeps_what_is_measured_and_says_so(
 
 
 @pytest.mark.sweep
-def test_ranks_of_torchrun_measure_their_messages_and_the_first_speaks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starter", ["torchrun", "srun"])
+def test_ranks_measure_their_messages_and_the_first_speaks(tmp_path: Path, starter: str) -> None:
     path = tmp_path / "two.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    calibrate = ["-m", "parcompiler", "calibrate", "--output", str(path), *TINY]
+    calibrate = [sys.executable, "-m", "parcompiler", "calibrate", "--output", str(path), *TINY]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    found = subprocess.run(
-        [*command, *calibrate], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("cpu-measured\n") == 1
-    sources = dict(pc.Device.load(path).sources)
+    if starter == "torchrun":
+        calibrate[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        tasks = [environment]
+    else:
+        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid())}  # fmt: skip
+        tasks = [{**environment, **step, "SLURM_PROCID": n, "SLURM_LOCALID": n} for n in "10"]
+    running = [
+        subprocess.Popen(calibrate, cwd=ROOT, env=task, text=True, stdout=-1, stderr=-1)
+        for task in tasks
+    ]
+    texts = [process.communicate() for process in running]
+    assert not any(process.returncode for process in running), texts
+    assert "".join(out for out, _ in texts).count("cpu-measured\n") == 1
+    device = pc.Device.load(path)
+    sources = dict(device.sources)
+    assert device.devices_per_node == 2
     assert sources["link.bandwidth"].startswith("measured on ")
     assert "efficiency.curves" in sources

@@ -28,8 +28,9 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> set[PurePosixPath]:
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/package.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source)]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.returncode == 0, run.stdout
@@ -53,6 +54,11 @@ def test_every_module_is_in_its_place_and_nothing_else_is(contents: set[PurePosi
         for path in (ROOT / folder).rglob(pattern)
     }
     assert installed == expected
+
+
+def test_the_page_of_the_package_index_has_no_links_into_the_repository() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "](" not in (ROOT / project["readme"]).read_text()
 
 
 def test_the_packages_of_pyproject_are_the_folders() -> None:

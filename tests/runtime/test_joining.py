@@ -7,13 +7,14 @@ import pytest
 from parcompiler.errors import LaunchError
 from parcompiler.runtime.joining import place
 
-WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "first",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "run"}  # fmt: skip
 PYTORCHJOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "train-master-0",
               "MASTER_PORT": "23456", "PYTHONUNBUFFERED": "1", "PET_NNODES": "2"}  # fmt: skip
 SRUN = {"SLURM_JOB_ID": "1007", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
-        "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",
         "SLURM_STEP_NODELIST": "gpu[003-004,010]"}  # fmt: skip
 BATCH = {"SLURM_JOB_ID": "1007", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # its script, no step
 
@@ -36,7 +37,7 @@ def test_torchrun_a_pytorchjob_and_srun_say_the_same(monkeypatch: pytest.MonkeyP
     assert started(monkeypatch, TORCHRUN)["RANK"] == "3" and place() == (3, 8)
     assert started(monkeypatch, PYTORCHJOB)["MASTER_ADDR"] == "train-master-0"
     assert place() == (1, 2)
-    words = ("5", "8", "1", "gpu003", str(15_000 + 1009))
+    words = ("5", "8", "1", "2", "gpu003", str(15_000 + 1009))
     assert started(monkeypatch, SRUN) == dict(zip(WORDS, words, strict=True))
     assert place() == (5, 8)
 
