@@ -372,7 +372,8 @@ class Problem:
         optimizer, narrow = self.options.optimizer, item.dtype == self.options.narrow
 
         def on(device: Device) -> float:
-            fused = not device.is_cpu  # as torch has it for parameters that are on a GPU
+            # As scripts step: on a GPU, and where layers are compiled.
+            fused = not device.is_cpu or self.options.costs == "compiled"
             each = moved_in_update(optimizer, item.dtype, masters=narrow, fused=fused)
             nbytes = each * (self.part(item) if self.zero else item.numel)
             bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)

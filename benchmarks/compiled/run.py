@@ -2,6 +2,7 @@
 
     python benchmarks/compiled/run.py [--models gpt llama ...] [--pairs 12]
     python benchmarks/compiled/run.py --depth          # seconds to compile 12 and 48 layers
+    python benchmarks/compiled/run.py --kernels        # what a step of one rank consists of
 
 On one rank the emitted program and the model itself, each eager and compiled, take turns step by
 step; on two ranks (pipeline, 1F1B) the emitted program does. Each is run with 4 and with 8 layers:
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parcompiler as pc
 from parcompiler.models import bert, gpt, llama, resnet, t5
@@ -45,6 +47,8 @@ TOLERANCE = 1e-4  # of losses, float32
 TIMEOUT = timedelta(minutes=20)
 MODELS = ("gpt", "llama", "bert", "t5", "resnet", "hf-gpt2", "hf-llama")
 DEPTHS = (12, 48)
+# Parts of the names of kernels that eager and compiled layers call alike.
+LIBRARIES = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "attention", "convolution")
 
 
 def main() -> None:
@@ -55,6 +59,9 @@ def main() -> None:
         return
     if options.depth:
         _print_depths()
+        return
+    if options.kernels:
+        _print_kernels(options.models, options.pairs)
         return
     names = [f"{VARIANTS[over]} / {VARIANTS[under]}" for over, under in RATIOS]
     cells = ["model", "ranks", *VARIANTS, *names, *(f"layers: {name}" for name in names)]
@@ -71,6 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=(1, 2))
     parser.add_argument("--pairs", type=int, default=12, help="steps of each (12)")
     parser.add_argument("--depth", action="store_true", help="time compilation at two depths")
+    parser.add_argument("--kernels", action="store_true", help="what a step consists of")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -241,6 +249,48 @@ def _time_compilation(layers: int) -> None:
         templates = len(worker.compiled.templates[True])
     print(f"| {layers} | {templates} | {end[0] - begin[0]:.1f} | {end[1] - begin[1]:.1f} |")
     dist.destroy_process_group()
+
+
+class _Libraries(TorchDispatchMode):
+    """Adds up the CPU seconds of kernels that eager and compiled layers call alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a kernel."""
+        if not any(name in str(func) for name in LIBRARIES):
+            return func(*args, **(kwargs or {}))
+        begin = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        self.seconds += time.thread_time() - begin
+        return result
+
+
+def _print_kernels(models: Sequence[str], steps: int) -> None:
+    """Print what part of a step of 8 layers on one rank is in libraries: medians of CPU time."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print("| model | step: emitted | compiled | libraries: emitted | compiled | floor |")
+    print("|---|---|---|---|---|---|")
+    for name in models:
+        with ExitStack() as stack:
+            mine = _variants(name, LAYERS[1], 1, stack)[:2]
+            rounds = [(*_round(mine, k), *map(_in_libraries, mine)) for k in range(steps + WARM)]
+        columns = [statistics.median(column) for column in zip(*rounds[WARM:], strict=True)]
+        floor = statistics.median(kernels / step for step, _, kernels, _ in rounds[WARM:])
+        cells = [f"{1e3 * seconds:.1f}" for seconds in columns]
+        print(f"| {name} | {' | '.join(cells)} | {floor:.2f} |", flush=True)
+    dist.destroy_process_group()
+
+
+def _in_libraries(step: Callable[[], torch.Tensor]) -> float:
+    """CPU seconds of a step in these kernels."""
+    with _Libraries() as mode:
+        step()
+    return mode.seconds
 
 
 def _cpu() -> float:

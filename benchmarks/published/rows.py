@@ -18,6 +18,7 @@ from parcompiler.cost import Operation, roofline
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device, Link, device
 from parcompiler.instruction import BEHIND
+from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.models import bert, gpt, llama, resnet
 from parcompiler.passes.shard.local import local
 from parcompiler.timeline import Timeline, free, simulate_lowered
@@ -37,7 +38,8 @@ class Run:
     `overlaps` says what the source lets run beside compute: sums of "gradients" and gathers of
     "parameters" beside the next forward, as our runtime does, and collectives of "tensor" ranks
     beside the products next to them, which it does not in forwards. Steps `follow` each other
-    without waiting for all ranks where the source validates norms behind the update.
+    without waiting for all ranks where the source validates norms behind the update. `wide` says
+    that gradients are added up, and over ranks, in float32: twice the bytes of our runtime's.
     """
 
     source: str
@@ -56,6 +58,7 @@ class Run:
     schedule: str = "1f1b"
     overlaps: tuple[str, ...] = ()
     follow: bool = False
+    wide: bool = False
     network: float | None = None  # bytes per s of a device, where it is not the catalogue's
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -70,7 +73,7 @@ NARAYANAN: dict[str, Any] = {"recompute": "full", "fused": False}
 SELECTIVE: dict[str, Any] = {"recompute": "selective", "fused": False}
 BLOOM: dict[str, Any] = {**NARAYANAN, "zero": 1, "network": 6.25e9}
 H100: dict[str, Any] = {
-    "device": "h100", "precision": "bf16", "zero": 1,
+    "device": "h100", "precision": "bf16", "zero": 1, "wide": True,
     "overlaps": ("gradients", "parameters", "tensor"),
 }  # fmt: skip
 NVIDIA: dict[str, Any] = {"overlaps": ("gradients",)}
@@ -94,9 +97,9 @@ RUNS = (
     Run("megatron_h100_2024", "7.1B", "gpt", _gpt(30, 4096, 32, 131072, 4096), (2, 1, 48), (2, 2),
         0.800, **H100),
     Run("megatron_h100_2024", "70B", "gpt", _gpt(84, 8192, 64, 131072, 4096), (8, 2, 48), (1, 8),
-        2.177, **H100),
+        2.177, virtual=2, **H100),
     Run("megatron_h100_2024", "314B", "gpt", _gpt(96, 16384, 128, 131072, 4096), (8, 8, 48),
-        (1, 32), 8.399, **H100),
+        (1, 32), 8.399, virtual=2, **H100),
     Run("llama3_2024", "405B", "llama",
         {**_gpt(126, 16384, 128, 128256, 8192), "kv_heads": 8, "ffn": 53248}, (8, 16, 128),
         (1, 16), 6.494, virtual=8, **{**H100, "overlaps": ("gradients", "parameters")}),
@@ -171,10 +174,16 @@ def as_published(run: Run, made: pc.Program) -> Timeline:
             costs[j], forward=costs[j].forward + more[0], backward=costs[j].backward + more[1]
         )
     left = prices.left_seconds(problem, plan, lowered) if "gradients" in run.overlaps else free
-    return simulate_lowered(
-        lowered, costs, prices.message_seconds(made.problem, lowered),
-        collective_seconds=seconds, left_seconds=left,
-    )  # fmt: skip
+    with mock.patch.object(prices, "sent_bytes", _wide if run.wide else prices.sent_bytes):
+        return simulate_lowered(
+            lowered, costs, prices.message_seconds(made.problem, lowered),
+            collective_seconds=seconds, left_seconds=left,
+        )  # fmt: skip
+
+
+def _wide(lowered: Lowered, item: TiedTensor | Bucket) -> int:
+    """Bytes of a sum of gradients in float32."""
+    return sum(4 * lowered.graph.by_name[name].numel for name in item.names)
 
 
 def _core(run: Run, operations: Sequence[Operation]) -> list[Operation]:
