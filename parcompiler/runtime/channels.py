@@ -313,7 +313,8 @@ class Channels:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Give every rank the tensor of `source`, in place."""
-        dist.broadcast(tensor, source, group=self._all)
+        if self._program.size > 1:
+            dist.broadcast(tensor, source, group=self._all)
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
         """The numbers of every rank, by rank. A collective of all ranks."""

@@ -91,7 +91,9 @@ def test_compiled_blocks_are_timed_as_the_runtime_compiles_them(
         assert all(map(torch.equal, outputs, wanted))
     # What runs then steps in fused kernels: 7 reads and writes of an element for 20.
     problem = program.problem
-    other = dataclasses.replace(problem, options=dataclasses.replace(problem.options, costs="model"))
+    other = dataclasses.replace(
+        problem, options=dataclasses.replace(problem.options, costs="model")
+    )
     item = max(problem.graph.parameters, key=lambda item: item.nbytes)
     assert problem.update_seconds(item) < other.update_seconds(item) / 2
 

@@ -129,7 +129,10 @@ class CompiledLayer:
         self.layer = layer
         self.finder: Finder | None = None  # while it runs
         self.templates: list[Template] = []
-        self.places = [place for _, place in places_of(layer)]
+        self.places = [
+            (owner._parameters if leaf in owner._parameters else owner._buffers, leaf)
+            for _, (owner, leaf) in places_of(layer)
+        ]
         layer.__dict__["forward"] = self
 
     def __call__(self, *arguments: torch.Tensor) -> Any:
@@ -156,11 +159,7 @@ class CompiledLayer:
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters and buffers that the layer has now."""
-        found = [owner._parameters.get(leaf) for owner, leaf in self.places]
-        return [
-            owner._buffers[leaf] if tensor is None else tensor  # type: ignore[misc]
-            for tensor, (owner, leaf) in zip(found, self.places, strict=True)
-        ]
+        return [owner[leaf] for owner, leaf in self.places]  # type: ignore[misc]  # none is None
 
 
 class Finder:

@@ -41,8 +41,7 @@ def main() -> None:
     with FakeTensorMode(), around.active():
         made = [form.empty(device) for form in tensors]
         for (owner, leaf), tensor in zip(CompiledLayer(layer).places, made, strict=True):
-            kind = owner._parameters if leaf in owner._parameters else owner._buffers
-            kind[leaf] = tensor  # type: ignore[assignment]
+            owner[leaf] = tensor  # type: ignore[assignment]
         find_extras(template, [form.empty(device) for form in arguments], made)
     compile_template(template)
 
