@@ -107,7 +107,7 @@ def _joins(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     call = call_of(node, graph)
     if len(call.results) != 1 or call.is_item or "exchange" in node.meta:
         return False  # what context ranks exchange is of the same experts
-    known = [s for s in strategies(node, 2, uneven=False) if not (s.sizes or s.special or s.draws)]
+    known = [s for s in strategies(node, 2) if not (s.sizes or s.special or s.draws)]
     for by_expert in known:
         for by_sample in known:
             if found := _placed(graph, layer, call, by_expert, by_sample):

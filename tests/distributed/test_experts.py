@@ -17,6 +17,7 @@ import torch
 import parcompiler as pc
 from parcompiler.device import Link, device
 from parcompiler.instruction import EXPERTS, Kind
+from parcompiler.models import moe
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.verification.batches import random_batch
 from parcompiler.verification.pool import Job, pool
@@ -141,6 +142,16 @@ def test_experts_of_one_rank_alone_are_exchanged_with_none(tmp_path: Path) -> No
     summed = {name for item in program.lowered.buckets for name in item.names}
     assert summed == {x.name for x in program.lowered.graph.parameters if not x.experts}
     clipped(program, tmp_path)
+
+
+def test_experts_slots_and_samples_may_be_odd() -> None:
+    torch.manual_seed(0)
+    config = moe.Config(layers=1, heads=1, hidden=8, vocabulary=16, sequence=4, experts=3)
+    tokens = torch.zeros(1, config.sequence, dtype=torch.int64)
+    inputs = {"tokens": tokens, "labels": tokens}
+    program = pc.compile(moe.MoE(config), pc.Mesh(data=3, expert=3), inputs, **OPTIONS)
+    assert {item.shape[0] for item in program.lowered.graph.parameters if item.experts} == {1}
+    check(program)
 
 
 def test_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
