@@ -78,6 +78,7 @@ def capture(
         graph = exported.graph_module.graph
         clean.inline_regions(graph, exported.graph_module)
         call_functions(graph)
+    clean.refuse_transforms(graph)
     clean.drop_objects(graph)
     clean.drop_assertions(graph)
     clean.drop_dead(graph)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.effects import Effects, effects_of, is_random, mutated_operands, viewed
+from parcompiler.capture.gradients import is_unrecorded, returned
 from parcompiler.capture.prologue import constants
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
@@ -113,6 +114,18 @@ def drop_objects(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def refuse_transforms(graph: fx.Graph) -> None:
+    """Raise CaptureError for a function that `torch.vmap` transforms: its operators run within a
+    stack of torch's own, not in stages."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "_add_batch_dim":
+            message = (
+                f"torch.vmap cannot be divided: write the operation with a batch dimension; "
+                f"{where(node)}"
+            )
+            raise CaptureError(message)
+
+
 def drop_assertions(graph: fx.Graph) -> None:
     """Erase the checks that export adds; shapes and dtypes are proved by the verifier."""
     for node in reversed(graph.nodes):
@@ -157,7 +170,8 @@ def drop_no_operations(graph: fx.Graph) -> None:
     """Erase casts to the dtype that a value already has, and aliases.
 
     Models cast to float32 around norms and softmax whatever their own dtype; after `lift` most
-    of these casts do nothing, and the emitted code reads better without them.
+    of these casts do nothing, and the emitted code reads better without them. Under `no_grad` only
+    what returns its operand itself goes: an alias is another tensor there, without its history.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
@@ -165,7 +179,7 @@ def drop_no_operations(graph: fx.Graph) -> None:
         ):
             continue
         source = node.args[0]
-        if _does_nothing(node, source):
+        if returned(node) is source if is_unrecorded(node) else _does_nothing(node, source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 

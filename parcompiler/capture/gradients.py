@@ -8,9 +8,11 @@ other ─► z                   it, and `other` has no gradient, not even one o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import Effects, mutated_operands
 
@@ -45,7 +47,7 @@ def requiring(
             recorded.add(node.name)
             # An update in place makes its target carry the gradient too, with what that is a view
             # of and the other views: `y = zeros(...)`, `y[0] = x` and `y` again.
-            updated = () if _is_unrecorded(node) else mutated_operands(node)
+            updated = () if is_unrecorded(node) else mutated_operands(node)
             for root in {effects.root(operand) for operand in updated}:
                 recorded.update(
                     other.name
@@ -60,16 +62,48 @@ def requiring(
 
 def _sources(node: fx.Node) -> Iterable[fx.Node]:
     """The operands that a gradient of a node goes on to."""
-    if _is_unrecorded(node):
+    if is_unrecorded(node):
         # What is updated in place there is the tensor that it was, and is used as such.
-        return mutated_operands(node)
+        own = returned(node)
+        return mutated_operands(node) if own is None else (own,)
     return () if getattr(node.target, "_opname", "") in _NO_GRADIENT else node.all_input_nodes
 
 
-def _is_unrecorded(node: fx.Node) -> bool:
+def is_unrecorded(node: fx.Node) -> bool:
     """Whether a node stands under `no_grad`."""
     modes = [item[0] for item in node.meta.get("contexts", ()) if item[0].endswith("_grad")]
     return bool(modes) and modes[-1] == "no_grad"
+
+
+def returned(node: fx.Node) -> fx.Node | None:
+    """The operand that an operator returns itself, as `to` does with the dtype that it has already.
+
+    Such a result keeps its history under `no_grad`, where that of any other operator, also of a
+    view, has none. The operator is asked, on tensors without data.
+    """
+    value, tensors = node.meta.get("val"), dict[fx.Node, torch.Tensor]()
+    if not (isinstance(node.target, torch._ops.OpOverload) and isinstance(value, torch.Tensor)):
+        return None
+    if node.target._schema.is_mutable:
+        return None
+
+    def stand_in(operand: fx.Node) -> Any:
+        like = operand.meta.get("val")
+        if isinstance(like, torch.Tensor) and operand not in tensors:
+            size, stride = like.shape, like.stride()
+            tensors[operand] = torch.empty_strided(size, stride, dtype=like.dtype, device="meta")
+        return tensors.get(operand, like)
+
+    call = fx.map_arg((node.args, node.kwargs), stand_in)
+    if all((one.shape, one.dtype) != (value.shape, value.dtype) for one in tensors.values()):
+        return None
+    meta = torch.device("meta")
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: meta, call)
+    try:
+        result = node.target(*args, **kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):  # not without data
+        return None
+    return next((operand for operand, tensor in tensors.items() if tensor is result), None)
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -1,7 +1,9 @@
 """What of an exported graph runs: what the loss and the buffers depend on, updates in place too."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -74,3 +76,68 @@ def test_an_embedding_for_nobody_is_dropped_and_not_spread() -> None:
     assert operators(capture(Unused(), XY)) == operators(capture(Stack(), XY))
     program = pc.compile(Unused(), pc.Mesh(pipeline=2), XY, vocabulary="vocab-1")
     assert program.lowered.vocabulary is None or not program.lowered.vocabulary.lookups
+
+
+class Unrecorded(nn.Module):
+    """A value that is used by itself, and as what `form` makes of it without a gradient."""
+
+    def __init__(self, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = torch.tanh(self.first(x))
+        with torch.no_grad():
+            made = self.form(value)
+        total: torch.Tensor = (self.second(made) * value + made).square().sum()
+        return total
+
+
+FORMS: dict[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "cast": (True, lambda x: x.to(torch.float32)),
+    "cast like itself": (True, lambda x: x.type_as(x)),
+    "move": (True, lambda x: x.cpu()),
+    "flat": (True, lambda x: x.flatten(1)),
+    "contiguous": (True, lambda x: x.contiguous()),
+    "no dropout": (True, lambda x: nn.functional.dropout(x, 0.5, training=False)),
+    "alias": (False, lambda x: x[...]),
+    "view": (False, lambda x: x.view_as(x)),
+    "wider": (False, lambda x: x.double().float()),
+    "updated": (False, lambda x: x.clone().mul_(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_returns_its_operand_without_a_gradient_keeps_its_history(name: str) -> None:
+    """`to` returns the tensor itself where the dtype is that: then `no_grad` has no effect on it. A
+    view is another tensor, whose history ends."""
+    flows, form = FORMS[name]
+    model, x = Unrecorded(form), torch.randn(2, 4)
+    value = model.first(x)
+    with torch.no_grad():
+        assert (form(value) is value) == flows
+    program = pc.compile(model, pc.Mesh(), {"x": x}, microbatches=1)
+    model(x).backward()
+    with program.worker() as worker:
+        worker.step({"x": x})
+        gradients = worker.gather_gradients()
+    assert gradients is not None
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(gradients[key], parameter.grad)
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.vmap(lambda row: self.linear(row) * row.sum())(x)
+        return y.sum()
+
+
+def test_a_function_that_vmap_transforms_is_refused_with_its_line() -> None:
+    with pytest.raises(pc.CaptureError, match=r"torch\.vmap cannot be divided.*test_clean"):
+        capture(Mapped(), {"x": torch.ones(2, 4)})
