@@ -48,7 +48,7 @@ from parcompiler.priced import Priced
 
 Found = TypeVar("Found")
 
-SPARE = 50  # 1 / SPARE of the memory stays free where parameters are gathered
+SPARE = 0.01  # of the memory stays free where parameters are gathered, twice that in pipelines
 BUCKET = 25 * 2**20  # bytes of gradients that data ranks sum together; as DistributedDataParallel
 LEVELS = range(4)  # of ZeRO
 SMALL_BUCKET = 2**20  # the size of its first bucket
@@ -178,9 +178,13 @@ class Problem:
     def memories(self) -> tuple[int, ...]:
         """Bytes that a plan may take on each pipeline rank. Where parameters are gathered this is
         less than the device's room: the instruction lists place gathers in ways that an estimate
-        does not foresee."""
-        sizes = map(self.room, self.devices)
-        return tuple(size - size // SPARE if self.gathers else size for size in sizes)
+        does not foresee, most of all where a rank has several stages."""
+        return tuple(size - int(size * self.spare) for size in map(self.room, self.devices))
+
+    @property
+    def spare(self) -> float:
+        """The part of the room that is left free."""
+        return SPARE * (1 + (self.mesh.pipeline > 1)) if self.gathers else 0.0
 
     def room(self, device: Device) -> int:
         """Bytes of a device, less what the option `memory_margin` keeps free."""

@@ -265,6 +265,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
         made=tuple(sum(item.nbytes for item in own) for own in trained),
         gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
         units=units,
+        repeats=problem.mesh.pipeline > 1,
         buckets=tuple(sorted(buckets, key=lambda bucket: -bucket.block)),
         copied=min(problem.bucket, largest) * sent_and_received,
     )

@@ -50,7 +50,8 @@ class Exchanged(NamedTuple):
     """What the data ranks exchange for the blocks of a stage, in bytes.
 
     Ranks share out what `level` says. `made` are gradients and `gathered` parameters of each block,
-    `units` the unit of each (one below ZeRO 3). Gradients go together in `buckets`, in the order of
+    `units` the unit of each (one below ZeRO 3); where a rank `repeats` passes of one kind, the next
+    unit may be that at the other end. Gradients go together in `buckets`, in the order of
     the backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
     when the stage begins to go back.
     """
@@ -59,6 +60,7 @@ class Exchanged(NamedTuple):
     made: Sequence[int] = ()
     gathered: Sequence[int] = ()
     units: Sequence[int] = ()
+    repeats: bool = False
     buckets: Sequence[Summed] = ()
     copied: int = 0
     later: int = 0
@@ -71,7 +73,8 @@ class Exchanged(NamedTuple):
         """Gathered parameters of the unit of block `k`, and of the one so many units on."""
         if not self.gathered:
             return 0
-        whole = self.units[k], self.units[k] + step
+        near = self.units[k] + step
+        whole = self.units[k], near % (self.units[-1] + 1) if self.repeats else near
         pairs = zip(self.gathered, self.units, strict=True)
         return sum(size for size, unit in pairs if unit in whole)
 
@@ -184,7 +187,7 @@ class Footprint:
         for left, cost in zip(self._left, self._costs, strict=True):
             before += left
             alive.append(before + cost.weight_peak)
-        return max(0, max(alive) - self.left)
+        return max(0, max(alive) - self.left) + self.exchange.forward(0)
 
     def first(self, kept: Mapping[str, int]) -> First:
         """What differs in the first backward of a step, which allocates the gradients that stay:
@@ -213,7 +216,7 @@ class Footprint:
             peak = min(left - cost.deferred + cost.first_weight_peak, left + size)
             alive.append(before + behind + max(peak, left))
             behind += size
-        return max(0, max(alive) - self.left)
+        return max(0, max(alive) - self.left) + self.exchange.forward(0)
 
     def _completed(self, kept: Mapping[str, int]) -> list[int]:
         """Bytes of the gradients that each block completes: the first to read a parameter is the

@@ -39,7 +39,6 @@ from parcompiler.solver import UndecidedError, relative_gap
 
 EFFORT = 100_000  # of `improve`: stages x (micro-batches + blocks), summed over simulated steps
 MAYBE = '. stages="auto" may find one that fits'
-SPARED = " (and keeps a fiftieth free, as parameters are gathered)"
 FAR = 0.1  # share by which the solver may overstate the least memory when it refuses
 STEP = 0.005  # share of the memory by which the reserve grows at least, when a step does not fit
 Wanted = str | Mapping[str, bool]  # what to recompute, as in the options
@@ -421,9 +420,10 @@ def _evaluated(problem: Problem, plan: Plan, level: int, stage_of: Sequence[int]
         placement = outline(plan).placement
         parts = memory_parts(loads, flows, stage_of, placement, held(plan), worst, names)
         largest = max(parts, key=lambda part: part.size)
+        free = f" (and keeps {problem.spare:.0%} free, as parameters are gathered)"
         error = InfeasibleError(
             f"rank {worst} of this division needs {memory[worst]:,} bytes, "
-            f"{device.name} has {room:,}{SPARED if problem.gathers else ''}, "
+            f"{device.name} has {room:,}{free if problem.spare else ''}, "
             f"{memory[worst] - room:,} less; the largest part is "
             f"{largest.what} ({largest.size:,} bytes)"
             f"{'' if problem.options.stages == 'auto' else MAYBE}"

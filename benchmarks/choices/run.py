@@ -18,12 +18,13 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import parcompiler as pc
-from parcompiler.models import bert, gpt, llama, resnet, t5
+from parcompiler.models import bert, dlrm, gpt, llama, resnet, t5
 from parcompiler.plan import Plan
 
 Made = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 A100, H100 = "a100-80g", "h100"
 FSDP = {"zero": 3}
+SGD = {"optimizer": "sgd"}
 MEGATRON = {"vocabulary": "whole", "stages": "even"}
 
 
@@ -83,6 +84,14 @@ def resnet_50() -> Made:
     return resnet.ResNet(resnet.PRESETS["resnet50"]), {"images": images, "labels": labels}
 
 
+def dlrm_mlperf() -> Made:
+    """The DLRM of MLPerf, and the 65,536 rows of a step."""
+    config = dlrm.PRESETS["mlperf"]
+    categories = torch.zeros(65536, len(config.tables), dtype=torch.long)
+    numbers, labels = torch.zeros(65536, config.numbers), torch.zeros(65536)
+    return dlrm.DLRM(config), {"numbers": numbers, "categories": categories, "labels": labels}
+
+
 PROBLEMS = {
     "GPT 1T": Problem(lambda: gpt_of(128, 25600, 160), A100, 384, 3072, (64, 8, 6),
         {**MEGATRON, "schedule": "interleaved"}, "Narayanan et al. 2021, table 1"),
@@ -106,6 +115,10 @@ PROBLEMS = {
         "DeepLearningExamples: data ranks"),
     "ResNet-50": Problem(resnet_50, A100, 1, 8, (1, 1, 8), {"zero": 0},
         "DeepLearningExamples: data ranks"),
+    "DLRM": Problem(dlrm_mlperf, A100, 1, 1, (1, 8, 1),
+        source="MLPerf: tables in pieces, layers on rows of the batch", options=SGD),
+    "DLRM, 16": Problem(dlrm_mlperf, A100, 2, 1, (1, 16, 1),
+        source="the same, over two nodes", options=SGD),
 }  # fmt: skip
 
 

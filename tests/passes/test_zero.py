@@ -1,6 +1,7 @@
 """What data ranks share out: by memory and time, and what cannot be."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import parcompiler as pc
 from parcompiler import problem
 from parcompiler.device import device
 from parcompiler.instruction import Kind
-from parcompiler.models import gpt
+from parcompiler.models import dlrm, gpt
 from parcompiler.passes import estimate
 from parcompiler.passes.shard.local import local
 from tests import zoo
@@ -121,6 +122,20 @@ def test_small_blocks_are_gathered_with_their_neighbours(name: str) -> None:
     assert 1 < len(units) < sum(len(stage.blocks) for stage in plan.stages or ())
     predicted = estimate.estimate(local(program.problem, plan), plan).peak_memory
     assert predicted == pytest.approx(program.simulate().peak_memory, rel=1e-3)
+
+
+def test_a_recommender_fits_data_ranks_with_pieces_of_its_tables() -> None:
+    config = dlrm.PRESETS["mlperf"]
+    with torch.device("meta"):
+        numbers, labels = torch.zeros(2048, config.numbers), torch.zeros(2048)
+        rows = torch.zeros(2048, len(config.tables), dtype=torch.long)
+        model = dlrm.DLRM(config)
+    given: dict[str, Any] = {"microbatches": 1, "progress": False}
+    mesh = pc.Mesh(data=16, device="a100-80g")
+    program = pc.compile(model, mesh, (numbers, rows, labels), optimizer="sgd", **given)
+    assert program.plan.zero == 3
+    with pytest.raises(pc.InfeasibleError):  # which the passes say, not the verifier
+        pc.compile(program, mesh, optimizer="sgd-momentum", **given)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
