@@ -21,6 +21,7 @@ from parcompiler.errors import InfeasibleError, InputError, PlanError
 from parcompiler.passes import DEFAULT, zero
 from parcompiler.passes.base import GAIN, MARGIN, Pass
 from parcompiler.passes.even import is_forced, roomy_bound
+from parcompiler.passes.least import is_known, least_step
 from parcompiler.passes.schedule import CANDIDATES, SchedulePass, candidates_for
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import StagePass
@@ -72,8 +73,9 @@ def fastest(
 
     Raises InfeasibleError when nothing fits, or nothing is below that.
     """
-    complete = _completing(problem, passes, observer)
-    return zero.weighed(problem, start(problem), complete, below)
+    bound = _bounding(problem, passes)
+    complete = _completing(problem, passes, bound, observer)
+    return zero.weighed(problem, start(problem), complete, bound, below)
 
 
 def plainest(
@@ -95,7 +97,7 @@ def plainest(
         if trial.key >= plainness(best):
             continue
         named = dataclasses.replace(problem, options=trial.options(problem))
-        complete = _completing(named, passes, observer)
+        complete = _completing(named, passes, _bounding(named, passes), observer)
         with suppress(InfeasibleError, InputError):
             found = complete(dataclasses.replace(start(named), zero=plan.zero), enough)
             if step_of(named, found) <= enough and plainness(found) < plainness(best):
@@ -187,8 +189,21 @@ def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
     )
 
 
+Bounding = Callable[[Plan, float], float]
+
+
+def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
+    """What no step of a plan that is begun is below, as far as it is below so many seconds."""
+
+    def bound(plan: Plan, enough: float) -> float:
+        known = tuple(passes) == DEFAULT and problem.bench is None and is_known(problem)
+        return least_step(problem, plan, enough) if known else 0.0
+
+    return bound
+
+
 def _completing(
-    problem: Problem, passes: Sequence[Pass], observer: Observer
+    problem: Problem, passes: Sequence[Pass], bound: Bounding, observer: Observer
 ) -> Callable[[Plan, float], Plan]:
     """What makes a plan whole: every pass in its turn. It may raise InfeasibleError for a plan
     whose step is not below so many seconds.
@@ -204,7 +219,7 @@ def _completing(
             kept = decided(plan, below)
         except InfeasibleError as refusal:
             with suppress(InfeasibleError):
-                if below == math.inf:
+                if below == math.inf or bound(selective, below) < below:
                     return decided(selective, below)
             raise refusal
         with suppress(InfeasibleError, PlanError):

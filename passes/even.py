@@ -93,9 +93,12 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
 
 
 def _few(plan: Plan) -> Plan:
-    """The plan with so many micro-batches that a steady state is reached."""
-    ranks, m = plan.mesh.pipeline, plan.microbatches
-    return dataclasses.replace(plan, microbatches=min(m, STEADY * ranks + m % ranks))
+    """The plan with so many micro-batches that a steady state is reached, in the order that its
+    stages have by themselves: beside the passes of a head on all ranks they hold more."""
+    ranks, m, choice = plan.mesh.pipeline, plan.microbatches, plan.vocabulary
+    choice = choice and dataclasses.replace(choice, head=None)
+    few = min(m, STEADY * ranks + m % ranks)
+    return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
 
 
 def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:

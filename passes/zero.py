@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,14 +34,15 @@ from parcompiler.cost import collective
 from parcompiler.cost.vocabulary import vocabulary_rows
 from parcompiler.errors import InfeasibleError, PlanError
 from parcompiler.graph import Parameter
-from parcompiler.instruction import Kind
+from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.passes.base import GAIN, MARGIN
 from parcompiler.passes.estimate import costs, estimate, held, update_seconds
 from parcompiler.passes.shard.local import local
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.problem import LEVELS, Problem
-from parcompiler.schedules.planned import last, outline
+from parcompiler.schedules.planned import ending, outline
+from parcompiler.timeline import StageCost
 
 FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # what makes gradients of parameters final
 
@@ -71,23 +72,32 @@ def weighed(
     problem: Problem,
     plan: Plan,
     complete: Callable[[Plan, float], Plan],
+    bound: Callable[[Plan, float], float],
     most: float = math.inf,
 ) -> Plan:
     """The plan with the level that is given, or with that of the shortest step that fits.
 
     `complete` makes a plan whole, and may refuse one with InfeasibleError whose step is not below
-    so many seconds; `most` are known to be enough. Raises InfeasibleError when nothing fits, or
-    nothing is below that.
+    so many seconds; by `bound` it is known that none is (see `least_step`). `most` seconds are
+    enough. Raises InfeasibleError when nothing fits, or nothing is below that.
     """
     if plan.zero is not None or problem.mesh.replicas == 1:
         return complete(plan, most)
     if not problem.zero:
         return complete(dataclasses.replace(plan, zero=0), most)
+    at = {level: dataclasses.replace(plan, zero=level) for level in LEVELS}
+    if most < math.inf:
+        at = {level: trial for level, trial in at.items() if bound(trial, most) < most}
+    if not at:
+        raise InfeasibleError(_too_long(most))
+    if len(at) == 1:
+        (only,) = at.values()
+        return complete(only, most)
     lean = complete(plan, most)
     if lean.stages is None:
         return dataclasses.replace(lean, zero=0)
     try:
-        return _lowest(problem, plan, lean, complete, most)
+        return _lowest(problem, at, lean, complete, bound, most)
     except PlanError as error:
         if isinstance(error, InfeasibleError):
             raise
@@ -96,9 +106,10 @@ def weighed(
 
 def _lowest(
     problem: Problem,
-    start: Plan,
+    at: Mapping[int, Plan],
     lean: Plan,
     complete: Callable[[Plan, float], Plan],
+    bound: Callable[[Plan, float], float],
     most: float,
 ) -> Plan:
     """The lowest level at which the lean plan takes about as long as at any, or a faster plan."""
@@ -107,7 +118,7 @@ def _lowest(
     if whole.fits:  # the highest levels have longer steps than the first
         shared = _is_slow(rank_problem, lean, whole) and share_of(rank_problem, lean, 1).fits
         return dataclasses.replace(lean, zero=int(shared))
-    shares = [whole, *(share_of(rank_problem, lean, level) for level in LEVELS[1:])]
+    shares = [share_of(rank_problem, lean, level) for level in at]
     enough = min((share.step for share in shares if share.fits), default=0.0) / (1 - MARGIN)
     first = next((share for share in shares if share.fits and share.step <= enough), None)
     best = None
@@ -115,25 +126,31 @@ def _lowest(
         chosen = dataclasses.replace(lean, zero=first.level)
         best = first.step, reconsidered(local(problem, chosen), chosen)
     least, refusal = estimate(rank_problem, lean).step_time, None
-    for share in reversed(shares):
+
+    def needed() -> float:
+        return min(most, math.inf if best is None else (1 - GAIN) * best[0])
+
+    known = needed()
+    floors = {level: max(least, bound(trial, known)) for level, trial in at.items()}
+    for share in sorted(shares, key=lambda share: (floors[share.level], -share.level)):
         apart = share.exposed if share.level < 3 else 0.0  # gathers are a part of compute
         if share.fits and share.exposed - apart <= GAIN * share.step:
             continue  # the lean plan is the best of this level
-        below = min(most, math.inf if best is None else (1 - GAIN) * best[0]) - apart
-        if least >= below:
+        below = needed() - apart
+        if floors[share.level] >= below:
             continue
         try:
-            trial = complete(dataclasses.replace(start, zero=share.level), below)
+            trial = complete(at[share.level], below)
         except InfeasibleError as error:
             refusal = refusal or error
-            least = below if best else least
+            if best:  # nor is any with less memory
+                floors |= {k: max(below, floors[k]) for k in floors if k < share.level}
             continue
         step = share_of(local(problem, trial), trial, share.level).step
         if best is None or step < (1 - GAIN) * best[0]:
             best = step, trial
-    if best is None:
-        message = f"no level of ZeRO that fits has a step below {most:.6g} s"
-        raise refusal or InfeasibleError(message)
+    if best is None or _least_of(problem, best[1]) >= most:
+        raise refusal or InfeasibleError(_too_long(most))
     return best[1]
 
 
@@ -146,6 +163,38 @@ def _is_slow(problem: Problem, plan: Plan, whole: DataShare) -> bool:
     )
     late = [max(x.late for x in _exchanges(at, plan)) for at in (none, first)]
     return saved + late[0] - late[1] > MARGIN * whole.step
+
+
+def _least_of(problem: Problem, plan: Plan) -> float:
+    """Seconds that a plan is not below: its compute, and what the mean rank exchanges."""
+    rank_problem = local(problem, plan)
+    return estimate(rank_problem, plan).step_time + least_exchange(rank_problem, plan)
+
+
+def _too_long(most: float) -> str:
+    """Why no level is of use."""
+    return f"no level of ZeRO that fits has a step below {most:.6g} s"
+
+
+def least_exchange(problem: Problem, plan: Plan) -> float:
+    """Seconds that `_exchanges` has behind the last compute at least, if stages are even, at the
+    level of a problem, which is that of a rank. What is gathered and scattered at the third level
+    is a part of what blocks take."""
+    mesh, level, m = problem.mesh, problem.zero, plan.microbatches
+    if mesh.replicas == 1 or problem.options.asynchronous or level == 3:
+        return 0.0
+    shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
+    items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
+    size = sum(x.nbytes for x in items if problem.sharers(x) == mesh.replicas) / mesh.pipeline
+    priced = problem.priced(problem.levels[0])
+    forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
+    action = "reduce-scatter" if level else "all-reduce"
+    sums = collective.joined(mesh, action, size, mesh.grid.replicas([0]))
+    # the first rank ends with the first of its stages, whose blocks may run twice
+    late = max(0.0, sums - forward - backward) * mesh.pipeline / len(outline(plan).placement)
+    if level == 2:
+        late += (m - 1) * max(0.0, sums - 2 * forward - backward)
+    return late
 
 
 def step_of(problem: Problem, plan: Plan) -> float:
@@ -208,7 +257,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     m, level, placement = plan.microbatches, problem.zero, outline(plan).placement
     units = _units(problem, plan)
     stages = costs(problem if level == 3 else problem.at_zero(0), plan)  # these take as long
-    found = []
+    made, found = _made(problem, plan), []
     for rank, own in enumerate(tensors(problem, plan)):
         bucketed = own if level < 3 else own[len(own) - len(_rows(problem, plan)) :]
         count, sums, gathers = 0, 0.0, 0.0
@@ -226,9 +275,14 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
                 gathers += number * each("all-gather") if level else 0.0
         count = max(1, count)
         mine = [cost for cost, home in zip(stages, placement, strict=True) if home == rank]
-        waits = max(gathers / count, gathers - mine[0].forward * (1 - 1 / count))
+        first = placement.index(rank)  # it waits for the stages before it anyway
+        part = made[first] / max(
+            1, sum(x for x, r in zip(made, placement, strict=True) if r == rank)
+        )
+        waits = max(gathers / count, gathers * part - mine[0].forward * (1 - 1 / count))
+        waits = max(0.0, waits - sum(cost.forward for cost in stages[:first]))
         seconds = sums + gathers
-        late = max(sums / count, sums - _window(problem, plan, rank)) + waits
+        late = max(sums / count, _behind(problem, plan, rank, sums, made, stages)) + waits
         if level >= 2:
             compute = sum(cost.forward + cost.backward for cost in mine)
             seconds += (m - 1) * sums
@@ -240,14 +294,47 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
     return found
 
 
-def _window(problem: Problem, plan: Plan, rank: int) -> float:
-    """Seconds of the last backward of a rank behind its last block, in which the gradients of the
-    first buckets are summed; none where that comes in two parts."""
-    priced, ending = problem.at_zero("auto").under(plan).on(rank), last(plan, rank, FINAL)
-    if ending is None or ending.kind is not Kind.BACKWARD or plan.stages is None:
-        return 0.0
-    seconds = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
-    return sum(seconds[name] for name in plan.stages[ending.stage].blocks[:-1])
+def _made(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes of the gradients that the blocks of each stage make."""
+    trained = {item.name: item.nbytes for item in problem.graph.parameters if item.trainable}
+    sizes = {
+        block.name: sum(trained.get(name, 0) for name in {x.name for x in block.tensors})
+        for block in problem.under(plan).cut.blocks
+    }
+    return [sum(sizes[name] for name in choice.blocks) for choice in plan.stages or ()]
+
+
+def _behind(
+    problem: Problem,
+    plan: Plan,
+    rank: int,
+    sums: float,
+    made: Sequence[int],
+    stages: Sequence[StageCost],
+) -> float:
+    """Seconds by which the sums of a rank's gradients end behind its last compute, or behind what
+    others compute then: those of a stage begin in its last backward, behind its last block, or
+    behind that where it comes in two parts."""
+    if plan.stages is None:
+        return sums
+    priced = problem.at_zero("auto").under(plan).on(rank)
+    backward = dict(zip((b.name for b in priced.cut.blocks), priced.backward, strict=True))
+    own = {j: made[j] for j, choice in enumerate(plan.stages) if choice.rank == rank}
+    order, left, later = ending(plan, rank), 0.0, 0.0
+    if order[-1].kind is Kind.BACKWARD:  # which the stages before it are waiting for
+        later = sum(cost.backward - cost.weight for cost in stages[: order[-1].stage])
+    ends: list[tuple[float, int]] = []  # of the last backward of each stage, with the bytes made
+    for kind, j, _ in reversed(order):
+        if kind in FINAL and j in own:
+            inside = plan.stages[j].blocks[:-1] if kind is Kind.BACKWARD else ()
+            ends.append((-left - sum(backward[name] for name in inside), own.pop(j)))
+        if not own:
+            break
+        left += stages[j].seconds(kind) if kind in COMPUTE else 0.0
+    total, end = sum(size for _, size in ends) or 1, -math.inf
+    for begin, size in reversed(ends):
+        end = max(end, begin) + sums * size / total
+    return end - later
 
 
 def _units(problem: Problem, plan: Plan) -> list[list[tuple[float, float]]]:

@@ -37,14 +37,15 @@ from typing import Any
 from parcompiler.errors import InputError, PlanError
 from parcompiler.graph import Graph
 from parcompiler.mesh import Cluster, Mesh
-from parcompiler.meshes.bounds import ROUNDING, Bounds, even_seconds, is_known
+from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
 from parcompiler.meshes.space import Candidate, are_neighbours, global_microbatches, space
 from parcompiler.meshes.weigh import Check, figures, on_mesh, unplanned
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.base import MARGIN
-from parcompiler.passes.decide import Observer, fastest, plainest, step_of
+from parcompiler.passes.decide import Observer, fastest, plainest, start, step_of
+from parcompiler.passes.least import ROUNDING, LeastStep, is_known
 from parcompiler.passes.schedule import TOO_LARGE
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.context import positions
@@ -56,7 +57,7 @@ from parcompiler.spmd.experts import divisible
 WORK = "its work, and the wait for it, take that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
-AHEAD = 1.2  # times the lowest bound: a plainer mesh up to that is weighed before
+AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed before
 
 __all__ = [
     "GIVEN",
@@ -100,12 +101,13 @@ class Incumbent:
 @dataclass(slots=True)
 class Unweighed:
     """A mesh that is not planned, the seconds that no plan of it is below, and why; and whether a
-    plan alone says more."""
+    plan alone says more, or else what is known of even stages."""
 
     candidate: Candidate
     bound: float
     why: str = WORK
     is_sharp: bool = False
+    even: LeastStep | None = None
 
 
 class MeshSearch:
@@ -244,9 +246,8 @@ class MeshSearch:
     def _next(self) -> Unweighed | None:
         """The plainest mesh with about the lowest bound of those that may be the answer: it is
         planned soonest, and excludes the others."""
-        matters = [item for item in self._eligible if item.bound < self._needed(item.candidate)]
-        near = AHEAD * min((item.bound for item in matters), default=0.0)
-        first = (item for item in matters if item.bound <= near)
+        near = AHEAD * self._lowest()
+        first = (item for item in self._matters() if item.bound < near)
 
         def rank(item: Unweighed) -> tuple[float, ...]:
             if item.candidate.mesh.context > 1 and item.is_sharp:  # a plan leaves few of the others
@@ -254,6 +255,14 @@ class MeshSearch:
             return 2 * (item.candidate.mesh.context > 1), *_plainness(item.candidate)
 
         return min(first, key=rank, default=None)
+
+    def _matters(self) -> Iterator[Unweighed]:
+        """The meshes that may be the answer."""
+        return (item for item in self._eligible if item.bound < self._needed(item.candidate))
+
+    def _lowest(self) -> float:
+        """The lowest bound of these."""
+        return min((item.bound for item in self._matters()), default=0.0)
 
     def _candidates(self) -> Iterator[Candidate]:
         """All meshes with micro-batches of all rows; impossible rows with the first mesh alone.
@@ -340,9 +349,10 @@ class MeshSearch:
         if item.is_sharp:
             self._weigh(item)
             return
-        enough = self._needed(item.candidate)
+        enough = min(self._needed(item.candidate), AHEAD * self._lowest())
         with self.observer(self._title("bound of", item.candidate)):
-            seconds = even_seconds(problem, enough)
+            item.even = item.even or LeastStep(problem, start(problem))
+            seconds = item.even.seconds(enough)
         if seconds == math.inf:
             self._close(item, TOO_LARGE)
         else:
@@ -393,7 +403,7 @@ class MeshSearch:
 
     def _tell_interrupt(self) -> None:
         """Say on stderr that the search was not finished."""
-        left = [item for item in self.open if item.bound < self._needed(item.candidate)]
+        left = list(self._matters())
         message = (
             f"parcompiler: interrupted: this is the best plan so far ({len(self.planned)} meshes "
             f"planned, {len(left)} that might be better not weighed)"

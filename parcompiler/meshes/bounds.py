@@ -8,97 +8,35 @@ Bytes       states of all parameters / (p · tensor), and what a block keeps for
 Seconds     work        m times the sum of c / p, and the optimizer's step of the mean rank; of even
                         stages also what the last rank waits for its first micro-batch, (p - 1) of
                         p v stages
-            even        even stages under every schedule, with what memory makes them recompute and
-                        what tensor ranks exchange
+            even        what is known of the passes: `passes.least`
 
 Layers of the vocabulary may be spread over all ranks: of blocks that contain them only the matrix
 products count for `work`. That a piece of an operator takes no longer than the whole is taken for
 granted; blocks are costed at every granularity, because the plan chooses one.
-
-For `even` the vocabulary and the sharding are decided as the passes decide them, for every method;
-the passes find again what was found here. The schedule pass takes even stages for the best under
-every schedule that is known by name, and so does this bound.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx
 
-from parcompiler.cost import BlockCost, Operation, collective, seconds
-from parcompiler.errors import InputError, PlanError
+from parcompiler.cost import BlockCost, Operation, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
-from parcompiler.passes.decide import start
-from parcompiler.passes.even import even_bound, roomy_bound
-from parcompiler.passes.schedule import CANDIDATES, candidates_for
-from parcompiler.passes.shard import ShardPass
-from parcompiler.passes.shard.local import local
-from parcompiler.passes.vocabulary import choices_for
-from parcompiler.plan import Plan, VocabularyChoice
-from parcompiler.problem import LEVELS, Problem
+from parcompiler.passes.least import ROUNDING
+from parcompiler.passes.schedule import CANDIDATES
+from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
 from parcompiler.vocabulary import find
 from parcompiler.vocabulary.nodes import name_of
 
 VOCABULARY = ("embedding", "cross_entropy_loss")
-ROUNDING = 1 - 1e-9  # sums of the same numbers in another order
-
-
-def is_known(problem: Problem) -> bool:
-    """Whether even stages are the best for all schedules in question."""
-    return problem.options.schedule in ("auto", *CANDIDATES)
-
-
-def even_seconds(problem: Problem, enough: float = math.inf) -> float:
-    """Seconds that a step with even stages is not below, whatever schedule and method of the
-    vocabulary: the shortest, or as soon as it is known that none is below `enough`, so much.
-
-    Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option is
-    wrong: the passes will say so.
-    """
-    asked = problem.options.schedule
-    try:
-        trials = [
-            (rank_problem, plan)
-            for rank_problem, trial in _trials(problem)
-            for plan in candidates_for(rank_problem, trial)
-            if asked in ("auto", plan.schedule)
-        ]
-        least = [(roomy_bound(*trial), k, False) for k, trial in enumerate(trials)]
-        heapq.heapify(least)
-        while least:
-            seconds, k, is_exact = least[0]
-            if is_exact or seconds * ROUNDING >= enough:
-                return seconds * ROUNDING
-            heapq.heapreplace(least, (even_bound(*trials[k]), k, True))
-    except (PlanError, InputError):
-        pass
-    return 0.0
-
-
-def _trials(problem: Problem) -> Iterator[tuple[Problem, Plan]]:
-    """The problem of a rank, and its sharding, under each method of the vocabulary."""
-    choices: list[VocabularyChoice | None]
-    choices = [*choices_for(problem)] if problem.mesh.pipeline > 1 else [None]
-    for choice in choices:
-        trial = dataclasses.replace(start(problem), vocabulary=choice)
-        trial = ShardPass().run(local(problem, trial), trial)
-        for selective in (trial.selective, *_maybe_selective(problem)):
-            trial = dataclasses.replace(trial, selective=selective)
-            yield local(problem, trial), trial
-
-
-def _maybe_selective(problem: Problem) -> Sequence[bool]:
-    """Whether cheap operators may run again because memory forces that."""
-    return [True] if problem.options.recompute == "auto" else []
 
 
 class _Work(NamedTuple):
@@ -172,30 +110,10 @@ class Bounds:
 
     def seconds(self, candidate: Candidate, *, is_even: bool = False) -> float:
         """Seconds of a step whose ranks wait at most for their first micro-batch, where stages are
-        even, or those of what data ranks must exchange beside it. 0 where times are measured."""
+        even. 0 where times are measured."""
         if self.problem.bench is not None:
             return 0.0
-        busy = self._busy(candidate, is_even=is_even)
-        return max(busy, self._exchanged(candidate)) * ROUNDING
-
-    def _exchanged(self, candidate: Candidate) -> float:
-        """Seconds of the sums behind every backward, where gradients fit in parts alone: those of
-        the mean rank, which the fullest is not below."""
-        mesh, options = candidate.mesh, self.problem.options
-        problem = dataclasses.replace(self.problem, mesh=mesh)
-        room = mesh.pipeline * mesh.tensor * problem.room(problem.device)
-        levels = LEVELS if options.zero == "auto" else [problem.zero]
-        fit = (k for k in levels if self._states_at(mesh, k) <= room)
-        if mesh.replicas == 1 or options.asynchronous or next(fit, levels[-1]) < 2:
-            return 0.0
-        once = 0.0
-        for piece in (None, 0) if mesh.expert > 1 else (None,):
-            items = [x for x in problem.graph.parameters if bool(x.experts) == (piece is not None)]
-            trained = sum(item.nbytes for item in items if item.trainable)
-            ranks = mesh.grid.replicas([0], expert=piece)
-            size = trained / (mesh.pipeline * mesh.tensor)
-            once += collective.joined(mesh, "reduce-scatter", size, ranks)
-        return candidate.microbatches * once
+        return self._busy(candidate, is_even=is_even) * ROUNDING
 
     def _busy(self, candidate: Candidate, *, is_even: bool) -> float:
         """Seconds of a rank if all have as much work; the last may do its part for the vocabulary

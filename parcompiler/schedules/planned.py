@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
 
 from parcompiler.errors import PlanError
-from parcompiler.instruction import Kind
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
 from parcompiler.schedules.action import Action
@@ -51,14 +50,12 @@ def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return _held(*identity(plan))
 
 
-def last(plan: Plan, rank: int, kinds: Collection[Kind]) -> Action | None:
-    """The last action of some kinds on a rank, of a schedule with a name in as few micro-batches
-    as end like all."""
+def ending(plan: Plan, rank: int) -> tuple[Action, ...]:
+    """The order of a rank, of a schedule with a name in as few micro-batches as end like all."""
     name, orders, ranks, microbatches, virtual_stages, method = identity(plan)
     if orders is None:
         microbatches = min(microbatches, ROUNDS * ranks + microbatches % ranks)
-    found = _planned(name, orders, ranks, microbatches, virtual_stages, method).orders[rank]
-    return next((action for action in reversed(found) if action.kind in kinds), None)
+    return _planned(name, orders, ranks, microbatches, virtual_stages, method).orders[rank]
 
 
 def left(plan: Plan) -> int:

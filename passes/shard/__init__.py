@@ -17,8 +17,8 @@ Subject to  values are converted where maker and reader differ
             stages together, because which block goes where is decided later
 
 `ilp_builder` makes the programme from the graph, and `ilp` has it in letters. Where nothing fits,
-blocks may be recomputed; where that does not help either, the sharding with least memory is taken,
-and the stage pass says what is missing.
+blocks may be recomputed, and all the memory may be filled; where that does not help either, the
+sharding with least memory is taken, and the stage pass says what is missing.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ def _candidates(problem: Problem, pins: Pins) -> Candidates:
 def _fitting(
     problem: Problem, candidates: Candidates, pins: Pins, part: float
 ) -> tuple[BuiltProgramme, Answer]:
-    """The fastest that fits; if none does, with blocks recomputed; if none does, the smallest."""
+    """The fastest that fits; if none does, with blocks recomputed, and in all the memory; if none
+    does, the smallest."""
     states = _states(problem)
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
-    for recomputed in {"none": (False,), "full": (True,)}.get(str(wanted), (False, True)):
-        built = build(candidates, pins, states, _budget(problem, part, recomputed=recomputed))
+    tries = {"none": (False,), "full": (True,)}.get(str(wanted), (False, True))
+    for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
+        built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
         with suppress(InfeasibleError):
             return built, decide(built.programme)
     assert built is not None

@@ -35,7 +35,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
         graph = spread(whole.graph, choice, ranks)
         problem = whole.once((choice.lookups, choice.head), lambda: whole.anew(graph=graph))
     if plan.sharding is not None:
-        unsplit, graph = problem, problem.graph
+        unsplit, graph = problem, problem.graph  # whatever a solver said of the sharding
         key = "shard", plan.sharding.level, plan.sharding.templates, n
 
         def sharded() -> Problem:
@@ -43,7 +43,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
             made = graph.once(key, lambda: shard(graph, assignment(graph, plan), n))
             return unsplit.anew(graph=made)
 
-        problem = unsplit.once(plan.sharding, sharded)
+        problem = unsplit.once(key, sharded)
     return problem.selectively(plan.selective).at_zero(level)
 
 

@@ -6,12 +6,12 @@ import math
 import pytest
 
 import parcompiler as pc
-from parcompiler.meshes.bounds import even_seconds
 from parcompiler.meshes.weigh import planned
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.decide import fastest, start
 from parcompiler.passes.even import even_bound, even_step, roomy_bound
+from parcompiler.passes.least import least_step
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
@@ -44,7 +44,7 @@ def test_a_few_micro_batches_bound_the_even_step_of_many(name: str, memory: int)
 
 def test_what_fits_nowhere_is_infinite_and_cannot_be_planned() -> None:
     problem = given(4, 2, memory=150 * 2**20)
-    assert even_seconds(problem) == math.inf
+    assert least_step(problem, start(problem)) == math.inf
     with pytest.raises(pc.InfeasibleError):
         planned(problem, DEFAULT)
 
@@ -54,11 +54,11 @@ def test_passes_are_asked_only_where_a_step_may_be_shorter(vocabulary: str) -> N
     problem = given(8, 2, schedule="auto", vocabulary=vocabulary)
     _, choice = planned(problem, DEFAULT)
     assert choice.seconds is not None
-    assert even_seconds(problem) <= choice.seconds
+    assert least_step(problem, start(problem)) <= choice.seconds
     again = problem.anew()
     assert fastest(again, DEFAULT, below=choice.seconds * (1 + 1e-6)).stages
     with pytest.raises(pc.InfeasibleError):
-        fastest(again, DEFAULT, below=0.9 * even_seconds(problem))
+        fastest(again, DEFAULT, below=0.9 * least_step(problem, start(problem)))
 
 
 @pytest.mark.parametrize("name", CANDIDATES)

@@ -14,13 +14,15 @@ from torch import nn
 import parcompiler as pc
 from parcompiler import meshes
 from parcompiler.meshes import EVEN, SCHEDULES, WORK
-from parcompiler.meshes.bounds import Bounds, even_seconds
+from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import planned
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.base import MARGIN
+from parcompiler.passes.decide import start
+from parcompiler.passes.least import least_step
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.plan import MeshChoice, Shape
 from parcompiler.problem import Problem
@@ -184,7 +186,7 @@ def test_no_step_is_below_its_bounds(schedule: str, rows: int) -> None:
         alone = dataclasses.replace(program.problem, mesh=pc.Mesh(device="h100"))
         candidate = Candidate(program.problem.mesh, microbatches, 0)
         bounds = Bounds(alone)
-        work, even = bounds.seconds(candidate), even_seconds(program.problem)
+        work, even = bounds.seconds(candidate), least_step(program.problem, start(program.problem))
         assert 0 < work <= even <= program.simulate().step_time
         assert bounds.nbytes(candidate) <= max(program.simulate().peak_memory)
         waiting.append(even > program.report().step.ideal * 1.001)

@@ -1,0 +1,143 @@
+"""What no plan of a problem is below if its stages are even, whatever is open in the options.
+
+    vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
+    └── with memory                     `even_bound`: simulated, with what it makes blocks recompute
+        └── level of ZeRO               `roomy_bound`, with what data ranks then exchange
+            └── with its memory         `even_bound`
+
+The lowest bound is made sharper until it is at the leaves, or the answer is known. The passes find
+again what was found here. They take even stages for the best under every schedule that is known by
+name, and so does this bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+from parcompiler.errors import InputError, PlanError
+from parcompiler.passes.base import MARGIN
+from parcompiler.passes.even import even_bound, roomy_bound
+from parcompiler.passes.schedule import CANDIDATES, candidates_for
+from parcompiler.passes.shard import ShardPass
+from parcompiler.passes.shard.local import local
+from parcompiler.passes.vocabulary import choices_for
+from parcompiler.passes.zero import least_exchange
+from parcompiler.plan import Plan, VocabularyChoice
+from parcompiler.problem import LEVELS, Problem
+
+ROUNDING = 1 - 1e-9  # sums of the same numbers in another order
+Finer = Callable[[], "Iterator[Bound]"]
+Bound = tuple[float, Finer | None]  # seconds, and the bounds that are sharper, if there are any
+
+
+def is_known(problem: Problem) -> bool:
+    """Whether even stages are the best for all schedules in question."""
+    return problem.options.schedule in ("auto", *CANDIDATES)
+
+
+class LeastStep:
+    """The seconds that no step is below of a plan that begins as `start`, as far as was asked."""
+
+    def __init__(self, problem: Problem, start: Plan) -> None:
+        self._number = itertools.count()  # of equal bounds the first
+        self._open: list[tuple[float, int, Finer | None]] | None = None
+        self._all = partial(_schedules, problem, start)
+
+    def seconds(self, enough: float = math.inf) -> float:
+        """The shortest step of even stages, or as soon as it is known that none is below `enough`,
+        so much.
+
+        Infinite where blocks fit on no ranks even if they could be cut anywhere; 0 where an option
+        is wrong: the passes will say so.
+        """
+        try:
+            if self._open is None:
+                self._open = []
+                self._add(0.0, self._all())
+                if not self._open:
+                    self._add(0.0, [(0.0, None)])
+            while self._open:
+                seconds, _, finer = self._open[0]
+                if finer is None or seconds * ROUNDING >= enough:
+                    return seconds * ROUNDING
+                heapq.heappop(self._open)
+                self._add(seconds, finer())
+        except (PlanError, InputError):
+            self._open = [(0.0, 0, None)]
+            return 0.0
+        return math.inf
+
+    def _add(self, least: float, bounds: Iterable[Bound]) -> None:
+        """Bounds of a part of what had one."""
+        assert self._open is not None
+        for seconds, finer in bounds:
+            heapq.heappush(self._open, (max(least, seconds), next(self._number), finer))
+
+
+def least_step(problem: Problem, start: Plan, enough: float = math.inf) -> float:
+    """`LeastStep.seconds`, asked once."""
+    return LeastStep(problem, start).seconds(enough)
+
+
+def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
+    """A bound for each method of the vocabulary and schedule."""
+    asked = problem.options.schedule
+    choices: Sequence[VocabularyChoice | None] = [None]
+    if problem.mesh.pipeline > 1:
+        choices = choices_for(problem)
+    forced = problem.options.recompute == "auto"  # by memory: cheap operators may run again
+    for choice in choices:
+        for selective in dict.fromkeys((start.selective, start.selective or forced)):
+            begun = dataclasses.replace(start, vocabulary=choice, selective=selective, zero=None)
+            plan = dataclasses.replace(_sharded(problem, begun), zero=start.zero)
+            rank_problem = local(problem, plan)
+            for candidate in candidates_for(rank_problem, plan):
+                if asked in ("auto", candidate.schedule):
+                    finer = partial(_with_memory, problem, candidate)
+                    yield roomy_bound(rank_problem, candidate), finer
+
+
+def _sharded(problem: Problem, plan: Plan) -> Plan:
+    return ShardPass().run(local(problem, plan), plan)
+
+
+def _with_memory(problem: Problem, plan: Plan) -> Iterator[Bound]:
+    """The bound with the memory of the level of ZeRO, of the highest where that is open."""
+    seconds = even_bound(local(problem, plan), plan)
+    if plan.zero is None and problem.options.zero == "auto" and problem.zero:
+        if seconds < math.inf:
+            yield seconds, partial(_levels, problem, plan)
+        return
+    if seconds < math.inf:
+        yield seconds + _exchange(problem, plan), None
+    roomy = _roomy(problem, plan)
+    if plan.zero is not None and plan.sharding and seconds > (1 + MARGIN) * roomy:
+        own = _sharded(problem, dataclasses.replace(plan, sharding=None))
+        if own.sharding and own.sharding.templates != plan.sharding.templates:
+            yield max(roomy, _roomy(problem, own)), partial(_with_memory, problem, own)
+
+
+def _levels(problem: Problem, plan: Plan) -> Iterator[Bound]:
+    """A bound for each level of ZeRO with the sharding that was decided while that was open; where
+    its memory matters, the one that is decided for the level may be better."""
+    mesh = problem.mesh
+    for level in LEVELS:
+        whole = problem.at_zero(level)
+        states = sum(map(whole.state_bytes, whole.graph.parameters))
+        if states <= mesh.tensor * sum(whole.memories):
+            trial = dataclasses.replace(plan, zero=level)
+            yield _roomy(problem, trial), partial(_with_memory, problem, trial)
+
+
+def _roomy(problem: Problem, plan: Plan) -> float:
+    """The bound with memory for everything, and what data ranks exchange."""
+    return roomy_bound(local(problem, plan), plan) + _exchange(problem, plan)
+
+
+def _exchange(problem: Problem, plan: Plan) -> float:
+    return least_exchange(local(problem, plan), plan)
