@@ -82,7 +82,8 @@ class Schedule:
     def held(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The most micro-batches in flight on the stages of a rank, in their order, together.
 
-        One vector for each moment at which no other has as many of every stage.
+        One vector for each moment that may be the fullest, whatever a micro-batch takes on each
+        stage: no other has as many of every stage, nor a mixture of two others.
 
         >>> from parcompiler.schedules import build
         >>> build("interleaved", ranks=2, microbatches=4, virtual_stages=2).held(0)
@@ -136,8 +137,18 @@ def _largest(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for one in sorted(vectors, reverse=True):  # whatever is larger comes first
         if not any(all(map(le, one, other)) for other in found):
+            while len(one) == 2 and len(found) > 1 and _is_mixture(found[-2], found[-1], one):
+                found.pop()
             found.append(one)
     return found
+
+
+def _is_mixture(one: tuple[int, ...], middle: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a mixture of two pairs is as large in both places as the pair between them: bytes
+    are sums over stages, so that one of the two takes as many (a convex hull, by Andrew's monotone
+    chain)."""
+    (a, b), (c, d), (e, f) = one, middle, other
+    return (a - c) * (f - d) >= (c - e) * (d - b)
 
 
 def _most_alive(actions: Iterable[Action]) -> int:

@@ -70,13 +70,12 @@ def slim_runs(task: DivisionTask) -> tuple[int, ...]:
 
 def _overload(book: DivisionCosts) -> tuple[float, ...]:
     """Memory above the limits, then squared seconds above an even share, then unevenness."""
-    above = sum((units - book.task.even) ** 2 for units in book.busy if units > book.task.even)
-    return book.excess(), above, book.squares()
+    return book.excess(), book.above, book.squares
 
 
 def _step(book: DivisionCosts) -> tuple[float, ...]:
     """Memory above the limits, then the step, then unevenness."""
-    return book.excess(), book.objective(), book.squares()
+    return book.excess(), book.objective(), book.squares
 
 
 def descend(book: DivisionCosts, measure: Measure) -> None:

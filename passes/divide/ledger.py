@@ -13,8 +13,9 @@ class DivisionCosts:
     """A division and its costs, in the whole numbers of the task.
 
     `seconds` and `saved` (bytes per micro-batch in flight) are by stage; `busy` (seconds) and
-    `fixed` (bytes whatever is in flight) by rank. A move touches two ranks, so the bytes of the
-    others, and how uneven the stages are, are remembered.
+    `fixed` (bytes whatever is in flight) by rank. `above` are the squared seconds of ranks above an
+    even share, `squares` say how uneven the stages are. A move touches two ranks, so all sums over
+    ranks, and the bytes of the others, are kept.
     """
 
     def __init__(self, task: DivisionTask, stage_of: Sequence[int]) -> None:
@@ -22,10 +23,10 @@ class DivisionCosts:
         self.at = list(stage_of)
         self.seconds, self.saved = [0] * task.stages, [0] * task.stages
         self.busy, self.fixed = [0] * task.ranks, [0] * task.ranks
-        self._cost = task.cost
+        self._cost, self._even = task.cost, task.even
         self._users: Counter[tuple[tuple[str, int], int]] = Counter()
         self._moments: list[Counter[int]] = [Counter() for _ in range(task.ranks)]
-        self._squares = 0
+        self.above = self.squares = self._total = 0
         self._is_ample = task.most <= min(task.room)
         self._memory, self._excess = [*task.room], 0
         self._touched = set(range(task.ranks))  # ranks whose memory may have changed
@@ -71,11 +72,7 @@ class DivisionCosts:
 
     def objective(self) -> int:
         """Units of a step, times the stages per rank."""
-        return sum(self.busy) + self.task.further * max(self.busy)
-
-    def squares(self) -> int:
-        """How uneven the stages are."""
-        return self._squares
+        return self._total + self.task.further * max(self.busy)
 
     def _compute(self, i: int, j: int, sign: int) -> None:
         """Add block i to stage j, or take it away: all but what it receives."""
@@ -122,6 +119,9 @@ class DivisionCosts:
         """Add units of time to a stage; the memory of its rank may change with it."""
         before = self.seconds[j]
         self.seconds[j] = before + units
-        self._squares += units * (2 * before + units)
+        self.squares += units * (2 * before + units)
+        over = self.busy[rank] - self._even
         self.busy[rank] += units
+        self.above += max(0, over + units) ** 2 - max(0, over) ** 2
+        self._total += units
         self._touched.add(rank)

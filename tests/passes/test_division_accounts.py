@@ -31,7 +31,9 @@ def test_a_ledger_remembers_what_a_new_one_finds() -> None:
             book.move(draw.randrange(9), draw.randrange(task.stages))
             new = DivisionCosts(task, book.at)
             assert book.excess() == new.excess()
-            assert book.squares() == new.squares() == sum(s * s for s in book.seconds)
+            assert book.above == sum(max(0, x - task.even) ** 2 for x in book.busy)
+            assert book.objective() == new.objective()
+            assert book.squares == new.squares == sum(s * s for s in book.seconds)
             assert book.memory() == new.memory()
 
 
