@@ -31,7 +31,8 @@ from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.run import INFINITY, Moments, run
 from parcompiler.timeline.steady import StepPart, loops_of
 
-ROUNDS = (4, 5, 6)  # of one micro-batch for each rank: in the first with a loop it is looked for
+ROUNDS = 6  # of one micro-batch for each rank, in which a steady state is looked for
+FEW = (4, 5)  # rounds that may do where there are few more: uneven stages settle late
 MANY = 1.25  # times as many micro-batches are worth it
 
 
@@ -116,7 +117,7 @@ def _repeated(
     """The step of so many micro-batches from an order of a few, with the parts of it that were run;
     None where these are not many, or no steady state is found."""
     ranks = at(1).ranks
-    for rounds in ROUNDS:
+    for rounds in (ROUNDS,) if microbatches >= 2 * ROUNDS * ranks else (*FEW, ROUNDS):
         few = rounds * ranks + microbatches % ranks
         if MANY * few > microbatches:
             return None
