@@ -208,6 +208,8 @@ class _ProgrammeBuilder:
         """Bytes that a node saves besides operands and results, of the micro-batches in flight."""
         if self.memory is None or self.memory.recomputed or member.node in self.again:
             return 0.0
+        if not member.call.result_shapes:  # a size that is read off a tensor
+            return 0.0
         part = share(member.call.result_shapes[0], strategy.outputs[0], self.costs.n)
         return member.work.saved_besides * part * self.memory.in_flight
 

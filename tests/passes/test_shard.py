@@ -463,3 +463,21 @@ def test_a_plan_of_another_form_is_refused() -> None:
         Plan.from_json(text.replace('"level": 1', '"level": "one"'))
     with pytest.raises(InputError, match="unknown field"):
         Plan.from_json(text.replace('"whole"', '"holes"', 1))
+
+
+class Distinct(nn.Module):
+    """The number of distinct values is a size that depends on the data: no tensor, but a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        count: int = torch.unique(y.detach().sign()).numel()
+        return y.square().mean() * count
+
+
+def test_a_size_that_depends_on_the_data_saves_nothing() -> None:
+    program = pc.compile(Distinct(), pc.Mesh(tensor=2), {"x": torch.randn(4, 8)}, microbatches=2)
+    assert program.plan.sharding is not None
