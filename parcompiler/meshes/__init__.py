@@ -18,8 +18,8 @@ answer is at most MARGIN longer than any plan that is known and than any bound t
 is the plainest plan of its mesh, which is taken (`decide.plainest`).
 
 Degrees of context ranks are as many again for each mesh, and what they exchange is found out for
-each. So they come behind the meshes without that are as promising, and once there is an answer only
-its neighbours are weighed: meshes in which one prime factor is at home on another axis.
+each. So they come behind the meshes without, and once there is an answer only its neighbours are
+weighed: meshes in which one prime factor is at home on another axis.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -57,6 +57,7 @@ from parcompiler.spmd.experts import divisible
 WORK = "its work, and the wait for it, take that"
 EVEN = "even stages take that"
 SCHEDULES = "no schedule takes less"
+SHALLOW = 8  # pipeline ranks
 AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed before
 
 __all__ = [
@@ -232,10 +233,11 @@ class MeshSearch:
 
     @property
     def _eligible(self) -> list[Unweighed]:
-        """What is open; of meshes with context ranks, which are very many, those alone that are
-        neighbours of the answer so far."""
+        """What is open: before there is an answer the shallow meshes, which are soonest bounded and
+        planned; then, of those with context ranks, which are very many, the neighbours of it."""
         if not self.planned:
-            return self.open
+            plain = [x for x in self.open if x.candidate.mesh.context == 1] or self.open
+            return [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
         best = self._best.candidate.mesh
         return [
             item
