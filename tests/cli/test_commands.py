@@ -87,9 +87,8 @@ def test_an_open_mesh_is_chosen_from_those_of_a_cluster(capsys: pytest.CaptureFi
     assert plan.mesh.pipeline * plan.mesh.tensor * plan.mesh.data == 4
     assert plan.microbatches * plan.mesh.data == 2
     assert plan.meshes is not None
-    assert {(m.pipeline, m.tensor, m.data) for m in plan.meshes} == {
-        (1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)
-    }  # fmt: skip
+    weighed = {(m.pipeline, m.tensor, m.data) for m in plan.meshes if m.context == 1}
+    assert weighed == {(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)}
 
 
 def test_the_micro_batch_may_be_open_too(capsys: pytest.CaptureFixture[str]) -> None:
