@@ -169,11 +169,11 @@ def _compiled(layer: TracedLayer, training: bool) -> Function:
         graph.recompile()
         return compile_fx_inner(graph, inputs, **options)
 
-    # The backward now, not within the first step. Where the plan has cheap operators run again, the
-    # compiler may not keep what is made of their results because it has to lie in memory once more.
+    # The backward now, not within the first step. A mask made of a value that is kept is made again
+    # from it in the backward: the compiler would write it to memory, byte by byte.
     options = {
         "force_non_lazy_backward_lowering": training,
-        "ban_recompute_materialized_backward": not layer.runs_again,
+        "ban_recompute_materialized_backward": False,
     }
     with torch.set_grad_enabled(training), config.patch(options):
         function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]

@@ -244,7 +244,6 @@ class TracedLayer(nn.Module):
         super().__init__()
         self._template = (template,)  # its layer is not a part of this module
         self._paths = [path for path, _ in places_of(template.layer)]
-        self.runs_again = "runtime.again(" in text_of(template.layer)
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the layer returns."""
