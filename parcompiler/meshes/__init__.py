@@ -19,7 +19,8 @@ is the plainest plan of its mesh, which is taken (`decide.plainest`).
 
 Degrees of context ranks are as many again for each mesh, and what they exchange is found out for
 each. So they come behind the meshes without, and once there is an answer only its neighbours are
-weighed: meshes in which one prime factor is at home on another axis.
+weighed, in which one prime factor is at home on another axis: where its ranks recompute, or have
+fewer micro-batches than the pipeline has ranks.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -234,16 +235,20 @@ class MeshSearch:
     @property
     def _eligible(self) -> list[Unweighed]:
         """What is open: before there is an answer the shallow meshes, which are soonest bounded and
-        planned; then, of those with context ranks, which are very many, the neighbours of it."""
+        planned; then, of those with context ranks, the neighbours of it, if its ranks lack
+        room for activations, or micro-batches to be busy."""
         if not self.planned:
             plain = [x for x in self.open if x.candidate.mesh.context == 1] or self.open
             return [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
-        best = self._best.candidate.mesh
-        return [
-            item
-            for item in self.open
-            if item.candidate.mesh.context == 1 or are_neighbours(item.candidate.mesh, best)
-        ]
+        best = self._best
+        mesh, plan = best.candidate.mesh, best.plan
+        short = plan.recompute or plan.selective or plan.microbatches < mesh.pipeline
+        cramped = mesh.context > 1 or short
+
+        def counts(other: Mesh) -> bool:
+            return other.context == 1 or bool(cramped and are_neighbours(other, mesh))
+
+        return [item for item in self.open if counts(item.candidate.mesh)]
 
     def _next(self) -> Unweighed | None:
         """The plainest mesh with about the lowest bound of those that may be the answer: it is

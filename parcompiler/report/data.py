@@ -425,7 +425,8 @@ class Form:
 @dataclass(frozen=True, slots=True)
 class ReportData:
     """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists, and
-    `runner_up` the fastest that it was preferred to; `levels` those of ZeRO with its stages."""
+    `runner_up` the fastest that it was preferred to; `levels` those of ZeRO with its stages,
+    `experts` the numbers of experts of which expert ranks have pieces."""
 
     model: TrainedModel
     mesh: DeviceMesh
@@ -448,6 +449,7 @@ class ReportData:
     sharded: tuple[Sharded, ...] = ()
     exchanged: tuple[TensorCollective, ...] = ()
     rows: tuple[RowShare, ...] = ()
+    experts: tuple[int, ...] = ()
     vocabulary: VocabularySplit | None = None
     meshes: tuple[MeshChoice, ...] = ()
     runner_up: MeshChoice | None = None

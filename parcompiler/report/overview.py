@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -56,6 +56,32 @@ def _row_shares(report: ReportData) -> str:
     )
 
 
+def _expert_shares(report: ReportData) -> str:
+    """Who holds which experts; several layers may have several numbers of them."""
+    ranks = report.mesh.expert
+    shares = (
+        f"of {count:,} rank 0 has 0 to {count // ranks - 1:,}, … rank {ranks - 1} "
+        f"{count - count // ranks:,} to {count - 1:,}"
+        for count in report.experts
+    )
+    return f"{'; '.join(shares)}, by the data axis; tokens are taken to spread evenly"
+
+
+def _exchange(report: ReportData, axis: str) -> str:
+    """What a rank exchanges along an axis inside of blocks in a step, in the mean of stages."""
+    items = [item for item in report.exchanged if item.axis == axis]
+    steps, ranks = report.choices.microbatches, report.mesh.pipeline
+    times = [item.blocks * (1 if item.once else steps) / ranks for item in items]
+
+    def total(each: Iterable[float]) -> float:
+        return sum(a * b for a, b in zip(each, times, strict=True))
+
+    sent = quantity(total(item.sent for item in items), BYTES)
+    seconds = quantity(total(item.seconds for item in items), SECONDS)
+    exposed = quantity(total(item.exposed for item in items), SECONDS)
+    return f"each sends {sent} a step in {seconds}, {exposed} of them beside no compute"
+
+
 def title(report: ReportData) -> str:
     """The report in one line."""
     return f"{report.model.name} on {report.mesh.counted}"
@@ -79,10 +105,9 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     kept = f", {percent(mesh.margin)} of it kept free" if mesh.margin else ""
     yield "mesh", f"{axes}{each}{kept}"
     if report.rows:
-        yield "context", _row_shares(report)
+        yield "context", f"{_row_shares(report)}; {_exchange(report, 'context')}"
     if mesh.expert > 1:
-        ranks = f"equal pieces on each {mesh.expert} neighbours of the data axis"
-        yield "experts", f"{ranks}; predictions take tokens to spread evenly"
+        yield "experts", f"{_expert_shares(report)}; {_exchange(report, 'expert')}"
     each = " on each data rank" if mesh.data > 1 else ""
     yield "micro-batches", f"{choices.microbatches} a step{each}"
     own = f"{model.dtype}, as the model is"

@@ -90,6 +90,7 @@ class Report(ReportData):
             sharded=gather.sharded(plan),
             exchanged=gather.exchanged(priced, lowered, problem.slowest_device),
             rows=gather.row_shares(problem),
+            experts=tuple(sorted({item.experts for item in lowered.graph.parameters} - {0})),
             vocabulary=gather.vocabulary(plan, lowered, vocabulary),
             symbols=symbols,
             forms=forms,

@@ -72,13 +72,16 @@ def test_expert_ranks_are_chosen_train_exactly_and_are_told() -> None:
     assert plan.meshes[0].degrees == "1 × 1 × 4, expert 4"
     again = pc.compile(program, program.problem.mesh, microbatches=2, plan=plan)
     assert again.plan.stages == plan.stages
-    table = program.report().to_text().partition("Meshes considered")[2]
+    text = program.report().to_text()
+    table = text.partition("Meshes considered")[2]
     assert " expert " in table
-    assert " context " not in table
+    assert " context " not in table.partition("\n\n")[0]
+    assert "of 8 rank 0 has 0 to 1, ... rank 3 6 to 7" in text
+    assert program.report().experts == (8,)
 
 
 def test_bounds_of_context_ranks_hold() -> None:
-    cluster = pc.Cluster(1, 4, fits(2400 * 2**10))
+    cluster = pc.Cluster(1, 4, fits(2300 * 2**10))
     found = pc.compile(long_rows(), cluster, microbatches=4, **OPTIONS)
     meshes = [
         dataclasses.replace(mesh, data=mesh.data // n, context=n)
@@ -104,5 +107,6 @@ def test_context_ranks_are_chosen_where_nothing_else_fits() -> None:
     assert plan == program.plan
     again = pc.compile(program, program.problem.mesh, microbatches=plan.microbatches, plan=plan)
     assert again.plan.stages == plan.stages
-    table = program.report().to_text().partition("Meshes considered")[2]
-    assert " context " in table
+    text = program.report().to_text()
+    assert " context " in text.partition("Meshes considered")[2]
+    assert "each sends" in text
