@@ -2,7 +2,8 @@
 
 The operator runs on small random tensors, whole and on n simulated ranks, with its operands split
 along every combination of dimensions. Where the pieces of a result make up the whole, or add up to
-it, and the gradients do too, there is a strategy.
+it, and the gradients do too, there is a strategy; also on -1, 0 and 1, which some operators compare
+with (targets of margin losses): on other numbers these may depend on nothing.
 
 >>> from parcompiler.spmd.simulate import example
 >>> call = example(torch.ops.aten.cdist.default, torch.ones(4, 1, 3), torch.ones(4, 1, 3))
@@ -27,6 +28,9 @@ from parcompiler.spmd.strategy import Strategy
 
 LARGEST = 1 << 12  # elements of an operand that is tried as it is
 MOST = 1 << 10  # combinations of splits that are tried
+SIGNS = 3  # trials on -1, 0 and 1: one of few values may hide something
+
+Make = Callable[[Shape, torch.dtype, torch.Generator], torch.Tensor]
 
 _known: dict[tuple[Any, ...], tuple[Strategy, ...]] = {}
 
@@ -45,8 +49,9 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     types = call.shapes, _dtypes(call), call.gradients
     key = (n, str(call.node.target), str(constants), *types)
     if key not in _known:
-        trial = _trial(call, n)
-        _known[key] = tuple(_strategies(trial, n)) if trial else ()
+        kinds = (_random, 0), *((_signs, seed) for seed in range(SIGNS))
+        trials = [trial for make, seed in kinds if (trial := _trial(call, n, make, seed))]
+        _known[key] = tuple(_strategies(trials, n)) if trials else ()
     return tuple(s for s in _known[key] if _divides(s, call, n))
 
 
@@ -62,8 +67,9 @@ def _dtypes(call: NodeCall) -> tuple[torch.dtype, ...]:
     return tuple(operand.value.dtype for operand in call.operands)
 
 
-def _trial(call: NodeCall, n: int) -> NodeCall | None:
-    """The call on random values; None where it does not run, or yields something else.
+def _trial(call: NodeCall, n: int, make: Make, seed: int) -> NodeCall | None:
+    """The call on random values; None where it does not run, yields something else or zeros alone:
+    any summands add up to these.
 
     Large operands are made smaller, equal sizes alike everywhere in the call.
     """
@@ -75,23 +81,26 @@ def _trial(call: NodeCall, n: int) -> NodeCall | None:
         if any(prod(shape) > LARGEST for shape in shapes):
             return None
     try:
-        trial = on_random(call, shapes)
+        trial = on_random(call, shapes, make, seed)
     except Exception:  # whatever an operator raises that knows no such tensors
         return None
     expected = tuple(tuple(sizes.get(size, size) for size in s) for s in call.result_shapes)
     says_nothing = any(
-        result.numel() == 0 or (is_floating(result) and not bool(result.isfinite().any()))
+        result.numel() == 0
+        or (is_floating(result) and not bool((result.isfinite() & (result != 0)).any()))
         for result in trial.results
     )
     return trial if trial.result_shapes == expected and not says_nothing else None
 
 
-def on_random(call: NodeCall, shapes: Sequence[Shape]) -> NodeCall:
+def on_random(
+    call: NodeCall, shapes: Sequence[Shape], make: Make | None = None, seed: int = 0
+) -> NodeCall:
     """The call on random values of these shapes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     values = iter(
         [
-            _random(shape, dtype, generator).requires_grad_(carries)
+            (make or _random)(shape, dtype, generator).requires_grad_(carries)
             for shape, dtype, carries in zip(shapes, _dtypes(call), call.gradients, strict=True)
         ]
     )
@@ -109,8 +118,16 @@ def _random(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> tor
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def _strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
+def _signs(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """-1, 0 and 1 for numbers."""
+    if not dtype.is_floating_point:
+        return _random(shape, dtype, generator)
+    return torch.randint(-1, 2, shape, generator=generator).double()
+
+
+def _strategies(trials: Sequence[NodeCall], n: int) -> Iterator[Strategy]:
     """All splits of the operands with results that can be put together, values and gradients."""
+    call = trials[0]
     choices: list[list[Placement]] = []
     for value in (operand.value for operand in call.operands):  # whole, in pieces, in summands
         splits = [S(dim) for dim, size in enumerate(value.shape) if size and size % n == 0]
@@ -124,7 +141,7 @@ def _strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
         if outputs is None:
             continue
         strategy = Strategy(inputs, outputs)
-        if not _checked(faults, call, strategy, n):
+        if not any(_checked(faults, trial, strategy, n) for trial in trials):
             yield strategy
 
 

@@ -57,3 +57,11 @@ def test_what_fails_on_pieces_is_replicated() -> None:
     call = example(aten.linalg_inv.default, torch.eye(4).double())
     assert [s.inputs for s in strategies(call.node, 2)][1:] == [(R,)]
     assert P not in {p for s in strategies(call.node, 2) for p in s.outputs}
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_what_compares_with_numbers_is_tried_on_them(rows: int) -> None:
+    """A target is 1 or -1; of any other number the loss is zero, to which all summands add up."""
+    one, two = torch.randn(2, rows, 16).unbind()
+    call = example(torch.ops.aten.cosine_embedding_loss.default, one, two, torch.ones(rows))
+    assert discovered(call, 2) == ()
