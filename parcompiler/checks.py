@@ -168,6 +168,12 @@ def check_data_updates(lowered: Lowered) -> None:
     updates, graph = lowered.updates, lowered.graph
     way = updates.way
     updated = [item.name for item in graph.parameters if item.mutated]
+    if lowered.zero and (weights := graph.updates_weights):
+        message = (
+            f"zero={lowered.zero} shares parameters out, and forwards update {weights[0]!r} "
+            f"({len(weights)}), each on the rows that its data rank looks at: take zero=0"
+        )
+        raise InputError(message)
     reason, each = "", updates.compression is not None and lowered.zero > 1
     if (updates.separate or updates.compression) and is_synchronized(graph.fx_graph):
         reason = "takes each data rank by itself, and a SyncBatchNorm of the model all together"

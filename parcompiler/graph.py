@@ -255,6 +255,11 @@ class Graph:
         """Parameters and buffers by their name in the model (not by their aliases)."""
         return {parameter.name: parameter for parameter in self.parameters}
 
+    @cached_property
+    def updates_weights(self) -> tuple[str, ...]:
+        """Names of the parameters that the forward itself updates, as `Embedding(max_norm=)`."""
+        return tuple(x.name for x in self.parameters if x.mutated and not x.buffer)
+
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype that most elements of the parameters have (or their parts)."""

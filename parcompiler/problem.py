@@ -125,7 +125,10 @@ class Problem:
         """The level of ZeRO by which memory is counted: the highest while that is undecided."""
         if self.mesh.replicas == 1 or self.options.asynchronous:
             return 0
-        return self.options.zero if isinstance(self.options.zero, int) else LEVELS[-1]
+        if isinstance(self.options.zero, int):
+            return self.options.zero
+        # What a forward updates on one data rank (`Embedding(max_norm=)`) no other rank gets.
+        return 0 if self.graph.updates_weights else LEVELS[-1]
 
     @property
     def gathers(self) -> bool:
