@@ -1,8 +1,8 @@
 """A plan from a problem: every pass decides its part; of nearly equal plans the plainest is taken.
 
-    start     nothing is decided
-    fastest   what the passes decide, for every level of ZeRO, method and schedule in question
-    plainest  of all that take at most MARGIN longer: predictions are no nearer to what is measured
+    start     the plan before any decision
+    fastest   all passes, over the levels of ZeRO, vocabulary methods and schedules in question
+    plainest  of all plans at most MARGIN slower: predictions are no more accurate than that
 
 Plainer is, in this order: fewer pipeline ranks, the schedule that stands first in CANDIDATES, fewer
 stages on a rank, nothing recomputed, a whole vocabulary.
@@ -33,7 +33,7 @@ Observer = Callable[[str], AbstractContextManager[None]]
 
 
 def start(problem: Problem) -> Plan:
-    """The plan before any decision: what is given."""
+    """The plan before any decision."""
     mesh, options = problem.mesh, problem.options
     return Plan(
         model=problem.graph.name,
@@ -52,7 +52,7 @@ def start(problem: Problem) -> Plan:
 def decide(
     problem: Problem, passes: Sequence[Pass], observer: Observer = lambda name: nullcontext()
 ) -> Plan:
-    """What the passes decide, one after the other; nothing is lowered or verified.
+    """Run the passes one after the other; nothing is lowered or verified.
 
     Raises InfeasibleError when nothing fits, InputError for options that the model cannot have.
     """
@@ -68,10 +68,9 @@ def fastest(
     observer: Observer = lambda name: nullcontext(),
     below: float = math.inf,
 ) -> Plan:
-    """The plan of the passes, with about the shortest step; one of `below` seconds is known, and
-    longer ones are of no use. What data ranks share out is weighed with all of them.
+    """The plan with about the shortest step, with the level of ZeRO weighed over all passes.
 
-    Raises InfeasibleError when nothing fits, or nothing is below that.
+    A step of `below` seconds is known. Raises InfeasibleError when nothing fits or is shorter.
     """
     bound = _bounding(problem, passes)
     complete = _completing(problem, passes, bound, observer)
@@ -85,9 +84,8 @@ def plainest(
     enough: float | None = None,
     observer: Observer = lambda name: nullcontext(),
 ) -> Plan:
-    """The plainest plan with the mesh and the level of ZeRO of a plan whose step is at most
-    `enough` seconds (None: MARGIN longer than that of the plan). Raises PlanError where the order
-    of the plan never ends."""
+    """The plainest plan on the same mesh and level of ZeRO with a step of at most `enough` seconds
+    (None: MARGIN more than the plan's). Raises PlanError where the plan's order deadlocks."""
     if tuple(passes) != DEFAULT or plan.mesh.pipeline == 1 or plan.orders is not None:
         return plan
     seconds = step_of(problem, plan)
@@ -119,12 +117,12 @@ def plainest(
 
 
 def step_of(problem: Problem, plan: Plan) -> float:
-    """Seconds of the step of a plan, with what data ranks exchange behind the last compute."""
+    """Seconds of a plan's step, with the data ranks' exchange that no compute hides."""
     return zero.step_of(local(problem, plan), plan)
 
 
 def plainness(plan: Plan) -> tuple[int, ...]:
-    """How plain a plan is: less comes first."""
+    """Sort key: plainer plans first."""
     name = plan.schedule or ""
     place = CANDIDATES.index(name) if name in CANDIDATES else len(CANDIDATES)
     spread = plan.vocabulary is not None and plan.vocabulary.spread
@@ -145,7 +143,7 @@ def choice_of(plan: Plan, seconds: float) -> MeshChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plainer:
-    """A schedule and a method of the vocabulary; `key` is how plain a plan with them can be."""
+    """A schedule and a vocabulary method; `key` bounds how plain a plan with them can be."""
 
     key: tuple[int, ...]
     schedule: str
@@ -161,7 +159,7 @@ class Plainer:
 
 
 def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
-    """What is open in the options and may be plainer than a plan, the plainest first."""
+    """Open combinations that may be plainer than a plan, the plainest first."""
     auto = problem.options.schedule == "auto"
     methods = [choice.method for choice in choices_for(problem)]
     if problem.options.vocabulary != "auto":
@@ -176,7 +174,7 @@ def _plainer(problem: Problem, plan: Plan) -> list[Plainer]:
 
 
 def _is_tight(problem: Problem, plan: Plan, seconds: float) -> bool:
-    """Whether memory is in the way of a schedule whose step may be below so many seconds."""
+    """Whether memory forces recomputation under a schedule that may be faster than `seconds`."""
     rank_problem, enough = local(problem, plan), (1 - GAIN) * seconds
     bare = dataclasses.replace(start(problem), vocabulary=plan.vocabulary, zero=plan.zero)
     divided = {(x.schedule, x.virtual_stages) for x in plan.weighed or () if x.seconds is not None}
@@ -205,10 +203,10 @@ def _bounding(problem: Problem, passes: Sequence[Pass]) -> Bounding:
 def _completing(
     problem: Problem, passes: Sequence[Pass], bound: Bounding, observer: Observer
 ) -> Callable[[Plan, float], Plan]:
-    """What makes a plan whole: every pass in its turn. It may raise InfeasibleError for a plan
-    whose step is not below so many seconds.
+    """A function that completes a plan by all passes in turn. It may raise InfeasibleError where
+    no step is shorter than `below` seconds.
 
-    Where memory is short, cheap operators of all blocks may run again.
+    Where memory is short, selective recomputation of all blocks is weighed.
     """
 
     def complete(plan: Plan, below: float) -> Plan:

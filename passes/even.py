@@ -1,10 +1,10 @@
-"""What a schedule would take if the work were divided evenly: quickly said, before any division.
+"""The step of a schedule with perfectly even stages: a cheap estimate before any division.
 
-Even stages are best for every schedule that is known by name; whole blocks only add to their step.
-What memory forces to be recomputed adds as well, and that is found with blocks that may be cut
-anywhere (`divide.relaxed`). So a schedule whose even step is longer than one that was found need
-not be divided. All that is said of the coarsest blocks, layers as a rule: that pieces of layers may
-be recomputed with less is left out, as the stage pass takes pieces only where layers are uneven.
+Even stages are the best case of every named schedule: stages of whole blocks can only take longer.
+Recomputation that memory forces is added as if blocks could be cut anywhere (`divide.relaxed`). A
+schedule whose even step is longer than a step already found need not be divided. All this is for
+the coarsest blocks, usually layers, as the stage pass uses parts of layers only where layers are
+uneven.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ STEADY = 3  # micro-batches for each rank, after which all ranks have begun and 
 
 
 class Even(NamedTuple):
-    """Seconds of a step with even stages, infinite where they do not fit; and whether memory makes
-    them recompute."""
+    """Seconds of a step with even stages, infinite where they do not fit, and whether memory forces
+    recomputation."""
 
     seconds: float
     is_forced: bool
 
 
 def even_step(problem: Problem, plan: Plan) -> float:
-    """Seconds of a step under the schedule of a plan with even stages; infinite where they do not
-    fit. It is remembered.
+    """Seconds of a step with even stages under the plan's schedule, infinite where they do not fit.
 
-    What all ranks do for the vocabulary is added to the work of each; they may do it while stages
-    wait for each other.
+    Cached. Work on a vocabulary that all ranks share is added to each rank's; it may run in what
+    would be idle time.
     """
     return _even_at_first(problem, plan).seconds
 
 
 def is_forced(problem: Problem, plan: Plan) -> bool:
-    """Whether memory makes even stages under the schedule of a plan recompute, or has no room."""
+    """Whether even stages under the plan's schedule must recompute, or do not fit at all."""
     return _even_at_first(problem, plan).is_forced
 
 
@@ -62,19 +61,19 @@ def _even_at_first(problem: Problem, plan: Plan) -> Even:
 
 
 def even_bound(problem: Problem, plan: Plan) -> float:
-    """Seconds that the same is not below, sooner: many micro-batches add to the first few what the
-    slowest rank takes for them, at least. Where memory forces layers to run twice, it may be the
-    bound of pieces of them."""
+    """Lower bound of `even_step`, in seconds, from few micro-batches: each further one adds at
+    least the slowest rank's time. Where memory forces layers to be recomputed, it may be the bound
+    of parts of layers."""
     key = _key("even bound", problem, plan)
     return problem.once(key, lambda: min(_bounds(problem, plan)))
 
 
 def roomy_bound(problem: Problem, plan: Plan) -> float:
-    """Seconds that the same is not below, were there memory for everything; without simulating.
+    """Lower bound of `even_step` with unlimited memory, in seconds, without simulation.
 
-    Ranks are busy with their part of the work, and the last one waits until the first micro-batch
-    is there. Under 1F1B and GPipe it also waits for its way back, and when interleaved for that
-    through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    Each rank does its share of the work, and the last waits for the first micro-batch to arrive.
+    Under 1F1B and GPipe the first also waits for its gradients to come back, interleaved schedules
+    for the way through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
     level = problem.levels[0]
 
@@ -102,7 +101,7 @@ def _few(plan: Plan) -> Plan:
 
 
 def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:
-    """The bounds of ever finer blocks, as long as these may be shorter."""
+    """The bounds of ever finer granularities, while these may be smaller."""
     few = _few(plan)
     for level in problem.levels:
         found = _even(problem, plan, few, level)
@@ -112,13 +111,13 @@ def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:
 
 
 def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
-    """What an even step depends on."""
+    """Cache key: the decisions that an even step depends on."""
     return what, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
 
 
 def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
-    """The even step of blocks at a granularity, timed with the micro-batches of another plan; those
-    besides take what the slowest rank takes."""
+    """The even step at a granularity, simulated with the micro-batches of `few`; each further one
+    adds the slowest rank's time."""
     trial = as_asked(problem, few, level)
     priced = problem.recomputing(level, trial.recompute or ())
     task = division_task(problem, trial, level)
@@ -134,7 +133,7 @@ def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
 def _seconds(
     problem: Problem, plan: Plan, few: Plan, priced: Priced, pace: float, slowest: float
 ) -> float:
-    """Seconds of a step whose slowest rank takes so many for a micro-batch, at least."""
+    """Seconds of a step whose slowest rank takes at least `slowest` for a micro-batch."""
     even = sum((*priced.forward, *priced.backward)) / pace
     spread = vocabulary_cost(problem, few)
     busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
@@ -147,15 +146,15 @@ def _seconds(
 
 
 def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:
-    """The plan with what is recomputed anyway, whatever memory forces."""
+    """The plan with the blocks that the user asked to recompute."""
     wanted = problem.options.recompute
     names = () if wanted == "auto" else chosen(problem, level, wanted)
     return dataclasses.replace(plan, recompute=names)
 
 
 def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
-    """The step of even stages under the schedule, without what all ranks do for the vocabulary;
-    `pace` is how much faster than the fastest rank all are together."""
+    """The step of even stages under the schedule, without a vocabulary on all ranks; `pace` is the
+    aggregate speed of the ranks in units of the fastest."""
     stages = len(outline(plan).placement)
     parts = pace * stages / plan.mesh.pipeline
     cost = StageCost(
@@ -173,9 +172,9 @@ def _step(problem: Problem, plan: Plan, priced: Priced, pace: float) -> float:
 
 
 def _messages(problem: Problem, plan: Plan) -> Iterator[Message]:
-    """The smallest value that goes from a block to the next, from each stage to the next.
+    """Messages of the smallest value between neighbouring blocks, from each stage to the next.
 
-    None where blocks do not form a chain: stages may not wait for each other then.
+    None where blocks form no chain: stages may not depend on each other then.
     """
     loads, flows = data(problem, problem.levels[0])
     largest = dict.fromkeys(range(len(loads) - 1), 0)

@@ -1,7 +1,7 @@
-"""What is divided into stages: the blocks, and what they are where memory may have them recomputed.
+"""The input of the stage solver: blocks with their costs, kept and recomputed.
 
-A block that is recomputed keeps what it reads. Where it is the only one to keep that, the block
-that made it keeps its output: that is counted in any case, and so never too little.
+A recomputed block keeps its inputs. Where no other block keeps one of them, its maker's output must
+be kept; that is always counted, so that memory is never understated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ def division_task(
     *,
     is_free: bool | None = None,
 ) -> DivisionTask:
-    """The blocks at a granularity as they are divided under the schedule of a plan, where ranks
-    have so many bytes for them (None: all but what is reserved).
+    """The division problem at a granularity under the plan's schedule, with `limits` bytes on each
+    rank (None: all but what is reserved).
 
-    Where recomputation is free, left to memory (None: as in the options), any block may run twice;
-    else those do that the plan recomputes. Found once for a schedule: who bounds it, divides it
-    quickly and divides it well asks for it.
+    With `is_free` (None: as in the options) the solver chooses which blocks are recomputed; else
+    those of the plan are. Cached: bound, quick division and good division of a schedule share it.
     """
     if limits is None:
         limits = [memory - reserved(problem, plan) for memory in problem.memories]
@@ -52,7 +51,7 @@ def division_task(
 
 
 def names_of(problem: Problem, level: int, blocks: Collection[int]) -> tuple[str, ...]:
-    """The names of blocks, in their order."""
+    """The names of the blocks with these numbers, in the model's order."""
     names = [block.name for block in problem.priced(level).cut.blocks]
     return tuple(names[b] for b in sorted(blocks))
 
@@ -60,8 +59,8 @@ def names_of(problem: Problem, level: int, blocks: Collection[int]) -> tuple[str
 def _free(
     problem: Problem, plan: Plan, level: int
 ) -> tuple[tuple[Load, ...], tuple[Load | None, ...], tuple[Flow, ...]]:
-    """The blocks as they are, and as they are when recomputed, None where that does not help; and
-    the values between them."""
+    """Loads of the blocks, loads when recomputed (None where that saves nothing), and the values
+    between blocks."""
     every = chosen(problem, level, "full")
     loads, flows = data_under(problem, dataclasses.replace(plan, recompute=()), level)
     full, _ = data_under(problem, dataclasses.replace(plan, recompute=every), level)
@@ -79,7 +78,7 @@ def _free(
 def _keeping(
     problem: Problem, level: int, every: Sequence[str], loads: Sequence[Load]
 ) -> Iterator[Load]:
-    """The blocks as they are, their outputs kept also where that takes a recomputed reader."""
+    """Loads of the blocks, with outputs that only a recomputed reader would keep."""
     plain, full = problem.priced(level), problem.recomputing(level, every)
     for block, cost, load, before, after in zip(
         plain.cut.blocks, plain.costs, loads, plain.saved, full.saved, strict=True

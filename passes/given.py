@@ -1,4 +1,4 @@
-"""Divisions that the user gives: equal numbers of layers, or block counts per stage."""
+"""Divisions that the user asks for: equal numbers of layers, or block counts by stage."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ def division(
 
 
 def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
-    """Equal numbers of layers, as Megatron-LM does: what comes before the first layer goes with
-    it, what comes after a layer with that layer. The first stages take the remainder.
+    """Equal numbers of layers, as in Megatron-LM: blocks before the first layer go with it, blocks
+    after a layer with that layer. The first stages take the remainder.
 
-    Where two more layers would divide evenly, the embedding and the head count as one each: so
-    Llama 3 405B is divided (2407.21783, section 3.3.2), and models in the papers of zero-bubble
-    schedules (2401.10241)."""
+    Where layers divide evenly only with two more, embedding and head count as a layer each, as in
+    Llama 3 405B (arXiv 2407.21783, section 3.3.2) and the zero-bubble papers (2401.10241)."""
     most = 0
     for level in problem.levels:
         layers = [is_layer(block) for block in problem.priced(level).cut.blocks]
@@ -58,13 +57,12 @@ def _even(problem: Problem, stages: int) -> tuple[int, tuple[int, ...]]:
 
 
 def is_layer(block: Block) -> bool:
-    """Whether a block is a numbered module of the model or a piece of one."""
+    """Whether a block is a numbered module of the model or part of one."""
     return bool(block.scope)
 
 
 def _with_ends(layers: list[bool], stages: int) -> list[bool]:
-    """Which blocks are dealt out: what comes before the first layer, and after the last, too where
-    only with both the blocks divide evenly.
+    """Which blocks count as layers: with the blocks at both ends where they divide evenly only so.
 
     >>> _with_ends([False, True, True, False], 4), _with_ends([False, True, True, False], 2)
     ([True, True, True, True], [False, True, True, False])

@@ -1,4 +1,4 @@
-"""What the stage programme is told: the blocks at a granularity and the values between them."""
+"""Data of the stage solver: a load for each block, a flow for each value between blocks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def data(
     recompute: Collection[str] = (),
     left: int = 0,
 ) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
-    """The blocks at a granularity and the values between them, as the programme's data.
+    """Loads of the blocks at a granularity, and flows between them.
 
-    With `versions` every micro-batch in flight keeps the weights of its forward. The blocks in
-    `recompute` keep what they read only; at most `left` micro-batches wait for weight gradients.
+    `versions`: every micro-batch in flight keeps the weights of its forward. Blocks in `recompute`
+    keep their inputs only. At most `left` micro-batches wait for their weight gradients.
     """
     key = "loads", level, versions, frozenset(recompute), left
 
@@ -41,14 +41,13 @@ def data(
 def data_under(
     problem: Problem, plan: Plan, level: int
 ) -> tuple[tuple[Load, ...], tuple[Flow, ...]]:
-    """The programme's data under the schedule and the recomputation of a plan."""
+    """Loads and flows under the schedule and the recomputation of a plan."""
     versions, recompute = outline(plan).asynchronous, plan.recompute or ()
     return data(problem, level, versions=versions, recompute=recompute, left=left(plan))
 
 
 def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> Iterator[Load]:
-    """One load per block; tensors that several blocks read are counted once per rank, and so are
-    constants."""
+    """One load for each block; shared tensors and constants count once on each rank."""
     blocks = priced.cut.blocks
     names = [sorted({binding.name for binding in block.tensors}) for block in blocks]
     users = Counter(name for read in names for name in read)
@@ -72,7 +71,7 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
 
 
 def _exchanged(problem: Problem, priced: Priced) -> list[int]:
-    """Bytes that data ranks exchange while each block runs, or goes back; see `footprint`."""
+    """Bytes that data ranks exchange during each block's forward or backward; see `footprint`."""
     bytes_of = exchanged(problem, priced, range(len(priced.cut.blocks)))
     return [
         max(bytes_of.forward(b), bytes_of.backward(b) + bytes_of.own(b))
@@ -81,7 +80,7 @@ def _exchanged(problem: Problem, priced: Priced) -> list[int]:
 
 
 def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
-    """One flow per value that other blocks use."""
+    """One flow for each value that other blocks read."""
     for b, block in enumerate(priced.cut.blocks):
         for node in block.outputs:
             consumers = sorted({priced.home[u] for u in node.users if u in priced.home} - {b})
@@ -90,12 +89,12 @@ def _flows(problem: Problem, priced: Priced) -> Iterator[Flow]:
 
 
 def reserved(problem: Problem, plan: Plan) -> int:
-    """Bytes on every rank besides its blocks: for the layers of the vocabulary, for a bucket of
-    gradients that data ranks sum, and for the batch."""
+    """Bytes reserved on every rank besides its blocks: a vocabulary on all ranks, a bucket of
+    gradients, and the batch."""
     return problem.bucket_bytes + problem.held_batch_bytes + _spread(problem, plan)
 
 
 def _spread(problem: Problem, plan: Plan) -> int:
-    """Bytes on every rank for the layers of the vocabulary that all ranks compute."""
+    """Bytes on every rank of a vocabulary that all ranks share."""
     cost = vocabulary_cost(problem, plan)
     return cost.resident + max(cost.saved + cost.more, cost.update) if cost else 0

@@ -1,8 +1,8 @@
-"""The order of compute that schedule="search" asks for: searched for the stages as they are.
+"""The order of compute of schedule="search": found by search, for stages that are decided.
 
-Where all ranks share the vocabulary the order of the stages alone is searched, in the memory that
-is left beside the vocabulary and the activations that it keeps longer, and its passes are put in as
-into any schedule. The order found is taken where the whole step is shorter by it.
+With a vocabulary on all ranks the order of the stages alone is searched, within the memory that the
+vocabulary and the activations it keeps longer leave, and the vocabulary's passes are inserted as
+into any schedule. The order is taken where it makes the whole step shorter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OrderPass(Pass):
     effort: float = EFFORT
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """The shortest order found, never longer than a named schedule with these stages."""
+        """The shortest order found, never slower than a named schedule with these stages."""
         if plan.schedule != "search":
             return plan
         spread = vocabulary_cost(problem, plan)
@@ -54,7 +54,7 @@ class OrderPass(Pass):
         return search(named, costs(problem, plan), messages(problem, plan), limits, self.effort)
 
     def _beside(self, problem: Problem, plan: Plan, spread: VocabularyCost) -> Plan:
-        """The best of the order that was given and of one found for the stages alone."""
+        """The better of the plan's order and one found for the stages alone."""
         tried = [plan]
         with suppress(InfeasibleError):
             found = self._found(problem, plan, list(_left(problem, plan, spread)))
@@ -73,7 +73,7 @@ def _fits(problem: Problem, step: Timing) -> bool:
 
 
 def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[float]:
-    """The bytes of each rank for stages whose backwards come later by the method's intervals."""
+    """Bytes of each rank for the stages, whose backwards wait for the vocabulary's passes."""
     schedule, found = trunk(plan), costs(problem, plan)
     more = intervals(spread.method, schedule.ranks)
     for rank in range(schedule.ranks):
@@ -83,7 +83,7 @@ def _left(problem: Problem, plan: Plan, spread: VocabularyCost) -> Iterator[floa
 
 
 def _named(plan: Plan) -> Iterator[Schedule]:
-    """The schedules with the plan's stages, the one that it was divided for first."""
+    """The named schedules with the plan's number of stages, its own first."""
     placement = outline(plan).placement
     yield trunk(plan)
     for name in SCHEDULES:

@@ -4,10 +4,9 @@
     selective    F ──── all but what is cheaply made ───► norms, gates .. B
     recomputed   F ──── its inputs ─────────────────────► F B
 
-What the options leave to memory ("auto") is chosen together with the stages, by the stage pass:
-what costs the least time, and nothing where more memory would not shorten the step (see `forced`).
-Where that recomputes blocks, it is weighed against a plan in which all others are selective, which
-says of each operator whether it runs again (see `decide` and `cost.selective`).
+With "auto" the stage pass chooses recomputed blocks together with the stages, only where memory
+forces it and at the least cost (see `forced`). Such a plan is weighed against one with selective
+recomputation of all other blocks (see `decide` and `cost.selective`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from parcompiler.problem import Problem
 
 @dataclass(frozen=True)
 class RecomputePass(Pass):
-    """Decides `plan.recompute` where the options do, at the coarsest granularity.
+    """Decides `plan.recompute` at the coarsest granularity, where the options say it.
 
-    The stage pass then decides it at its own, and where the options leave it to memory.
+    The stage pass decides it again at its own granularity, and always for "auto".
     """
 
     name: ClassVar[str] = "recompute"
@@ -45,9 +44,9 @@ class RecomputePass(Pass):
 
 
 def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tuple[str, ...]:
-    """The blocks at a granularity that are recomputed if a word or patterns say so.
+    """Names of the blocks that an option recomputes, at a granularity.
 
-    "full" leaves out what must run once only (running statistics) and what keeps nothing anyway.
+    "full" leaves out blocks that must run once (running statistics) and blocks that keep nothing.
     A pattern matches a block by its name or by that of a module around it; the last one decides.
     Raises InputError when patterns choose a block that must run once only.
     """
@@ -83,12 +82,12 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _decision(name: str, wanted: Mapping[str, bool]) -> bool:
-    """What the patterns say of a block."""
+    """Whether the patterns recompute a block; the last that matches decides."""
     return next((wanted[p] for p in reversed(list(wanted)) if matches(name, p)), False)
 
 
 def check_patterns(problem: Problem, patterns: Mapping[str, bool]) -> None:
-    """Raise InputError when one matches no block, however finely the model is cut."""
+    """Raises InputError for a pattern that matches no block at any granularity."""
     left = list(patterns)
     for level in problem.levels:
         names = [block.name for block in problem.priced(level).cut.blocks]

@@ -1,13 +1,13 @@
 """Which schedule orders the micro-batches.
 
-"auto" asks the stage pass what it would do under each schedule that may have the shortest step, and
-takes the plainest of those that fit into memory from which no other would save more than `gain` of
-the step. (Of nearly equal plans, `decide` takes the plainest.)
+"auto" divides the model under each schedule that may have the shortest step, and takes the plainest
+schedule that fits into memory and is at most `gain` slower than the fastest. (Among nearly equal
+plans `decide` takes the plainest.)
 
     even_step   zb-h2   zb-v | zb-h1  interleaved  1f1b  ...
-    divided     2.67    2.59 |                              even then longer than 2.59: not divided
+    divided     2.67    2.59 |                              more than 2.59 even so: not divided
 
-Large models are divided quickly first, and well only where that is within `DOUBT` of the shortest.
+Large models get a quick division first, and a good one only within `DOUBT` of the shortest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOO_LARGE = "does not fit the memory limit, however it is divided and recomputed
 class SchedulePass(Pass):
     """Decides `plan.schedule`, `plan.virtual_stages` and, where no name says it, `plan.orders`.
 
-    A step of `below` seconds is known: others are of no use.
+    A step of `below` seconds is known: slower ones are of no use.
     """
 
     name: ClassVar[str] = "schedule"
@@ -53,9 +53,9 @@ class SchedulePass(Pass):
     below: float = math.inf
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """The schedule that was asked for, or the fastest that fits; the search starts there.
+        """The schedule asked for, or the fastest that fits, from which a search of orders starts.
 
-        Raises InfeasibleError where no step can be below the one that is known.
+        Raises InfeasibleError where no step can be shorter than the known one.
         """
         decided = self._chosen(problem, plan)
         if self.below < math.inf and decided.orders is None:
@@ -68,11 +68,11 @@ class SchedulePass(Pass):
         return decided
 
     def quick_step(self, problem: Problem, plan: Plan) -> float | None:
-        """Seconds of stages that are quickly found; or what is too much in any case."""
+        """Seconds of the quick division, or a lower bound of it that is too long already."""
         return quick_step(problem, plan, self.below / (1 - DOUBT))
 
     def _chosen(self, problem: Problem, plan: Plan) -> Plan:
-        """What was asked for or is fastest."""
+        """The schedule asked for, or the fastest."""
         wanted = problem.options.schedule
         if plan.schedule is not None:
             return plan
@@ -86,7 +86,7 @@ class SchedulePass(Pass):
         return _named(plan, wanted, problem.options.virtual_stages)
 
     def _fastest(self, problem: Problem, plan: Plan) -> Plan:
-        """The plainest candidate whose step is about as short as any, and all that were weighed."""
+        """The plainest candidate within the margin of the shortest, and all that were weighed."""
         weighing = Weighing(self, problem, tuple(candidates_for(problem, plan)))
         order = weighing.order()
         for k in filter(weighing.is_worth_it, order):
@@ -104,7 +104,7 @@ class SchedulePass(Pass):
 
 @dataclass
 class Weighing:
-    """What is known of the schedules in question, the plainest first."""
+    """What is known of the candidate schedules, plainest first."""
 
     asked: SchedulePass
     problem: Problem
@@ -115,11 +115,11 @@ class Weighing:
     refused: dict[int, Exception] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Say of each candidate what even stages would take."""
+        """Estimate each candidate with even stages."""
         self.least = [self._even(candidate) for candidate in self.candidates]
 
     def _even(self, candidate: Plan) -> float:
-        """Seconds of even stages, or what they are not below if that is too long already."""
+        """Seconds of even stages, or a lower bound of it that is too long already."""
         for bound in (roomy_bound, even_bound):
             seconds = bound(self.problem, candidate)
             if seconds >= self.asked.below:
@@ -127,7 +127,7 @@ class Weighing:
         return even_step(self.problem, candidate)
 
     def order(self) -> list[int]:
-        """The shortest steps first; of those about as short, the plainest."""
+        """Candidates by estimated step; within the margin, the plainest first."""
         expected = list(self.least)
         for k in sorted(range(len(expected)), key=expected.__getitem__):
             if _is_large(self.problem, self.candidates[k]) and self._may_win(k, self.quick):
@@ -138,12 +138,12 @@ class Weighing:
         return sorted(range(len(expected)), key=lambda k: (max(near, expected[k]), k))
 
     def is_worth_it(self, k: int) -> bool:
-        """Whether a candidate may be the one to choose, by what is known so far."""
+        """Whether a candidate may still be chosen, by what is known so far."""
         known = min(self.asked.below, *self.quick.values(), *self.found.values(), math.inf)
         return self._may_win(k, self.found) and (1 - DOUBT) * self.quick.get(k, 0) < known
 
     def divide(self, k: int) -> None:
-        """Find the best stages under a candidate."""
+        """Divide the model under a candidate."""
         candidate = self.candidates[k]
         try:
             divided = self.asked.stages.run(_briefly(self.problem, candidate), candidate)
@@ -153,7 +153,7 @@ class Weighing:
         self.found[k] = step_of(self.problem, divided)
 
     def chosen(self) -> Plan:
-        """The plainest that is about as short as any, with what was weighed."""
+        """The plainest plan within the margin of the shortest, with all that were weighed."""
         enough = min(self.found.values()) / (1 - self.asked.gain)
         best = min(k for k, seconds in self.found.items() if seconds <= enough)
         weighed = (
@@ -171,11 +171,12 @@ class Weighing:
         return _too_slow(self.quick[k]) if k in self.quick else _too_long(self.least[k])
 
     def nearest(self) -> int:
-        """The candidate that promises the shortest step."""
+        """The candidate with the shortest estimate."""
         return min(range(len(self.least)), key=lambda k: self.quick.get(k, self.least[k]))
 
     def _may_win(self, k: int, found: Mapping[int, float]) -> bool:
-        """Whether a candidate may be about as short as any, and save enough on a plainer one."""
+        """Whether a candidate may be within the margin of the shortest and save enough over plainer
+        ones."""
         saved, least = 1 - self.asked.gain, self.least[k]
         return least < self.asked.below and all(
             least < saved * seconds if other < k else saved * least <= seconds
@@ -189,12 +190,12 @@ def _too_long(least: float) -> str:
 
 
 def _too_slow(quick: float) -> str:
-    """Why better stages than those that are quickly found are not looked for."""
+    """Why a schedule got a quick division only."""
     return f"about {_in_units(quick)}, with stages that are quickly found"
 
 
 def _in_units(seconds: float) -> str:
-    """Seconds as people say them.
+    """Seconds with three digits and a unit.
 
     >>> _in_units(2.674), _in_units(0.00577)
     ('2.67 s', '5.77 ms')
@@ -203,28 +204,27 @@ def _in_units(seconds: float) -> str:
 
 
 def _is_large(problem: Problem, plan: Plan) -> bool:
-    """Whether the best stages take seconds to find."""
+    """Whether a good division takes seconds to compute."""
     blocks, stages = len(problem.priced(problem.levels[0]).cut.blocks), len(outline(plan).placement)
     return blocks * stages > LARGE
 
 
 def _briefly(problem: Problem, plan: Plan) -> Problem:
-    """The problem, without a search for what would do where it takes seconds for each schedule."""
+    """The problem; for large models without the costly explanation of refusals."""
     if not problem.explain or not _is_large(problem, plan):
         return problem
     return dataclasses.replace(problem, explain=False)
 
 
 def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float | None:
-    """Seconds of a step with stages that are quickly found: even ones, and what they recompute;
-    None where these do not fit.
+    """Seconds of a step with the quick division, into even stages; None where it does not fit.
 
-    The stage pass finds better ones, which takes it a second for a large model and schedule. Its
-    choice among schedules hardly depends on that: where the quick stages are far slower than stages
-    that were found under another schedule, the best ones are as well.
+    The stage pass finds better stages, but takes a second for a large model and schedule. The order
+    of the schedules hardly depends on that: one whose quick division is far slower than another's
+    good one loses with a good division too.
 
-    Where the stages alone take `below` seconds or more, it is their seconds, without those of a
-    vocabulary on all ranks.
+    Where the stages alone take `below` seconds or more, it is their time, without a vocabulary on
+    all ranks.
     """
     level = problem.levels[0]
     trial = as_asked(problem, plan, level)
@@ -244,7 +244,7 @@ def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float |
 
 
 def candidates_for(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """What "auto" chooses from: all that have as many stages as were asked for."""
+    """The schedules that "auto" chooses from, with the number of stages asked for."""
     ranks, wanted, counts = (
         plan.mesh.pipeline,
         problem.options.virtual_stages,
@@ -267,7 +267,7 @@ def _named(plan: Plan, name: str, wanted: int) -> Plan:
 
 
 def _given(plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with a schedule that the user made."""
+    """The plan with a user's own schedule."""
     virtual_stages = max(map(schedule.placement.count, range(schedule.ranks)))
     if schedule.name in SCHEDULES:
         with suppress(InputError):  # it may not be what its name says

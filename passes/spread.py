@@ -1,4 +1,4 @@
-"""What every rank does for the layers of the vocabulary, in seconds and bytes."""
+"""Seconds and bytes on every rank of a vocabulary that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from parcompiler.timeline import VocabularyCost
 
 
 def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
-    """Of one micro-batch on each rank; None where the layers of the vocabulary are on stages.
+    """The cost for one micro-batch on each rank; None where the vocabulary is on stages.
 
-    Before the blocks are on stages the embeddings count as those of the first, and the head takes
-    its input from the last.
+    Until stages are decided, embeddings count with the first one, and the head reads the last.
     """
     spread = problem.graph.vocabulary
     if plan.vocabulary is None or not plan.vocabulary.spread or spread is None:
@@ -39,13 +38,13 @@ def vocabulary_cost(problem: Problem, plan: Plan) -> VocabularyCost | None:
 
 
 def _parts(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
-    """Seconds and bytes, found once for each method."""
+    """Seconds and bytes of a method. Cached."""
     key = "vocabulary", ranks, method
     return problem.once(key, lambda: _slowest(problem, ranks, method))
 
 
 def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
-    """Seconds of the passes as they were measured; nothing where they are the model's.
+    """Measured seconds of the vocabulary's passes; empty where they are modelled.
 
     Raises InputError where they cannot run here.
     """
@@ -59,7 +58,7 @@ def _measured(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
 
 
 def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
-    """The most that each part takes on any device: all ranks have as many rows, and meet."""
+    """Each part's time on the slowest device: ranks wait for each other."""
     together = among(problem.mesh, problem.mesh.grid.plane(0))  # all of one data coordinate
     found = [
         vocabulary_parts(
@@ -73,7 +72,7 @@ def _slowest(problem: Problem, ranks: int, method: str) -> dict[str, Any]:
 
 
 def _stages(problem: Problem, plan: Plan) -> dict[fx.Node, int]:
-    """The stage of every node in a block, once that is decided."""
+    """The stage of every node, once stages are decided."""
     if plan.stages is None or plan.granularity is None:
         return {}
     home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}

@@ -1,10 +1,9 @@
-"""Whether the layers of the vocabulary stand on stages, or on all ranks, and how.
+"""Whether embedding and head are on stages or spread over all ranks, and by which method.
 
-"auto" asks the other passes what they would do with every method and takes the shortest step that
-fits into memory, in one decision with the stages. Methods are listed from the plainest; one further
-down must save more than `gain` of the step, and is not divided
-where even stages would not (`even`). The schedule is chosen for the first method that spreads the
-vocabulary, and the others are tried with that.
+"auto" completes the plan with every method and takes the shortest step that fits into memory, so
+that vocabulary and stages are decided together. Methods are ordered from the plainest; a later one
+must save more than `gain` of the step, and is skipped where even stages would not save it (`even`).
+The schedule is chosen for the first method that spreads the vocabulary, and kept for the others.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ NOTHING = "it looks up no words of the batch and has no head with a cross-entrop
 
 @dataclass(frozen=True)
 class VocabularyPass(Pass):
-    """Decides `plan.vocabulary`, and where methods were weighed what `others` decide with it.
+    """Decides `plan.vocabulary` and, where methods are weighed, the rest of the plan by `others`.
 
-    A step of `below` seconds is known: others are of no use.
+    A step of `below` seconds is known: slower ones are of no use.
     """
 
     name: ClassVar[str] = "vocabulary"
@@ -48,7 +47,7 @@ class VocabularyPass(Pass):
     others: tuple[Pass, ...] = (ShardPass(), RecomputePass(), SchedulePass(), StagePass())
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
-        """What was asked for, as far as there are such layers, or the fastest that fits."""
+        """The method asked for, as far as the model has such layers, or the fastest that fits."""
         if plan.mesh.pipeline == 1:
             return plan if problem.options.vocabulary not in METHODS else _alone(problem, plan)
         choices = choices_for(problem)
@@ -57,7 +56,7 @@ class VocabularyPass(Pass):
         return self._fastest(problem, plan, choices)
 
     def _fastest(self, problem: Problem, plan: Plan, choices: list[VocabularyChoice]) -> Plan:
-        """The choice with the shortest step that fits, and all that were weighed."""
+        """The method with the shortest step that fits, and all that were weighed."""
         best: tuple[float, Plan] | None = None
         refusal: InfeasibleError | InputError | None = None
         weighed: list[Method] = []
@@ -92,7 +91,7 @@ class VocabularyPass(Pass):
         return dataclasses.replace(best[1], vocabulary=chosen)
 
     def _decided(self, problem: Problem, plan: Plan, below: float) -> Plan:
-        """A plan as the other passes would complete it if its step may be below some seconds."""
+        """The plan completed by the other passes, if its step may be shorter than `below`."""
         for item in self.others:
             if isinstance(item, SchedulePass):
                 item = dataclasses.replace(item, below=below)
@@ -101,20 +100,20 @@ class VocabularyPass(Pass):
 
 
 def choices_for(problem: Problem) -> list[VocabularyChoice]:
-    """The choices that are weighed for a pipeline, the plainest first."""
+    """The methods that are weighed for a pipeline, plainest first."""
     wanted = problem.options.vocabulary
     methods = CANDIDATES if wanted == "auto" and not _asynchronous(problem) else (wanted,)
     return list(_choices(methods, _spread(problem)))
 
 
 def _alone(problem: Problem, plan: Plan) -> Plan:
-    """The plan that says why one pipeline rank does not do what was asked for."""
+    """The plan of one pipeline rank, with the reason why nothing is spread."""
     kept = (f"{problem.graph.name}: {ALONE}",)
     return dataclasses.replace(plan, vocabulary=VocabularyChoice("whole", kept=kept))
 
 
 def _scheduled(plan: Plan, decided: Plan) -> Plan:
-    """A plan with the schedule of one that is decided."""
+    """The plan with the schedule of a decided one."""
     return dataclasses.replace(
         plan,
         schedule=decided.schedule,
@@ -125,7 +124,7 @@ def _scheduled(plan: Plan, decided: Plan) -> Plan:
 
 
 def _spread(problem: Problem) -> VocabularyChoice:
-    """What can be on all ranks, and what stays whole and why; of no method yet."""
+    """The layers that can be spread, and which stay whole and why, without a method."""
     ranks = problem.mesh.pipeline * problem.mesh.tensor
     found = find(problem.graph, ranks)
     kept = found.kept
@@ -140,7 +139,7 @@ def _spread(problem: Problem) -> VocabularyChoice:
 
 
 def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[VocabularyChoice]:
-    """The choices that are different; where nothing can be spread, all are the same."""
+    """The distinct choices: only one where nothing can be spread."""
     able = spread.lookups or spread.head
     for method in dict.fromkeys(method if able else "whole" for method in methods):
         if method in ("auto", "whole"):
@@ -150,6 +149,6 @@ def _choices(methods: tuple[str, ...], spread: VocabularyChoice) -> Iterator[Voc
 
 
 def _asynchronous(problem: Problem) -> bool:
-    """Whether the schedule that was asked for updates parameters inside the step."""
+    """Whether the schedule asked for updates parameters within the step, as PipeDream does."""
     wanted = problem.options.schedule
     return wanted.asynchronous if isinstance(wanted, Schedule) else wanted == "pipedream"
