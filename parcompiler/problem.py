@@ -240,20 +240,23 @@ class Problem:
         """Seconds to gather each block's parameters, and to reduce-scatter its gradients, on the
         slowest ranks."""
 
-        def joined(action: str, nbytes: int, expert: int | None) -> float:
+        def joined(action: str, nbytes: int, count: int, expert: int | None) -> float:
             if not nbytes:
                 return 0.0
             ranks = range(1 if self.mesh.is_uniform else self.mesh.pipeline)
             rows = (self.mesh.grid.replicas([rank], expert=expert) for rank in ranks)
-            count = math.ceil(nbytes / self.bucket) if action == "reduce-scatter" else 1
-            each = nbytes / max(1, count)
+            each = nbytes / count
             return count * max(collective.joined(self.mesh, action, each, row) for row in rows)
+
+        def summed(block: Block, expert: int | None) -> float:
+            trained = [x.nbytes for x in self._shared(block, expert) if x.trainable]
+            buckets = min(len(trained), math.ceil(sum(trained) / self.bucket))  # tensors stay whole
+            return known("reduce-scatter", sum(trained), max(1, buckets), expert)
 
         known, found = functools.cache(joined), []
         for block in priced.cut.blocks:
-            gathers = [known("all-gather", self._unit_bytes(block, of), of) for of in (None, 0)]
-            sums = [known("reduce-scatter", self._made_bytes(block, of), of) for of in (None, 0)]
-            found.append((sum(gathers), sum(sums)))
+            gathers = [known("all-gather", self._unit_bytes(block, of), 1, of) for of in (None, 0)]
+            found.append((sum(gathers), sum(summed(block, of) for of in (None, 0))))
         return found
 
     def under(self, plan: Plan) -> Priced:
@@ -338,10 +341,6 @@ class Problem:
     def _unit_bytes(self, block: Block, expert: int | None) -> int:
         """`unit_bytes` of experts (0) or of all other parameters (None)."""
         return sum(x.nbytes for x in self._shared(block, expert)) if self.gathers else 0
-
-    def _made_bytes(self, block: Block, expert: int | None) -> int:
-        """Bytes of a block's gradients that data ranks reduce, of experts or of all others."""
-        return sum(item.nbytes for item in self._shared(block, expert) if item.trainable)
 
     def _shared(self, block: Block, expert: int | None) -> Iterator[Parameter]:
         """The distinct sharded parameters that a block reads, of experts or of others."""
