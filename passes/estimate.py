@@ -82,23 +82,11 @@ def alone(problem: Problem, plan: Plan) -> float:
 
     Exact where the vocabulary is on stages, and cheaper to compute.
     """
-    return _seconds(problem, plan, _headless, None)
-
-
-def step_seconds(problem: Problem, plan: Plan) -> float:
-    """The step of `estimate` without its memory, in about half the time."""
-    return _seconds(problem, plan, planned, vocabulary_cost(problem, plan))
-
-
-def _seconds(
-    problem: Problem, plan: Plan, find: Callable[[Plan], Schedule], shared: VocabularyCost | None
-) -> float:
-    """The step of the schedule that is found for a plan, with these layers that all ranks share."""
-    what = costs(problem, plan), messages(problem, plan), shared
+    what = costs(problem, plan), messages(problem, plan)
     update = _update(plan, what[0], vocabulary_cost(problem, plan))
     if plan.orders is not None:
-        return timing(find(plan), *what).step_time + update
-    return step_time(orders_of(plan, find), plan.microbatches, *what) + update
+        return timing(_headless(plan), *what).step_time + update
+    return step_time(orders_of(plan, _headless), plan.microbatches, *what) + update
 
 
 def _headless(plan: Plan) -> Schedule:

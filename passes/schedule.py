@@ -23,7 +23,7 @@ from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.base import GAIN, Pass
 from parcompiler.passes.divide import spared
 from parcompiler.passes.divide.runs import even_runs, lean_runs
-from parcompiler.passes.estimate import alone, step_seconds
+from parcompiler.passes.estimate import alone, estimate
 from parcompiler.passes.even import as_asked, even_bound, even_step, roomy_bound
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.stage import StagePass, placed
@@ -239,7 +239,7 @@ def quick_step(problem: Problem, plan: Plan, below: float = math.inf) -> float |
             found = dataclasses.replace(trial, recompute=names)
             trial = placed(problem, found, level, stage_of)
             least = alone(problem, trial) if below < math.inf else 0.0
-            return least if least >= below else step_seconds(problem, trial)
+            return least if least >= below else estimate(problem, trial).step_time
     return None
 
 

@@ -29,11 +29,10 @@ from parcompiler.timeline.embeddings import whole_walk
 from parcompiler.timeline.memory import MemoryUse
 from parcompiler.timeline.order import OrderTasks, OrderWalk, Send, StageLink
 from parcompiler.timeline.run import INFINITY, Moments, run
-from parcompiler.timeline.steady import StepPart, loops_of
+from parcompiler.timeline.steady import StepPart
 
 ROUNDS = 6  # of one micro-batch for each rank, in which a steady state is looked for
-FEW = (4, 5)  # rounds that may do where there are few more: uneven stages settle late
-MANY = 1.25  # times as many micro-batches are worth it
+MANY = 2  # times as many micro-batches are worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,62 +82,35 @@ def timing_of_many(
 ) -> Timing:
     """`timing` of `at(microbatches)`, without its spans, sooner where that repeats itself. The most
     bytes are those of what was run."""
-    many = _repeated(at, microbatches, costs, messages, vocabulary)
-    if many is not None:
-        timed, seconds, parts = many
-        most = zip(*starmap(timed.peaks, parts), strict=True)
-        return Timing(seconds, tuple(map(max, most)), ())
+    few = _few(at, microbatches)
+    if few is not None:
+        timed = _timed(at(few), costs, messages, vocabulary)
+        found = timed.run_many(microbatches)
+        if found is not None:
+            most = zip(*starmap(timed.peaks, found[1]), strict=True)
+            return Timing(found[0], tuple(map(max, most)), ())
     timed = _timed(at(microbatches), costs, messages, vocabulary)
     moments = timed.run()
     return Timing(moments.last, timed.peaks(moments), ())
 
 
 def step_time(
-    at: Schedules,
-    microbatches: int,
-    costs: Sequence[StageCost],
-    messages: Sequence[Message],
-    vocabulary: VocabularyCost | None = None,
+    at: Schedules, microbatches: int, costs: Sequence[StageCost], messages: Sequence[Message]
 ) -> float:
-    """The seconds of `timing_of_many` alone, sooner: what is held takes as long to sum up."""
-    many = _repeated(at, microbatches, costs, messages, vocabulary)
-    if many is not None:
-        return many[1]
-    return _timed(at(microbatches), costs, messages, vocabulary).run().last
+    """The seconds of `timing_of_many` alone, sooner; no layers that all ranks share."""
+    few = _few(at, microbatches)
+    if few is not None:
+        found = _timed(at(few), costs, messages).run_many(microbatches)
+        if found is not None:
+            return found[0]
+    return _timed(at(microbatches), costs, messages).run().last
 
 
-def _repeated(
-    at: Schedules,
-    microbatches: int,
-    costs: Sequence[StageCost],
-    messages: Sequence[Message],
-    vocabulary: VocabularyCost | None,
-) -> tuple[TimedOrder, float, list[StepPart]] | None:
-    """The step of so many micro-batches from an order of a few, with the parts of it that were run;
-    None where these are not many, or no steady state is found."""
+def _few(at: Schedules, microbatches: int) -> int | None:
+    """So few micro-batches as tell the step of so many; None where these are not many."""
     ranks = at(1).ranks
-    for rounds in (ROUNDS,) if microbatches >= 2 * ROUNDS * ranks else (*FEW, ROUNDS):
-        few = rounds * ranks + microbatches % ranks
-        if MANY * few > microbatches:
-            return None
-        if _repeats(at(few)):
-            timed = _timed(at(few), costs, messages, vocabulary)
-            found = timed.run_many(microbatches)
-            if found is not None:
-                return timed, *found
-    return None
-
-
-@lru_cache(maxsize=64)
-def _repeats(schedule: Schedule) -> bool:
-    """Whether every rank has a loop."""
-    rows: dict[tuple[Kind, int], int] = {}
-    m = schedule.microbatches
-    codes = [
-        [rows.setdefault((kind, stage), len(rows)) * m + i for kind, stage, i in order]
-        for order in schedule.orders
-    ]
-    return loops_of(codes, m, schedule.ranks) is not None
+    few = ROUNDS * ranks + microbatches % ranks
+    return few if MANY * few <= microbatches else None
 
 
 @dataclass(frozen=True)

@@ -44,25 +44,6 @@ class RankLoop(NamedTuple):
     length: int
 
 
-def loops_of(
-    orders: Sequence[Sequence[int]], microbatches: int, period: int
-) -> list[RankLoop] | None:
-    """The loop of each rank; None if one has none. Tasks are numbered as in `RepeatingOrder`."""
-    m, q = microbatches, period
-    loops = []
-    for order in orders:
-        length = sum(m // 2 <= task % m < m // 2 + q for task in order)
-        low = high = (len(order) - length) // 2
-        while low > 0 and order[low - 1 + length] == order[low - 1] + q:
-            low -= 1
-        while high + length < len(order) and order[high + length] == order[high] + q:
-            high += 1
-        if not length or high - low < length:
-            return None
-        loops.append(RankLoop(low, high + length, length))
-    return loops
-
-
 @dataclass(frozen=True)
 class RepeatingOrder:
     """Tasks of a few micro-batches in an order that is said to repeat every `period` of them.
@@ -124,7 +105,19 @@ class RepeatingOrder:
     @cached_property
     def loops(self) -> list[RankLoop] | None:
         """The loop of each rank; None if one has none."""
-        return loops_of(self.orders, self.microbatches, self.period)
+        m, q = self.microbatches, self.period
+        loops = []
+        for order in self.orders:
+            length = sum(m // 2 <= task % m < m // 2 + q for task in order)
+            low = high = (len(order) - length) // 2
+            while low > 0 and order[low - 1 + length] == order[low - 1] + q:
+                low -= 1
+            while high + length < len(order) and order[high + length] == order[high] + q:
+                high += 1
+            if not length or high - low < length:
+                return None
+            loops.append(RankLoop(low, high + length, length))
+        return loops
 
     @cached_property
     def causes(self) -> list[list[tuple[int, int]]]:
