@@ -165,8 +165,11 @@ def _degrees(pipeline: int, tensor: int, data: int) -> str:
 
 
 def _in_words(plan: Plan) -> str:
-    """Degrees of pipeline, tensor and data, and what else makes the step."""
-    words = [_degrees(plan.mesh.pipeline, plan.mesh.tensor, plan.mesh.data)]
+    """Degrees of the axes, and what else makes the step."""
+    mesh = plan.mesh
+    words = [_degrees(mesh.pipeline, mesh.tensor, mesh.data)]
+    more = {"context": mesh.context, "expert": mesh.expert}
+    words += [f"{axis} {degree}" for axis, degree in more.items() if degree > 1]
     if plan.mesh.pipeline > 1:
         stages = f" of {plan.virtual_stages} stages" if plan.virtual_stages > 1 else ""
         words.append(f"{plan.schedule}{stages}")
