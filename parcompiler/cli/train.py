@@ -13,7 +13,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from parcompiler.cli.request import compiled, source
 from parcompiler.cli.words import HF
 
 PATIENCE = 1800.0  # s that a rank waits for the first to have compiled
+GRACE = 60.0  # s that ranks have to end when another has failed
 INTERRUPTED = 130
 
 
@@ -175,13 +175,19 @@ def _await(ready: Path) -> None:
 
 
 def _ranks(line: Sequence[str], size: int) -> int:
-    """Run a script as all ranks on this machine; Ctrl-C lets them save, a second one ends them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Run a script as all ranks on this machine; Ctrl-C lets them save, a second one ends them.
+
+    Ranks that still run GRACE seconds after one has failed are ended.
+    """
+    import torch.distributed as dist
+
+    # This process serves the ranks' store, as torchrun's agent does: a port that was only looked
+    # up could be another program's by the time rank 0 has imported torch.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         **os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }  # fmt: skip
     processes = [
@@ -194,7 +200,16 @@ def _ranks(line: Sequence[str], size: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # both ask for a checkpoint
         signal.signal(number, signal.default_int_handler)
     try:
-        codes = [process.wait() for process in processes]
+        code: int | None = None
+        while code is None:
+            time.sleep(0.1)
+            codes = [process.poll() for process in processes]
+            code = DONE if set(codes) == {DONE} else next(filter(None, codes), None)
+        # The others notice by themselves, and say where they stood, unless they have not yet met.
+        _wait(processes, GRACE)
+        _signal(processes, signal.SIGKILL)
+        _wait(processes, GRACE)
+        return code
     except KeyboardInterrupt:
         click.echo("saving ... (Ctrl-C again ends at once)", err=True)
         _signal(processes, signal.SIGTERM)
@@ -209,7 +224,13 @@ def _ranks(line: Sequence[str], size: int) -> int:
     except BaseException:
         _signal(processes, signal.SIGKILL)
         raise
-    return next((code for code in codes if code), DONE)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all have ended, for so long at most."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(0.1)
 
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -7,8 +7,10 @@ is said of the launcher itself is tested with `torchrun.torchrun`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -21,6 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+from parcompiler.runtime.joining import PORTS
 
 TIMEOUT = 180.0  # s
 _SERVER = multiprocessing.get_context("forkserver")
@@ -35,7 +39,7 @@ def start(
     They meet at the port of a `store`, or at one that rank 0 serves.
     """
     environment = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store or _free_port()),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store or free_port()),
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL",
     }  # fmt: skip
@@ -81,11 +85,14 @@ def children(pid: int) -> list[int]:
     return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port that nobody listens on, of those that a system does not give to clients."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    message = "no port is free"
+    raise AssertionError(message)
 
 
 def _become(

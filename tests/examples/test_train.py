@@ -2,22 +2,21 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.distributed.forked import free_port
 
 ROOT = Path(__file__).parents[2]
 
 
 def by_srun(save: Path, steps: int) -> None:
     """Run the example in two processes that have what srun says, and nothing of torchrun's."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     said = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+            "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore"}  # fmt: skip
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     options = ["--data", "docs/concepts", "--save", str(save), "--steps", str(steps)]
     ranks = [
