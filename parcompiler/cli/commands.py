@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 MODEL_FORMS = """\
 \b
 MODEL is one of
-  package.module:factory    factory() -> (model, inputs): inputs are ONE micro-batch,
-  path/to/file.py:factory   a dict of keyword arguments or a tuple of positional ones
+  package.module:factory    factory() -> (model, inputs) or (model, inputs, loss): inputs
+  path/to/file.py:factory   are ONE micro-batch, a dict of keyword arguments or a tuple of
+                            positional ones; loss(outputs) where the model returns none
   hf:path/to/config.json    any configuration of transformers, built without weights"""
 
 

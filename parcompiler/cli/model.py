@@ -1,4 +1,4 @@
-"""MODEL of the command line -> a module and its inputs.
+"""MODEL of the command line -> a module, its inputs, and the loss of its outputs.
 
 package.module:factory      imported, with the folder you are in on the path
 path/to/file.py:factory     imported from the file, with its folder on the path
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from parcompiler.cli.words import HF
@@ -26,7 +27,8 @@ from parcompiler.errors import InputError
 
 FORMS = "write package.module:factory, path/to/file.py:factory or hf:path/to/config.json"
 
-Made = tuple[nn.Module, Any]
+Loss = Callable[[Any], torch.Tensor]
+Made = tuple[nn.Module, Any, Loss | None]  # None: the model returns the loss
 
 
 def check(name: str, sequence: int | None, rows: int | None) -> None:
@@ -49,7 +51,8 @@ def check(name: str, sequence: int | None, rows: int | None) -> None:
 
 
 def load(name: str, sequence: int | None, rows: int | None, *, real: bool = False) -> Made:
-    """The model and its inputs: one micro-batch. Raises InputError that says what is wrong.
+    """The model, its inputs (one micro-batch) and its loss. Raises InputError that says what is
+    wrong.
 
     `sequence` and `rows` are the size of a micro-batch, for models whose inputs are made here, with
     values if `real`.
@@ -58,7 +61,7 @@ def load(name: str, sequence: int | None, rows: int | None, *, real: bool = Fals
     if name.startswith(HF):
         from parcompiler.cli.huggingface import build
 
-        return build(Path(name.removeprefix(HF)), sequence, rows, real=real)
+        return *build(Path(name.removeprefix(HF)), sequence, rows, real=real), None
     place, _, factory = name.rpartition(":")
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     return _made(_factory(module, place, factory), name)
@@ -144,14 +147,14 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[[], Any]:
 
 
 def _made(factory: Callable[[], Any], name: str) -> Made:
-    """What the factory returns: a module with one micro-batch of inputs."""
+    """What the factory returns: a module with one micro-batch of inputs, and perhaps a loss."""
     try:
         made = factory()
     except (Exception, SystemExit) as error:
         message = f"{name} raised {_cause(error)}"
         raise InputError(message) from error
     fault = ""
-    if not isinstance(made, tuple) or len(made) != 2:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
         fault = f": what it returned is {_kind(made)}"
     elif not isinstance(made[0], nn.Module):
         fault = f": its model is {_kind(made[0])}"
@@ -160,11 +163,12 @@ def _made(factory: Callable[[], Any], name: str) -> Made:
             ", where inputs are a dict of keyword arguments or a tuple of positional ones: they "
             f"are {_kind(made[1])}"
         )
+    elif len(made) == 3 and not callable(made[2]):
+        fault = f", where loss is a function of the model's outputs: it is {_kind(made[2])}"
     if fault:
-        message = f"{name} must return (model, inputs){fault}"
+        message = f"{name} must return (model, inputs) or (model, inputs, loss){fault}"
         raise InputError(message)
-    module, inputs = made
-    return module, inputs
+    return made if len(made) == 3 else (*made, None)
 
 
 def _kind(value: object) -> str:

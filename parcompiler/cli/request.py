@@ -94,7 +94,8 @@ def compiled(
     with result_only(), remarks_left_out(model or HF):
         with Progress(progress) as steps, steps("model"):
             if saved is None or (model is not None and not model.startswith(HF)):
-                module, inputs = load(cast("str", model), sequence, rows, real=real)
+                name = cast("str", model)
+                module, inputs, arguments["loss"] = load(name, sequence, rows, real=real)
             else:
                 module, inputs = _configured(model, saved, sequence, rows)
         if saved is not None and plan is None and "microbatches" not in arguments:

@@ -1,5 +1,7 @@
 """Factories that the tests name on the command line."""
 
+from collections.abc import Callable
+
 import torch
 
 from parcompiler.models import gpt
@@ -34,6 +36,20 @@ def loose() -> tuple[gpt.GPT, torch.Tensor]:
     """Inputs that are neither a dict nor a tuple."""
     model, (tokens, _) = make()
     return model, tokens
+
+
+Labelled = tuple[torch.nn.Module, tuple[torch.Tensor]]
+
+
+def lossless() -> tuple[*Labelled, Callable[[torch.Tensor], torch.Tensor]]:
+    """A model whose outputs are no loss, with a function of them that is."""
+    return *unreduced()[:2], torch.mean
+
+
+def unreduced() -> tuple[*Labelled, str]:
+    """The same with the name of a loss in its place."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return model, (torch.zeros(2, 4),), "mean"
 
 
 class Unruly(torch.nn.Module):

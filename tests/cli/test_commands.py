@@ -54,6 +54,12 @@ def test_evaluation_mode_is_told_beside_the_result(capsys: pytest.CaptureFixture
     assert "evaluation (dropouts that do not act: 0" in out
 
 
+def test_a_factory_may_give_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.replace(":make", ":lossless")
+    assert run(["plan", model, *PLAN[1:], "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("Sequential on 2 x cpu\n")
+
+
 def test_json_for_scripts_has_plan_and_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *PLAN, "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
