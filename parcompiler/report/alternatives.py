@@ -54,7 +54,7 @@ def levels(report: ReportData) -> Table:
     chosen, steps = report.choices.zero, [share.step for share in shares]
     here = [share.level == chosen for share in shares]
     return table(
-        f"Levels of ZeRO with these stages, on {report.mesh.data} data ranks",
+        f"Levels of ZeRO with these stages, on {report.mesh.replicas}",
         number("zero", _marked((share.level for share in shares), here)),
         scaled("para-\nmeters", (share.parameters for share in shares), BYTES),
         scaled("gra-\ndients", (share.gradients for share in shares), BYTES),

@@ -83,6 +83,13 @@ class DeviceMesh:
         return self.data * self.context * self.tensor
 
     @property
+    def replicas(self) -> str:
+        """The ranks that have the same parameters, in words."""
+        axes = {"data": self.data, "context": self.context}
+        several = " and ".join(axis for axis, ranks in axes.items() if ranks > 1)
+        return f"{self.data * self.context} {several or 'data'} ranks"
+
+    @property
     def axes(self) -> dict[str, int]:
         """The ranks along each axis; context and expert ranks where there are several."""
         degrees = {"pipeline": self.pipeline, "data": self.data}

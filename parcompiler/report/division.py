@@ -132,10 +132,10 @@ def versions(report: ReportData) -> Table:
 
 
 def kept(report: ReportData) -> Table:
-    """What a data rank keeps, by rank of the pipeline; empty where there are no data ranks."""
-    ranks = report.ranks if report.mesh.data > 1 else ()
+    """What a data or context rank keeps, by rank of the pipeline; empty without such ranks."""
+    ranks = report.ranks if report.mesh.copies > report.mesh.tensor else ()
     return table(
-        f"Kept on each of {report.mesh.data} data ranks (zero {report.choices.zero or 0})",
+        f"Kept on each of {report.mesh.replicas} (zero {report.choices.zero or 0})",
         number("rank", range(len(ranks))),
         scaled("parameters", (rank.parameters for rank in ranks), BYTES),
         scaled("gradients", (rank.gradients for rank in ranks), BYTES),
@@ -148,7 +148,7 @@ def averaged(report: ReportData) -> Table:
     """Sums of gradients over the data replicas of each pipeline rank."""
     ranks = report.averaged
     return table(
-        f"Gradients averaged over {report.mesh.data} data ranks",
+        f"Gradients averaged over {report.mesh.replicas}",
         number("rank", range(len(ranks))),
         number("sums", (rank.sums for rank in ranks)),
         scaled("size", (rank.nbytes for rank in ranks), BYTES),

@@ -136,6 +136,7 @@ def test_the_report_says_who_holds_which_rows() -> None:
     assert "pipeline 1 x data 1 x context 3 x tensor 1" in text
     assert "of the 12 rows of tokens, labels rank 0 has 0 to 3, ... rank 2 8 to 11" in text
     assert re.search(r"Layer +× 1 +context +all-gather +forward|context +all-gather", text)
+    assert "Gradients averaged over 3 context ranks" in text
 
 
 def test_costs_at_other_sizes_are_those_of_a_context_rank() -> None:
