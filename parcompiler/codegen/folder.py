@@ -19,8 +19,6 @@ from pathlib import Path
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from parcompiler.capture.templates import identifier
 from parcompiler.codegen.counts import counts_module
@@ -38,7 +36,8 @@ from parcompiler.plan import Plan
 from parcompiler.report import Report
 from parcompiler.report.names import numbers, ranges
 from parcompiler.request import Request
-from parcompiler.runtime.files import REQUEST, SUMS, listing, storable, sums
+from parcompiler.runtime.files import REQUEST, SUMS, listing, sums
+from parcompiler.runtime.tensor_files import write
 
 TORCHRUN = Launch()
 MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader could want
@@ -85,8 +84,8 @@ def export(
             shutil.rmtree(new, ignore_errors=True)
             with suppress(OSError):
                 beside.rmdir()
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         message = f"cannot export to {path} ({reason}): what was there is as it was"
         raise InputError(message) from error
     return path
@@ -279,8 +278,7 @@ def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bo
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors."""
     path.parent.mkdir(exist_ok=True)
-    contiguous, metadata = storable(tensors)
-    save_file(contiguous, path, metadata)
+    write(path, tensors)
 
 
 def _copy_runtime(path: Path) -> None:

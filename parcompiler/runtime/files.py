@@ -4,20 +4,13 @@
 
 Ranks that start compare the checksums of all scripts and weights. A script may be edited, if it is
 in the folders of all ranks; weights are as they were exported.
-
-A safetensors file begins with 8 bytes, little endian, the length of a JSON header; the header names
-dtype, shape and place of each tensor; then comes the raw data
-(https://huggingface.co/docs/safetensors). Nothing is unpickled and nothing in the file is run. The
-format has no complex128: such a tensor is stored as float64 [..., 2], its real and imaginary parts,
-and the metadata of the file says which they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,18 +21,11 @@ import torch
 
 from parcompiler.errors import InputError, ParcompilerError
 from parcompiler.runtime.program import RankProgram
+from parcompiler.runtime.tensor_files import read
 
 REQUEST = "request.json"  # what was asked of the compiler
 SUMS = "SHA256SUMS"  # what makes a folder an export
 _COMPARED = (".py", ".safetensors")  # what ranks run and load
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-PAIRS = "complex128"  # in the metadata: a JSON list of the names of pairs of float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +115,6 @@ def loading(script: Path) -> Iterator[None]:
         raise InputError(message) from error
 
 
-def storable(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """Tensors that the format can hold, each with memory of its own, and the file's metadata."""
-    pairs = sorted(name for name, tensor in tensors.items() if tensor.dtype == torch.complex128)
-    copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    copies |= {name: torch.view_as_real(copies[name]) for name in pairs}
-    return copies, {PAIRS: json.dumps(pairs)} if pairs else None
-
-
 def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of what an exported folder holds for a rank: its stages, and its rows.
 
@@ -160,57 +136,3 @@ def stored(folder: Path, program: RankProgram) -> Iterator[tuple[str, torch.Tens
             if present.result() != wanted:
                 message = f"{path} is not as it was exported: copy or export the folder again"
                 raise InputError(message)
-
-
-def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in a file, one after another; tensors are copies.
-
-    Raises InputError when the file cannot be read, is no safetensors file or is cut short.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        message = f"cannot read {path} ({error.strerror})"
-        raise InputError(message) from error
-    with file:
-        length = int.from_bytes(file.read(8), "little")
-        header, pairs = parsed_header(path, file.read(min(length, path.stat().st_size)))
-        if not header:
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for name, entry in header.items():
-                yield name, _tensor(path, name, entry, data, 8 + length, pair=name in pairs)
-
-
-def parsed_header(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
-    """The entries of the header, without its metadata, and the names of complex128 tensors."""
-    try:
-        header = json.loads(raw)
-        metadata = header.pop("__metadata__", {})
-        return header, set(json.loads(metadata.get(PAIRS, "[]")))
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        message = f"{path} is no safetensors file, or cut short"
-        raise InputError(message) from error
-
-
-def _tensor(
-    path: Path, name: str, entry: dict[str, Any], data: mmap.mmap, start: int, *, pair: bool
-) -> torch.Tensor:
-    """One tensor, copied out of the file."""
-    try:
-        begin, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        if not 0 <= begin <= end:
-            raise ValueError(begin, end)
-        raw = bytearray(data[start + begin : start + end])
-        if len(raw) != end - begin:
-            message = f"{path} is cut short: it ends within {name!r}"
-            raise InputError(message)
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        tensor = flat.reshape(shape)
-        return torch.view_as_complex(tensor) if pair else tensor
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        message = f"{path} has a damaged or unknown entry for {name!r}: {json.dumps(entry)[:100]}"
-        raise InputError(message) from error

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime import files, training
+from parcompiler.runtime import training
 from parcompiler.runtime.program import Input, RankProgram
 from parcompiler.runtime.resuming import Run, add_options
 from parcompiler.runtime.rng import mixed
 from parcompiler.runtime.samples import Samples, positions
+from parcompiler.runtime.tensor_files import read
 from parcompiler.runtime.worker import CHECK_BATCHES, TIMEOUT, Worker
 
 
@@ -119,7 +120,7 @@ def random_batch(program: RankProgram, generator: torch.Generator) -> object:
 
 def _from_file(worker: Worker, path: Path) -> Iterator[object]:
     """The batches of a file, round and round; what has no rows is in every batch."""
-    program, tensors = worker.program, dict(files.read(path))
+    program, tensors = worker.program, dict(read(path))
     rows: dict[str, int] = {}  # of a sample
     for spec in program.inputs.values():
         if spec.key not in tensors:

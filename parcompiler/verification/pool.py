@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import save_file
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.files import read, storable
+from parcompiler.runtime.tensor_files import read, write
 
 PATIENCE = 120.0  # seconds for one job, beside the work of the job itself
 GRACE = 5.0  # seconds that the others have to say more, once a process has failed
@@ -111,13 +110,12 @@ class Pool:
         """Run every rank of a program. Raises LaunchError with the first cause when one fails."""
         with tempfile.TemporaryDirectory(prefix="parcompiler-") as folder:
             for number, tensors in enumerate(job.batches):
-                batch, metadata = storable(tensors)
-                save_file(batch, Path(folder) / f"batch_{number}.safetensors", metadata)
+                write(Path(folder) / f"batch_{number}.safetensors", tensors)
             fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
             fields["batches"] = [f"{folder}/batch_{k}.safetensors" for k in range(len(job.batches))]
             if job.predict is not None:
                 fields["predict"] = f"{folder}/predict.safetensors"
-                save_file(storable(job.predict)[0], fields["predict"])
+                write(Path(fields["predict"]), job.predict)
             fields |= {"options": dict(job.options), "store": f"{folder}/store", "out": folder}
             messages = [{**fields, "rank": rank, "size": size} for rank in range(size)]
             self.ask(messages, job.patience)

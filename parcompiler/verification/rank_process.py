@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from parcompiler.bench.busy import measure
 from parcompiler.loaded import load
-from parcompiler.runtime.files import read, storable
 from parcompiler.runtime.rng import SeededDraws
+from parcompiler.runtime.tensor_files import read, write
 from parcompiler.runtime.worker import Worker
 
 TIMEOUT = timedelta(minutes=5)
@@ -108,8 +107,7 @@ def _run(job: dict[str, Any]) -> None:
             if outputs is not None:
                 written["outputs"] = outputs
             for name, tensors in written.items():
-                copies, metadata = storable(tensors)
-                save_file(copies, Path(job["out"]) / f"{name}.safetensors", metadata)
+                write(Path(job["out"]) / f"{name}.safetensors", tensors)
 
 
 def _first_step(

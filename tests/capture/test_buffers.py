@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import parcompiler as pc
 from parcompiler.capture.buffers import computed
 from parcompiler.models import llama
-from parcompiler.runtime.files import read
+from parcompiler.runtime.tensor_files import read
 
 
 class Config:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 import parcompiler as pc
 from parcompiler.codegen import folder as writing
+from parcompiler.runtime import tensor_files
 from tests.runtime.workers import batch, compiled, mixed
 
 MICROBATCHES = 2
@@ -64,22 +64,22 @@ def test_an_older_export_is_replaced_and_what_users_put_there_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out"]
 
 
-def cut_short(tensors: object, path: Path, *_: object) -> None:
-    Path(path).write_bytes(b"some")
+def cut_short(path: Path, tensors: object) -> None:
+    path.write_bytes(b"some")
     raise OSError(28, os.strerror(28))
 
 
-def cut_short_by_safetensors(tensors: object, path: Path, *_: object) -> None:
-    safetensors.torch.save_file({"a": torch.ones(1)}, Path(path).parent / "no" / "such" / "folder")
+def without_a_folder(path: Path, tensors: object) -> None:
+    tensor_files.write(path.parent / "no" / "such" / "folder", {"a": torch.ones(1)})
 
 
-def interrupted(tensors: object, path: Path, *_: object) -> None:
+def interrupted(path: Path, tensors: object) -> None:
     raise KeyboardInterrupt
 
 
-FAILURES: dict[Callable[[object, Path], None], tuple[type[BaseException], str]] = {
+FAILURES: dict[Callable[[Path, object], None], tuple[type[BaseException], str]] = {
     cut_short: (pc.InputError, r"cannot export to .*out \(No space left on device\): what was"),
-    cut_short_by_safetensors: (pc.InputError, r"cannot export to .*out \(.*No such file"),
+    without_a_folder: (pc.InputError, r"cannot export to .*out \(.*No such file"),
     interrupted: (KeyboardInterrupt, "^$"),
 }
 
@@ -91,7 +91,7 @@ def test_an_export_that_fails_leaves_everything_as_it_was(
     other: pc.Program,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    failure: Callable[[object, Path], None],
+    failure: Callable[[Path, object], None],
     older: bool,
 ) -> None:
     out = tmp_path / "out"
@@ -99,7 +99,7 @@ def test_an_export_that_fails_leaves_everything_as_it_was(
         program.export(out)
         (out / "mine").write_text("mine")
     before = contents(tmp_path)
-    monkeypatch.setattr(writing, "save_file", failure)
+    monkeypatch.setattr(writing, "write", failure)
     kind, text = FAILURES[failure]
     with pytest.raises(kind, match=text):
         other.export(out)

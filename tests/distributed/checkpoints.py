@@ -19,8 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import parcompiler as pc
-from parcompiler.runtime import run
-from parcompiler.runtime.checkpoint import tensors
+from parcompiler.runtime import run, tensor_files
 
 TIMEOUT = timedelta(minutes=3)
 
@@ -106,13 +105,13 @@ class Player:
         """From now on, no tensors can be written on a rank."""
         if self.worker.rank == rank:
 
-            def full(*_: object) -> str:
+            def full(*_: object, **__: object) -> str:
                 raise OSError(28, "No space left on device")
 
             sys.modules["parcompiler.runtime.checkpoint.saving"].write = full  # type: ignore[attr-defined]
 
     def do_empty_disk(self) -> None:
-        sys.modules["parcompiler.runtime.checkpoint.saving"].write = tensors.write  # type: ignore[attr-defined]
+        sys.modules["parcompiler.runtime.checkpoint.saving"].write = tensor_files.write  # type: ignore[attr-defined]
 
     def do_pretrained(self, name: str) -> None:
         keys = self.worker.load_pretrained(self.folder / name)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parcompiler as pc
-from parcompiler.runtime.files import read
+from parcompiler.runtime.tensor_files import read
 from parcompiler.verification.batches import random_batch
 from parcompiler.verification.pool import Job, pool
 from tests.distributed import recipe

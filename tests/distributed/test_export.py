@@ -19,7 +19,7 @@ class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"ortools", "safetensors", "rich", "jinja2", "transformers"}:
             raise ImportError(name)
-# An editable installation answers for every module of parcompiler, also for one that was not copied.
+# An editable installation would answer for modules of parcompiler that were not copied.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 sys.meta_path.insert(0, Blocked())
 """

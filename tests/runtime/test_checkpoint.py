@@ -15,11 +15,11 @@ from safetensors import safe_open
 
 import parcompiler as pc
 from parcompiler.runtime import run
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained, saving
-from parcompiler.runtime.checkpoint.boxes import Box
 from parcompiler.runtime.checkpoint.layout import Part, dealt
-from parcompiler.runtime.checkpoint.tensors import Described, File, write
+from parcompiler.runtime.tensor_files import Described, File, write
 from tests.runtime.workers import batch, compiled, mixed
 
 MICROBATCHES = 2
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(
 def test_a_full_disk_is_said_at_the_next_call_and_at_close(
     program: pc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> str:
+    def full(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device")
 
     one = worker(program)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import parcompiler as pc
-from parcompiler.runtime.files import read, storable
+from parcompiler.runtime.tensor_files import read, write
 
 DTYPES = [
     torch.float64,
@@ -52,15 +53,16 @@ def test_tensors_of_every_dtype_read_back_bit_for_bit(tmp_path: Path, dtype: tor
 def test_complex128_is_stored_as_pairs_that_the_metadata_names(tmp_path: Path) -> None:
     z = torch.randn(2, 3, dtype=torch.complex128)
     tensors = {"z": z.mT.conj(), "scalar": z[0, 0], "empty": z[:0], "pair": torch.view_as_real(z)}
-    own, metadata = storable(tensors)
-    save_file(own, tmp_path / "w.safetensors", metadata)
+    write(tmp_path / "w.safetensors", tensors)
     found = dict(read(tmp_path / "w.safetensors"))
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         name: tensor.dtype for name, tensor in tensors.items()
     }
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert load_file(tmp_path / "w.safetensors")["z"].shape == (3, 2, 2)
-    assert storable({"x": torch.ones(2)})[1] is None
+    write(tmp_path / "plain.safetensors", {"x": torch.ones(2)})
+    with safe_open(tmp_path / "plain.safetensors", "pt") as file:
+        assert file.metadata() is None
 
 
 @pytest.mark.parametrize("metadata", ["[[]]", "3", "[", '["a"]'])

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.checkpoint.boxes import Box
-from parcompiler.runtime.checkpoint.tensors import File
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.files import SUMS, checksum, sums
+from parcompiler.runtime.tensor_files import File
 
 FORMAT = 2  # of checkpoint.json and tensors.json
 FACTS, TENSORS = "checkpoint.json", "tensors.json"

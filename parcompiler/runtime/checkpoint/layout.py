@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from parcompiler.pieces import Span, piece
-from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.vocabulary import VocabularyRows
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint.folder import Checkpoint, json_of, sync
 from parcompiler.runtime.checkpoint.folder import write as write_bytes
-from parcompiler.runtime.checkpoint.tensors import Described, File, write
+from parcompiler.runtime.tensor_files import Described, File, write
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
@@ -224,7 +224,7 @@ def write_shards(
             described[name] = Described(kind, entry.shape, partial(_cast, checkpoint, name, kind))
         hidden = folder / f".{file}.partial"
         hidden.unlink(missing_ok=True)
-        write(hidden, described, {"format": "pt"})
+        write(hidden, described, {"format": "pt"}, durable=True)
 
 
 def publish(

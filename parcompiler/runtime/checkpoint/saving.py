@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from parcompiler.errors import InputError
 from parcompiler.runtime.agreement import combined
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
-from parcompiler.runtime.checkpoint.boxes import Box
 from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
 from parcompiler.runtime.checkpoint.states import (
@@ -40,9 +40,9 @@ from parcompiler.runtime.checkpoint.states import (
     merged,
     names_of,
 )
-from parcompiler.runtime.checkpoint.tensors import Described, write
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.state_dict import IncompatibleKeys, account_of, concluded
+from parcompiler.runtime.tensor_files import Described, write
 
 POLL = 0.05  # s between two looks of rank 0 at whether all have written
 T = TypeVar("T")
@@ -357,7 +357,11 @@ class Checkpoints:
             index[key] = {"dtype": dtype, "shape": list(stored.shape), "pieces": pieces}
             if stored.note:
                 index[key]["note"] = stored.note
-        digest = write(writing.partial / file, described, {"format": "pt"}) if described else ""
+        digest = (
+            ""
+            if not described
+            else write(writing.partial / file, described, {"format": "pt"}, durable=True)
+        )
         document = {"file": file, "sha256": digest, "tensors": index, "facts": writing.facts}
         text = json.dumps(document).encode()
         folders.write(writing.partial / f"rank_{self._program.rank}.json", text)

@@ -24,7 +24,7 @@ from torch import nn
 
 from parcompiler.errors import InputError
 from parcompiler.runtime.agreement import digests_of
-from parcompiler.runtime.checkpoint.boxes import Box
+from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint.folder import Checkpoint, dtype_of
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
 from parcompiler.runtime.checkpoint.pretrained import Place, Pretrained, boxes, grouped

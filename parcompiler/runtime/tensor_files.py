@@ -1,7 +1,12 @@
 """Safetensors files, written with their checksum and read by pieces, with torch alone.
 
-The library of that name holds whole files in memory to write them, and hashing and syncing them
-would read them again. complex128, which the format lacks, is stored as pairs of float64.
+A file begins with 8 bytes, little endian, the length of a JSON header; the header names dtype,
+shape and place of each tensor; then comes the raw data (https://huggingface.co/docs/safetensors).
+Nothing is unpickled and nothing in the file is run. The format has no complex128: such a tensor is
+stored as float64 [..., 2], its real and imaginary parts, and the metadata says which they are.
+
+The library of that name needs more than torch, holds whole files in memory to write them, and
+hashing and syncing them would read them again.
 """
 
 from __future__ import annotations
@@ -20,10 +25,17 @@ import torch
 
 from parcompiler.errors import InputError
 from parcompiler.runtime.axis import in_memory
-from parcompiler.runtime.checkpoint.boxes import Box
-from parcompiler.runtime.files import DTYPES, PAIRS, parsed_header
+from parcompiler.runtime.boxes import Box
 
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PAIRS = "complex128"  # in the metadata: a JSON list of the names of pairs of float64
 ALIGNMENT = 8  # bytes: of the header, so that tensors behind it are aligned
 
 
@@ -46,17 +58,26 @@ class Described:
         return Box.whole(self.shape).count * self.dtype.itemsize
 
 
-def write(path: Path, tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> str:
-    """Write a file, one tensor in memory at a time, until it is on the disk; its SHA-256.
+def write(
+    path: Path,
+    named: Mapping[str, torch.Tensor | Described],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    durable: bool = False,
+) -> str:
+    """Write a file, one tensor in memory at a time; its SHA-256. `durable`: wait until it is on the
+    disk.
 
-    Raises OSError when it cannot be written.
+    Raises OSError when it cannot be written, InputError for a dtype that the format lacks.
     """
+    tensors = {n: x if isinstance(x, Described) else Described.of(x) for n, x in named.items()}
     # Wide elements first, so that all are aligned; by name, so that the bytes are always the same.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
     pairs = sorted(name for name in names if tensors[name].dtype == torch.complex128)
-    if metadata or pairs:
-        header["__metadata__"] = {**metadata, **({PAIRS: json.dumps(pairs)} if pairs else {})}
+    facts = {**(metadata or {}), **({PAIRS: json.dumps(pairs)} if pairs else {})}
+    if facts:
+        header["__metadata__"] = facts
     begin = 0
     for name in names:
         item = tensors[name]
@@ -76,8 +97,9 @@ def write(path: Path, tensors: Mapping[str, Described], metadata: Mapping[str, s
         for raw in _raw(text, [tensors[name] for name in names]):
             digest.update(raw)
             file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -107,7 +129,7 @@ class File:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
-                header, self._pairs = parsed_header(path, file.read(min(length, size)))
+                header, self._pairs = _parsed(path, file.read(min(length, size)))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
@@ -130,6 +152,12 @@ class File:
         """The shape of a tensor."""
         shape = self._entries[name][1]
         return shape[:-1] if name in self._pairs else shape
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A copy of a tensor."""
+        target = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read(name, Box.whole(target.shape), target)
+        return target
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Copy a box of a tensor into `target`, which may have another dtype or device."""
@@ -155,14 +183,37 @@ class File:
             dtype, shape = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
             begin, end = map(int, entry["data_offsets"])
             count = Box.whole(shape).count
-        except (KeyError, TypeError, ValueError) as error:
+            fits = min((0, *shape)) >= 0 <= begin and end - begin == count * dtype.itemsize
+            if name in self._pairs:
+                fits = fits and dtype == torch.float64 and shape[-1:] == (2,)
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
             shown = json.dumps(entry)[:100]
             message = f"{self.path} has a damaged or unknown entry for {name!r}: {shown}"
-            raise InputError(message) from error
-        if min((0, *shape)) < 0 or not 0 <= begin <= end or end - begin != count * dtype.itemsize:
-            message = f"{self.path} has a damaged entry for {name!r}: {json.dumps(entry)[:100]}"
             raise InputError(message)
         if start + end > size:
             message = f"{self.path} is cut short: it ends before {name!r} does"
             raise InputError(message)
         return dtype, shape, start + begin, count
+
+
+def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in a file, one after another; tensors are copies.
+
+    Raises InputError as `File` does.
+    """
+    file = File(path)
+    for name in file.names():
+        yield name, file.whole(name)
+
+
+def _parsed(path: Path, raw: bytes) -> tuple[dict[str, Any], set[str]]:
+    """The entries of the header, without its metadata, and the names of complex128 tensors."""
+    try:
+        header = json.loads(raw)
+        metadata = header.pop("__metadata__", {})
+        return header, set(json.loads(metadata.get(PAIRS, "[]")))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        message = f"{path} is no safetensors file, or cut short"
+        raise InputError(message) from error
