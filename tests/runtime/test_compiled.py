@@ -2,7 +2,6 @@
 
 import operator
 import shutil
-import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from parcompiler import runtime
 from parcompiler.instruction import Kind
 from parcompiler.models import bert, gpt, llama, resnet, t5
 from parcompiler.runtime import Worker
-from parcompiler.runtime.compiled import build
 from parcompiler.runtime.compiled.layers import CompiledLayer, Finder, Surroundings, Template
 from parcompiler.runtime.script import run
 from parcompiler.runtime.training import optimizer_of
@@ -279,21 +277,10 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.sweep
-def test_other_processes_help_and_leave_what_they_compile_on_disk(
-    program: pc.Program, cold: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_worker_compiles_is_left_on_disk_for_the_next(
+    program: pc.Program, cold: Path
 ) -> None:
     from torch._dynamo.utils import counters
-
-    monkeypatch.setattr(build, "_processes", lambda: 8)
-    helpers, start = list[str](), build._helper
-
-    def helper(template: Template) -> subprocess.Popen[bytes]:
-        helpers.append(template.key)
-        process = start(template)
-        assert process.wait() == 0  # so that it comes before this process
-        return process
-
-    monkeypatch.setattr(build, "_helper", helper)
 
     def looked_up() -> list[int]:
         found = [counters["inductor"][f"fxgraph_cache_{way}"] for way in ("miss", "hit")]
@@ -304,10 +291,10 @@ def test_other_processes_help_and_leave_what_they_compile_on_disk(
     with program.worker(compiled=True) as worker:
         assert worker.compiled is not None
         number = len(worker.compiled.templates[True])
-        assert len(helpers) == number - 1
-        assert looked_up() == [2, 2 * len(helpers)]  # forward and backward of each
+        missed, found = looked_up()  # forwards of two templates may be the same graph
+        assert missed > number
+        assert missed + found == 2 * number
     with program.worker(compiled=True):
-        assert len(helpers) == number - 1  # none was started
         assert looked_up() == [0, 2 * number]
 
 

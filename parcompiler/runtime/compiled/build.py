@@ -2,7 +2,6 @@
 
     rank 0   A ─ B ─ (C)      ranks begin with different templates; who comes to one that another
     rank 1   B ─ C ─ (A)      process compiles waits for it, and reads what that has made from disk
-    helpers  C, D …           where several are missing, as many processes as there are cores help
 
 The compiler is that of torch.compile, Inductor, behind AOTAutograd, which makes one graph of a
 forward and its backward and divides it. What it makes is kept in its cache on disk.
@@ -12,10 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import fcntl
-import json
-import linecache
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -36,7 +32,6 @@ from parcompiler.runtime.compiled.layers import (
     Function,
     Surroundings,
     Template,
-    TensorForm,
     TracedLayer,
     refuse,
 )
@@ -129,27 +124,15 @@ def check_compiler(device: torch.device) -> None:
 
 def build(templates: Sequence[Template], say: Callable[[int], None]) -> None:
     """Compile templates. Raises LaunchError for one that cannot be, with its line."""
-    missing = [template for template in templates if not _mark(template).exists()]
-    helpers = [_helper(template) for template in missing[1 : _processes()]]
     start = int(os.environ.get("LOCAL_RANK", "0")) % max(1, len(templates))
-    try:
-        for done, template in enumerate([*templates[start:], *templates[:start]], 1):
-            compile_template(template)
-            say(done)
-    finally:
-        for helper in helpers:
-            helper.kill()
-            helper.wait()
-
-
-def compile_template(template: Template) -> None:
-    """Compile a template, or read what another process has made. Raises LaunchError."""
-    with _alone(template):
-        try:
-            template.function = compiled(TracedLayer(template), template.surroundings.training)
-        except Exception as error:
-            refuse(template, error)
-        _mark(template).touch()
+    for done, template in enumerate([*templates[start:], *templates[:start]], 1):
+        with _alone(template):
+            try:
+                traced = TracedLayer(template)
+                template.function = compiled(traced, template.surroundings.training)
+            except Exception as error:
+                refuse(template, error)
+        say(done)
 
 
 def compiled(layer: TracedLayer, training: bool) -> Function:
@@ -199,58 +182,13 @@ def _keys_of_all_processes() -> Iterator[None]:
         del copyreg.dispatch_table[torch.memory_format]
 
 
-def _processes() -> int:
-    """How many processes compile for a rank at once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _helper(template: Template) -> subprocess.Popen[bytes]:
-    """A process that compiles a template into the cache, from its text."""
-    kind, around = type(template.layer), template.surroundings
-    job = {
-        "text": "".join(linecache.getlines(kind.forward.__code__.co_filename)),
-        "kind": kind.__name__,
-        "key": template.key,
-        "arguments": [_written(form) for form in template.arguments],
-        "tensors": [_written(form) for form in template.tensors],
-        "device": str(around.device),
-        "training": around.training,
-        "split": around.split,
-        "groups": [(g.name, g.rank, g.size) for g in around.groups],
-    }
-    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "parcompiler.runtime.compiled.process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # what fails there fails here again
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(job).encode())
-    process.stdin.close()
-    return process
-
-
-def _written(form: TensorForm) -> list[Any]:
-    """A form as JSON has it."""
-    return [form.shape, form.stride, str(form.dtype).removeprefix("torch."), form.carries]
-
-
-def _mark(template: Template) -> Path:
-    """The file that says that a template is in the cache."""
+@contextmanager
+def _alone(template: Template) -> Iterator[None]:
+    """Within it, no other process here compiles the same template."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir()) / "parcompiler"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / template.key
-
-
-@contextmanager
-def _alone(template: Template) -> Iterator[None]:
-    """Within it, no other process here compiles the same template."""
-    with _mark(template).with_suffix(".lock").open("w") as file:
+    with (folder / f"{template.key}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
