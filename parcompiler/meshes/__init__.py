@@ -159,7 +159,7 @@ class MeshSearch:
         if not self.planned:
             if self.errors and not self.full:
                 raise next(iter(self.errors.values()))
-            weighed = [c for c in self.candidates if c.reason is None]
+            weighed = [c for c in self.candidates if c.reason is None and not self._is_wide(c)]
             possible = [c for c in weighed if c.place not in self.errors]
             if not possible:
                 reasons = list(dict.fromkeys(c.reason for c in self.candidates if c.reason))
@@ -178,7 +178,7 @@ class MeshSearch:
         others += [best.plan.runner_up] if best.plan.runner_up else []
         following = min(others, key=lambda choice: choice.seconds or 0.0, default=None)
         for item in self.open:
-            if item.candidate.mesh.context == 1 or item.why != WORK:
+            if not self._is_rare(item.candidate) or item.why != WORK:
                 self._note(item.candidate, seconds=item.bound, reason=item.why)
         if self.stopped:
             self._tell_interrupt()
@@ -235,20 +235,31 @@ class MeshSearch:
     @property
     def _eligible(self) -> list[Unweighed]:
         """What is open: before there is an answer the shallow meshes, which are soonest bounded and
-        planned; then, of those with context ranks, the neighbours of it, if its ranks lack
-        room for activations, or micro-batches to be busy."""
+        planned; then, of rare ones, the neighbours of it, those with context ranks if its ranks
+        lack room for activations, or micro-batches to be busy."""
         if not self.planned:
-            plain = [x for x in self.open if x.candidate.mesh.context == 1] or self.open
+            near = [x for x in self.open if not self._is_wide(x.candidate)]
+            plain = [x for x in near if x.candidate.mesh.context == 1] or near
             return [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
         best = self._best
         mesh, plan = best.candidate.mesh, best.plan
         short = plan.recompute or plan.selective or plan.microbatches < mesh.pipeline
         cramped = mesh.context > 1 or short
 
-        def counts(other: Mesh) -> bool:
-            return other.context == 1 or bool(cramped and are_neighbours(other, mesh))
+        def counts(other: Candidate) -> bool:
+            useful = cramped or other.mesh.context == 1
+            return not self._is_rare(other) or bool(useful and are_neighbours(other.mesh, mesh))
 
-        return [item for item in self.open if counts(item.candidate.mesh)]
+        return [item for item in self.open if counts(item.candidate)]
+
+    def _is_rare(self, candidate: Candidate) -> bool:
+        """Whether a mesh is of a kind that seldom pays, and has many: it is weighed beside an
+        answer."""
+        return candidate.mesh.context > 1 or self._is_wide(candidate)
+
+    def _is_wide(self, candidate: Candidate) -> bool:
+        """Whether tensor ranks are on several nodes."""
+        return candidate.mesh.tensor > self.cluster.devices_per_node
 
     def _next(self) -> Unweighed | None:
         """The plainest mesh with about the lowest bound of those that may be the answer: it is
@@ -257,9 +268,10 @@ class MeshSearch:
         first = (item for item in self._matters() if item.bound < near)
 
         def rank(item: Unweighed) -> tuple[float, ...]:
-            if item.candidate.mesh.context > 1 and item.is_sharp:  # a plan leaves few of the others
+            is_rare = self._is_rare(item.candidate)
+            if is_rare and item.is_sharp:  # a plan leaves few of the others
                 return 1, item.bound
-            return 2 * (item.candidate.mesh.context > 1), *_plainness(item.candidate)
+            return 2 * is_rare, *_plainness(item.candidate)
 
         return min(first, key=rank, default=None)
 
@@ -297,8 +309,8 @@ class MeshSearch:
         """The meshes on which the states and the largest block fit; others are noted."""
         memory = self.sizes.problem.room(self.sizes.problem.device)
         for candidate in self.candidates:
-            several = candidate.mesh.context > 1  # so many that only those are told that matter
-            if not several:
+            is_rare = self._is_rare(candidate)  # so many that only those are told that matter
+            if not is_rare:
                 self.choices[candidate.place] = unplanned(candidate)
             if candidate.reason is None:
                 bounds = self._bounds(candidate)
@@ -307,7 +319,7 @@ class MeshSearch:
                     yield candidate
                     continue
                 self.full = True
-                if several:
+                if is_rare:
                     continue
                 alone = "parameters and their states"
                 if nbytes > bounds.states_of(candidate):

@@ -68,12 +68,18 @@ def space(
 
 
 def _meshes(cluster: Cluster, positions: int, experts: int) -> Iterator[Mesh]:
-    """All meshes of a cluster, each with all degrees of context and expert ranks."""
+    """All meshes of a cluster, each with all degrees of context and expert ranks; then those whose
+    tensor ranks are on several nodes."""
     for mesh in cluster.meshes():
         for context in divisors(gcd(positions, mesh.data)):
             data = mesh.data // context
             for expert in divisors(gcd(experts, mesh.data)):
                 yield dataclasses.replace(mesh, data=data, context=context, expert=expert)
+    for nodes in divisors(cluster.nodes)[1:]:
+        tensor = nodes * cluster.devices_per_node
+        for pipeline in divisors(cluster.size // tensor):
+            data = cluster.size // tensor // pipeline
+            yield Mesh(pipeline=pipeline, tensor=tensor, data=data, device=cluster.device)
 
 
 def are_neighbours(one: Mesh, other: Mesh) -> bool:

@@ -17,7 +17,7 @@ from parcompiler.meshes import EVEN, SCHEDULES, WORK
 from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import planned
-from parcompiler.models import gpt
+from parcompiler.models import dlrm, gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.base import MARGIN
@@ -248,15 +248,37 @@ def test_a_batch_that_few_ranks_can_share_says_so() -> None:
     reasons = [item.reason for item in found.plan.meshes if item.data == 4]
     assert reasons == ["4 data ranks need a multiple of so many micro-batches (3)"]
     more = pc.compile(model, pc.Cluster(16, 1, "h100"), microbatches=3, schedule="1f1b")
-    assert more.plan.mesh.context > 1  # ranks share a batch
+    shared = more.plan.mesh
+    assert shared.context * shared.tensor > 1 == shared.data  # ranks share a batch
     with pytest.raises(pc.InputError, match="no mesh of the cluster can be: 512 data ranks need"):
         pc.compile(model, pc.Cluster(512, 1, "h100"), microbatches=3, schedule="1f1b")
+
+
+def test_tensor_ranks_are_on_several_nodes_where_that_is_faster() -> None:
+    cluster = pc.Cluster(2, 2, "h100")
+    config = dataclasses.replace(dlrm.PRESETS["mlperf"], tables=(1_000_000,) * 4)
+    with torch.device("meta"):
+        tables = dlrm.DLRM(config)
+    rows = 32_768
+    inputs = {
+        "numbers": torch.zeros(rows, config.numbers), "labels": torch.zeros(rows),
+        "categories": torch.zeros(rows, len(config.tables), dtype=torch.long),
+    }  # fmt: skip
+    asked: dict[str, Any] = {"microbatches": 1, "optimizer": "sgd", "progress": False}
+    model = pc.compile(tables, pc.Mesh(device="h100"), inputs, **asked)
+    found = pc.compile(model, cluster, **asked)
+    assert found.plan.mesh.tensor == 4
+    for mesh in cluster.meshes():
+        if mesh.data == 1:
+            by_hand = pc.compile(model, mesh, **asked)
+            assert found.simulate().step_time < by_hand.simulate().step_time
 
 
 def test_a_deep_pipeline_is_weighed_where_nothing_else_can_be() -> None:
     model = captured(dataclasses.replace(SMALL, layers=30))
     only = pc.compile(model, pc.Cluster(32, 1, "h100"), microbatches=1, schedule="1f1b")
-    assert only.plan.mesh.pipeline == 32
+    assert only.plan.meshes is not None
+    assert next(mesh.seconds for mesh in only.plan.meshes if mesh.pipeline == 32)
 
 
 def test_a_deep_pipeline_is_weighed_like_any_other_mesh() -> None:
