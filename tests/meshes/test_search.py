@@ -333,6 +333,14 @@ def test_a_schedule_of_ones_own_goes_with_its_number_of_ranks() -> None:
     assert (found.plan.mesh.pipeline, found.plan.mesh.data) == (2, 1)
 
 
+def test_meshes_are_weighed_by_measured_times_too() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    model = pc.compile(layers, pc.Mesh(), (torch.zeros(2, 8),), loss=torch.sum, schedule="1f1b")
+    found = pc.compile(model, pc.Cluster(1, 2, "cpu"), schedule="1f1b", costs="measured")
+    assert found.plan.meshes is not None
+    assert all(mesh.seconds for mesh in found.plan.meshes)
+
+
 def test_a_model_without_a_vocabulary_is_searched_too() -> None:
     layers = [nn.Linear(8, 8) for _ in range(4)]
     model = nn.Sequential(*layers)
