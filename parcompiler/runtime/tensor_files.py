@@ -186,12 +186,12 @@ class File:
             fits = min((0, *shape)) >= 0 <= begin and end - begin == count * dtype.itemsize
             if name in self._pairs:
                 fits = fits and dtype == torch.float64 and shape[-1:] == (2,)
-        except (KeyError, TypeError, ValueError):
-            fits = False
-        if not fits:
+            if not fits:
+                raise ValueError(shape, begin, end)
+        except (KeyError, TypeError, ValueError) as error:
             shown = json.dumps(entry)[:100]
             message = f"{self.path} has a damaged or unknown entry for {name!r}: {shown}"
-            raise InputError(message)
+            raise InputError(message) from error
         if start + end > size:
             message = f"{self.path} is cut short: it ends before {name!r} does"
             raise InputError(message)
