@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import in_memory
+from parcompiler.runtime.axis import in_memory, real
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram
@@ -181,7 +181,7 @@ def digests_of(tensors: Sequence[Sequence[torch.Tensor]], device: torch.device) 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a tensor as integers: eight by eight, which is fastest, then those left over."""
     flat = in_memory(tensor.detach()).reshape(-1)
-    raw = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    raw = real(flat).reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = len(raw) // 8 * 8

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parcompiler.runtime.axis import flattened, unflattened
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.failure import Watch
 from parcompiler.runtime.mixed_precision import Masters
@@ -256,24 +257,18 @@ class Serving:
 
     def _flat(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Tensors by name, in the order of the parameters, as one for each dtype, on the CPU."""
-        by_dtype = [
-            [tensors[n] for n, p in self._parameters.items() if p.dtype == dtype]
-            for dtype in self._dtypes
-        ]
-        return [torch.cat([_row(t) for t in same]).cpu() for same in by_dtype]
+        named = self._parameters.items()
+        by_dtype = ([tensors[n] for n, p in named if p.dtype == dtype] for dtype in self._dtypes)
+        return [flattened(same).cpu() for same in by_dtype]
 
     def _pieces(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of `_flat` again, by name."""
-        places = dict.fromkeys(self._dtypes, 0)
-        found = {}
-        for name, parameter in self._parameters.items():
-            begin = places[parameter.dtype]
-            end = places[parameter.dtype] = begin + _row(parameter.detach()).numel()
-            piece = flats[self._dtypes.index(parameter.dtype)][begin:end].to(parameter.device)
-            if parameter.is_complex():
-                piece = torch.view_as_complex(piece.view(-1, 2))
-            found[name] = piece.view(parameter.shape)
-        return found
+        found = dict[str, torch.Tensor]()
+        for dtype, flat in zip(self._dtypes, flats, strict=True):
+            same = {n: p.detach() for n, p in self._parameters.items() if p.dtype == dtype}
+            tensors = unflattened(flat.to(self._channels.device), same.values())
+            found |= dict(zip(same, tensors, strict=True))
+        return {name: found[name] for name in self._parameters}
 
     @torch.no_grad()
     def _fill(self, weights: Sequence[torch.Tensor]) -> None:
@@ -326,8 +321,3 @@ def _set(group: dict[str, Any], key: Any, number: float) -> None:
         group[key].fill_(number)
     else:
         group[key] = type(group[key])(number)
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a row of real numbers."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

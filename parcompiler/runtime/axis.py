@@ -12,7 +12,7 @@ tensors. While a collective of a backward runs, so do the products that linear l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -199,8 +199,28 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().contiguous()
 
 
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with real numbers: backends send no complex ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flattened(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The elements of some tensors as one row of real numbers."""
+    return torch.cat([real(tensor).reshape(-1) for tensor in tensors])
+
+
+def unflattened(flat: torch.Tensor, like: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that were flattened: views of `flat` in the forms of those in `like`."""
+    begin = 0
+    for tensor in like:
+        end = begin + real(tensor).numel()
+        piece = flat[begin:end]
+        if tensor.is_complex():
+            piece = torch.view_as_complex(piece.view(-1, 2))
+        yield piece.view(tensor.shape)
+        begin = end
+
+
 def wire(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor in a dtype that backends know."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else real(tensor)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompiler.runtime.axis import Axis, in_memory
+from parcompiler.runtime.axis import Axis, in_memory, real
 from parcompiler.runtime.collective_queue import (
     CollectiveQueue,
     Pending,
@@ -52,21 +52,11 @@ class Direction:
 
     def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Start sending."""
-        return self.group.send([_real(tensor)], self.peer, tag)
+        return self.group.send([real(tensor)], self.peer, tag)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Post a receive."""
-        return self.group.recv([_real(tensor)], self.peer, tag)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with real numbers: backends send no complex ones."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as one row."""
-    return _real(tensor).view(-1)
+        return self.group.recv([real(tensor)], self.peer, tag)
 
 
 class Channels:
@@ -210,7 +200,7 @@ class Channels:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         buffer = in_memory(tensor)
         pending = self._enqueue(
-            lambda plane: (buffer, dist.broadcast(_real(buffer), source, plane, async_op=True))
+            lambda plane: (buffer, dist.broadcast(real(buffer), source, plane, async_op=True))
         )
         return Receipt(buffer) if source == self._rank else pending
 
@@ -221,8 +211,8 @@ class Channels:
         def start(plane: dist.ProcessGroup) -> Started:
             part = in_memory(summand())
             if self._program.tensor > 1:
-                return part, dist.all_reduce(_real(part), group=plane, async_op=True)
-            return part, dist.reduce(_real(part), target, group=plane, async_op=True)
+                return part, dist.all_reduce(real(part), group=plane, async_op=True)
+            return part, dist.reduce(real(part), target, group=plane, async_op=True)
 
         return self._enqueue(start)
 
@@ -276,28 +266,30 @@ class Channels:
         if self._by_gloo:  # whose reduce-scatter is an all-reduce of a copy: twice the bytes
             assert group is not None
             dtype = None if self._cast is None else self._cast.dtype
-            return Addends(_real(segments), _real(own), group, dtype)
+            return Addends(real(segments), real(own), group, dtype)
         if self._cast is not None:
             return self._cast.scatter(segments, own, group)
-        return dist.reduce_scatter_single(_flat(own), _flat(segments), group=group, async_op=True)
+        return dist.reduce_scatter_single(
+            real(own).view(-1), real(segments).view(-1), group=group, async_op=True
+        )
 
     def gather(self, segments: torch.Tensor, ranks: tuple[int, ...]) -> list[Any]:
         """Start filling segments [ranks, n], in place, of which each of `ranks` has its own."""
-        group, rows = self._shared[ranks], dict(zip(ranks, _real(segments), strict=True))
+        group, rows = self._shared[ranks], dict(zip(ranks, real(segments), strict=True))
         if self._by_gloo:  # whose all-gather copies all that it gets
             return [dist.broadcast(row, rank, group, async_op=True) for rank, row in rows.items()]
         own = rows[self._rank].reshape(-1)
-        return [dist.all_gather_single(_flat(segments), own, group=group, async_op=True)]
+        return [dist.all_gather_single(real(segments).view(-1), own, group=group, async_op=True)]
 
     def reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up a tensor over `ranks`, in place for the first of them; others' have no
         meaning then."""
         group = self._shared[ranks]
-        return dist.reduce(_real(tensor), ranks[0], group=group, async_op=True)
+        return dist.reduce(real(tensor), ranks[0], group=group, async_op=True)
 
     def give(self, tensor: torch.Tensor, ranks: tuple[int, ...], home: int) -> Any:
         """Start giving all of `ranks` the tensor of number `home` of them, in place."""
-        return dist.broadcast(_real(tensor), ranks[home], group=self._shared[ranks], async_op=True)
+        return dist.broadcast(real(tensor), ranks[home], group=self._shared[ranks], async_op=True)
 
     def total(self, tensor: torch.Tensor) -> None:
         """Add up a tensor over all ranks, in place."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parcompiler.runtime.axis import real
 from parcompiler.runtime.collective_queue import CollectiveQueue, Pending
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,8 +57,8 @@ class CastSums:
         """Start adding up segments [ranks, n] over a group, each rank of which gets its `own`."""
 
         def start() -> tuple[torch.Tensor, None]:
-            flat = _real(segments).view(dist.get_world_size(group), -1)
-            _real(own).copy_(_own_sum(flat.to(self.dtype), flat.dtype, group))
+            flat = real(segments).view(dist.get_world_size(group), -1)
+            real(own).view(-1).copy_(_own_sum(flat.to(self.dtype), flat.dtype, group))
             return own, None
 
         return self._queue.put(start)
@@ -109,7 +110,7 @@ class Addends:
 
 def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
     """Add up a tensor over a group, in place and in the order of its ranks. A collective."""
-    flat, size = _real(tensor), dist.get_world_size(group)
+    flat, size = real(tensor).view(-1), dist.get_world_size(group)
     segments = flat.new_zeros(-(-flat.numel() // size) * size, dtype=dtype)
     segments[: flat.numel()].copy_(flat)
     own = _own_sum(segments.view(size, -1), flat.dtype, group)
@@ -122,8 +123,3 @@ def _own_sum(segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Ten
     received = torch.empty_like(segments)
     dist.all_to_all_single(received, segments, group=group)
     return summed([row.to(kind) for row in received], segments.dtype).to(segments.dtype)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as one row of real numbers."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

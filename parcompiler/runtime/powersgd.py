@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from parcompiler.data_updates import is_factored
+from parcompiler.runtime.axis import flattened, real, unflattened
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Pending
 
@@ -68,7 +69,7 @@ class PowerSGD:
             if name not in self.factors:
                 self.factors[name] = first_factor(name, matrix.shape[1], self._rank, matrix)
         lefts = {name: matrix @ self.factors[name] for name, matrix in matrices.items()}
-        self._exchange([*map(_real, wholes.values()), *lefts.values()], ranks)
+        self._exchange([*map(real, wholes.values()), *lefts.values()], ranks)
         lefts = {name: torch.linalg.qr(left).Q for name, left in lefts.items()}
         rights = {name: matrix.T @ lefts[name] for name, matrix in matrices.items()}
         self._exchange([*rights.values()], ranks)
@@ -81,11 +82,10 @@ class PowerSGD:
     def _exchange(self, tensors: Sequence[torch.Tensor], ranks: tuple[int, ...]) -> None:
         """Sum tensors over the data ranks, in place, all at once."""
         if tensors:
-            bucket = torch.cat([_wide(tensor).reshape(-1) for tensor in tensors])
+            bucket = flattened(map(_wide, tensors))
             self._channels.sum_in_order(bucket, ranks)
-            sizes = [tensor.numel() for tensor in tensors]
-            for tensor, piece in zip(tensors, bucket.split(sizes), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+            for tensor, piece in zip(tensors, unflattened(bucket, tensors), strict=True):
+                tensor.copy_(piece)
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What outlives a step, by kind and name."""
@@ -96,11 +96,6 @@ class PowerSGD:
         """Go on from that."""
         kind, _, name = key.partition("/")
         (self.errors if kind == "error" else self.factors)[name] = tensor
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

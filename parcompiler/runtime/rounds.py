@@ -12,12 +12,13 @@ order of the data ranks, so that one process can repeat a run to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from parcompiler.instruction import Instruction, Kind
+from parcompiler.runtime.axis import flattened, unflattened
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
 
@@ -100,24 +101,7 @@ class Rounds:
         own = [self._weights[n].detach() for n in names]
         if self._outer is not None:
             own = [self.anchors[n] - weight for n, weight in zip(names, own, strict=True)]
-        bucket = torch.cat([_row(tensor) for tensor in own])
+        bucket = flattened(own)
         self._channels.sum_in_order(bucket, self._ranks)
         bucket /= self._program.data
-        return zip(names, _like(bucket, own), strict=True)
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as a row of real numbers."""
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-
-
-def _like(bucket: torch.Tensor, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The pieces of a bucket in the form of tensors."""
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.numel() * (1 + tensor.is_complex())
-        piece = bucket[begin:end]
-        if tensor.is_complex():
-            piece = torch.view_as_complex(piece.view(-1, 2))
-        yield piece.view(tensor.shape)
-        begin = end
+        return zip(names, unflattened(bucket, own), strict=True)
