@@ -21,8 +21,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from parcompiler.capture.templates import identifier
-from parcompiler.codegen.counts import counts_module
-from parcompiler.codegen.hooks import hooks_module
+from parcompiler.codegen.functions import counts_module, hooks_module
 from parcompiler.codegen.launchers import Launch
 from parcompiler.codegen.quoting import fenced, markdown
 from parcompiler.codegen.rank import further_script, rank_program, rank_script

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parcompiler.codegen.counts import counts_module
-from parcompiler.codegen.hooks import hooks_module
+from parcompiler.codegen.functions import counts_module, hooks_module
 from parcompiler.codegen.stage import StageWriter
 from parcompiler.codegen.vocabulary import vocabulary_module
 from parcompiler.lower.lowered import Lowered

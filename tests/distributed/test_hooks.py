@@ -10,7 +10,7 @@ from torch import nn
 
 import parcompiler as pc
 from parcompiler.capture import capture
-from parcompiler.codegen.hooks import hooks_module
+from parcompiler.codegen.functions import hooks_module
 from parcompiler.errors import CaptureError
 from parcompiler.verification.batches import piece, random_batch
 from parcompiler.verification.pool import Job, pool

@@ -1,0 +1,74 @@
+"""Small graphs of a model as functions of modules of their own: hooks on gradients, and the count
+of targets where the loss is a mean over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from parcompiler.capture.effects import Effects
+from parcompiler.codegen.body import Body
+from parcompiler.codegen.heading import module_text
+from parcompiler.codegen.layout import table, wrap
+from parcompiler.codegen.literals import string
+from parcompiler.codegen.quoting import docstring, paragraph
+from parcompiler.graph import Graph
+from parcompiler.lower.lowered import Lowered
+
+_HOOKS = """What the model's hooks make of gradients.
+
+They run once a step, on gradients of the mean loss that are complete: on each rank on what it
+holds of them."""
+_COUNTS = """How many targets of a micro-batch the loss counts.
+
+The sum of the loss is divided by their number in all micro-batches and data ranks of a step."""
+
+
+def hooks_module(graph: Graph, device: str) -> str:
+    """The text of `hooks.py`."""
+    functions = []
+    for k, (name, hook) in enumerate(graph.hooks.items()):
+        remark = f"Of {docstring(name)}: {', '.join(hook.places)}."
+        gradient = next(iter(hook.graph.nodes))
+        functions.append(_function(graph, hook.graph, f"hook_{k}", remark, {gradient: "gradient"}))
+    rows = [(string(name), f"hook_{k}") for k, name in enumerate(graph.hooks)]
+    body = "\n\n\n".join([*functions, "\n".join(table("HOOKS = {", rows, "}", 0))])
+    calls = [node for hook in graph.hooks.values() for node in _calls(hook.graph)]
+    return module_text(_HOOKS, body, calls, device)
+
+
+def counts_module(lowered: Lowered, device: str) -> str:
+    """The text of `counts.py`."""
+    small = lowered.graph.counts
+    assert small is not None
+    known = {n.name: n for n in lowered.graph.fx_graph.nodes if n.op == "placeholder"}
+    read = [node for node in small.nodes if node.op == "placeholder"]
+    operands = {node: lowered.variables[known[node.name]] for node in read}
+    remark = "The number of targets, a scalar of integers."
+    text = _function(lowered.graph, small, "counted", remark, operands)
+    return module_text(_COUNTS, text, _calls(small), device)
+
+
+def _function(
+    graph: Graph, small: fx.Graph, name: str, remark: str, operands: Mapping[fx.Node, str]
+) -> str:
+    """The function that a small graph without gradients is, of tensors called as in `operands`."""
+    result = next(node for node in small.nodes if node.op == "output").args[0]
+    assert isinstance(result, fx.Node)
+    part = replace(graph, fx_graph=small, differentiable=frozenset())
+    body = Body(part, Effects(small), operands, {*operands.values()})
+    lines = body.lines(_calls(small), {result: None})
+    arguments = ", ".join(f"{argument}: Tensor" for argument in operands.values())
+    return "\n".join([
+        wrap(f"def {name}({arguments}) -> Tensor:"),
+        f'    """{paragraph(remark, 4)}"""',
+        *(line.removeprefix("    ") for line in lines),
+        f"    return {body.name(result)}",
+    ])  # fmt: skip
+
+
+def _calls(graph: fx.Graph) -> Sequence[fx.Node]:
+    """The operators of a small graph."""
+    return [node for node in graph.nodes if node.op == "call_function"]
