@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -168,9 +169,10 @@ class Program:
         `standalone`, `launcher`, `ranks` and `compiled` as there. Raises InputError as that does.
 
         `model` is the MODEL of the command line, `configuration` that of transformers."""
-        from parcompiler.codegen.folder import export
+        from parcompiler.codegen.folder import export, texts
         from parcompiler.codegen.launchers import Launch
         from parcompiler.request import check_published
+        from parcompiler.runtime.files import REQUEST
 
         if launcher != "torchrun" and not self.problem.mesh.is_uniform:
             message = (
@@ -185,11 +187,16 @@ class Program:
             folder = os.path.abspath(weights)  # scripts run in other folders
             check_published(self.problem.graph, Path(folder))
             request = dataclasses.replace(request, weights=folder)
-        return export(
-            path, self.plan, self.lowered, self.plan.mesh.devices, report, request,
-            weights=weights is True, standalone=standalone, launch=launch, ranks=ranks,
-            compiled=compiled,
+        files = {
+            "plan.json": self.plan.to_json(),
+            "report.json": report.to_json(),
+            REQUEST: json.dumps(request.to_data(), indent=2, sort_keys=True) + "\n",
+        }
+        files |= texts(
+            self.lowered, self.plan.mesh.devices, str(report), standalone=standalone, launch=launch,
+            ranks=ranks, compiled=compiled,
         )  # fmt: skip
+        return export(path, self.lowered, files, weights=weights is True, standalone=standalone)
 
     def instructions(self, rank: int) -> Instructions:
         """The training instructions of a rank, printable. Raises InputError for no such rank."""

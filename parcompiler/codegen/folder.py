@@ -9,7 +9,6 @@ lists all that was written.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -29,13 +28,10 @@ from parcompiler.codegen.stage import StageWriter
 from parcompiler.codegen.vocabulary import held_whole, vocabulary_module
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
-from parcompiler.lower.lowered import Lowered, Spread
+from parcompiler.lower.lowered import Lowered
 from parcompiler.pieces import own_rows
-from parcompiler.plan import Plan
-from parcompiler.report import Report
 from parcompiler.report.names import numbers, ranges
-from parcompiler.request import Request
-from parcompiler.runtime.files import REQUEST, SUMS, listing, sums
+from parcompiler.runtime.files import SUMS, listing, sums
 from parcompiler.runtime.tensor_files import write
 
 TORCHRUN = Launch()
@@ -44,21 +40,15 @@ MOST_SCRIPTS = 64  # a file for each rank is for reading: no more than a reader 
 
 def export(
     path: Path,
-    plan: Plan,
     lowered: Lowered,
-    devices: Sequence[str],
-    report: Report,
-    request: Request,
+    files: Mapping[str, str],
     *,
     weights: bool,
     standalone: bool,
-    launch: Launch = TORCHRUN,
-    ranks: Iterable[int] | None = None,
-    compiled: bool = False,
 ) -> Path:
     """Write the folder; an older export at the same place is replaced once all is written.
 
-    `devices` are those of the pipeline coordinates, `ranks` as in `texts`.
+    `files` are the texts in it by name: those of `texts`, and the documents beside them.
 
     What no export has written stays. Raises InputError where that is in the way, where something
     else than an export is, and when the folder cannot be written: the older one is whole then.
@@ -71,50 +61,23 @@ def export(
         new, old = beside / "new", beside / "old"
         try:
             new.mkdir()
-            _fill(
-                new, plan, lowered, report, request, weights=weights, standalone=standalone,
-                readable=texts(
-                    lowered, devices, str(report), standalone=standalone, launch=launch,
-                    ranks=ranks, compiled=compiled,
-                ),
-            )  # fmt: skip
+            for name, text in files.items():
+                _write(new / name, text)
+            _save_tensors(new / "weights", lowered, parameters=weights)
+            if standalone:
+                _copy_runtime(new)
+            _write(new / SUMS, listing(new))
             _replace(place, new, old)
         finally:
             shutil.rmtree(new, ignore_errors=True)
             with suppress(OSError):
                 beside.rmdir()
     except OSError as error:
-        reason = error.strerror or error
-        message = f"cannot export to {path} ({reason}): what was there is as it was"
+        message = (
+            f"cannot export to {path} ({error.strerror or error}): what was there is as it was"
+        )
         raise InputError(message) from error
     return path
-
-
-def _fill(
-    path: Path,
-    plan: Plan,
-    lowered: Lowered,
-    report: Report,
-    request: Request,
-    *,
-    weights: bool,
-    standalone: bool,
-    readable: Mapping[str, str],
-) -> None:
-    """Write all files of an export; `readable` are the texts of those that people read."""
-    _write(path / "plan.json", plan.to_json())
-    _write(path / "report.json", report.to_json())
-    _write(path / REQUEST, json.dumps(request.to_data(), indent=2, sort_keys=True) + "\n")
-    for name, text in readable.items():
-        _write(path / name, text)
-    for stage in lowered.stages:
-        stored = _stored(lowered.graph, stage.tensors, parameters=weights)
-        _save(path / "weights" / f"stage_{stage.index}.safetensors", stored)
-    if lowered.vocabulary is not None:
-        _save_rows(path / "weights", lowered, lowered.vocabulary, parameters=weights)
-    if standalone:
-        _copy_runtime(path)
-    _write(path / SUMS, listing(path))
 
 
 def texts(
@@ -259,9 +222,16 @@ def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str
     return tensors
 
 
-def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bool) -> None:
-    """A file for each rank of a pipeline: its rows of what is in rows, and what it has whole."""
-    n = lowered.size * lowered.tensor
+def _save_tensors(folder: Path, lowered: Lowered, *, parameters: bool) -> None:
+    """A file of tensors for each stage; where all ranks of a pipeline have rows of the vocabulary,
+    one for each: its rows of what is in rows, and what it has whole."""
+    folder.mkdir()
+    for stage in lowered.stages:
+        tensors = _stored(lowered.graph, stage.tensors, parameters=parameters)
+        write(folder / f"stage_{stage.index}.safetensors", tensors)
+    spread, n = lowered.vocabulary, lowered.size * lowered.tensor
+    if spread is None:
+        return
     sizes = dict(zip(spread.tensors, spread.sizes, strict=True))
     names = (*spread.tensors, *held_whole(lowered.graph, spread))
     whole = _stored(lowered.graph, names, parameters=parameters)
@@ -271,13 +241,7 @@ def _save_rows(folder: Path, lowered: Lowered, spread: Spread, *, parameters: bo
             span = own_rows(sizes[name], n, index)
             dim = whole[name].shape.index(sizes[name])
             rows[name] = whole[name].narrow(dim, span.start, span.size)
-        _save(folder / f"vocabulary_{index}.safetensors", rows)
-
-
-def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors."""
-    path.parent.mkdir(exist_ok=True)
-    write(path, tensors)
+        write(folder / f"vocabulary_{index}.safetensors", rows)
 
 
 def _copy_runtime(path: Path) -> None:

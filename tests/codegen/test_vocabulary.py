@@ -23,7 +23,6 @@ from parcompiler.lower import Lowered
 from parcompiler.models import gpt
 from parcompiler.pieces import own_rows
 from parcompiler.plan import Plan, Shape
-from parcompiler.request import Request
 from parcompiler.runtime.files import stored
 from parcompiler.vocabulary import spread
 from tests import zoo
@@ -223,20 +222,10 @@ def test_a_module_of_this_process_called_vocabulary_is_left_alone(tmp_path: Path
     assert script.PROGRAM == rank_program(gpt_by("vocab-2"), 1, "cpu")
 
 
-class _Text:
-    """A report that is not asked."""
-
-    def to_json(self) -> str:
-        return "{}\n"
-
-
 def exported(lowered: Lowered, path: Path, *, weights: bool) -> Path:
-    report: Any = _Text()
     plan = Plan(model="GPT", fingerprint="", mesh=Shape(pipeline=lowered.size), microbatches=1)
-    return export(
-        path, plan, lowered, ["cpu"] * lowered.size, report, Request(1, 1, 1), weights=weights,
-        standalone=False,
-    ) / "weights"  # fmt: skip
+    files = files_of(lowered) | {"plan.json": plan.to_json()}
+    return export(path, lowered, files, weights=weights, standalone=False) / "weights"
 
 
 # Names that the class has for something else, and names that would do harm if they were run.
