@@ -218,13 +218,6 @@ class Lowered:
             for stage in self.stages
         )
 
-    @property
-    def loss_rank(self) -> int:
-        """The rank whose stage computes the loss, or gives what the head takes."""
-        if self.vocabulary is not None and self.vocabulary.head is not None:
-            return self.stages[self.vocabulary.head.stage].rank
-        return next(stage.rank for stage in self.stages if stage.loss is not None)
-
     @cached_property
     def split(self) -> frozenset[int]:
         """The stages whose backward comes in two parts, the second one for weights."""

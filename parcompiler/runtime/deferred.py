@@ -162,38 +162,15 @@ def _product(
 
 
 class _Deferrable(torch.autograd.Function):
-    """x Wᵀ + b (`_addmm`: x W + b), whose backward can leave dW = dYᵀ x (xᵀ dY) for later."""
+    """x Wᵀ + b (`_addmm`: x W + b), whose backward can leave dW = dYᵀ x (xᵀ dY) for later.
+
+    In a layer that is compiled there is no deferral: the factors of dW go out as the gradients of
+    two extra inputs, which `_Operands` made."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        deferral: Deferral,
-        operator: Operator,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The product now; input and weight for later."""
-        ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.parameter, ctx.transposed = deferral, weight, operator is F.linear
-        return _result(operator, x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input and bias; that of the weight now or later."""
-        x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
-        dx, bias = _gradients(ctx, gradients[0], x, weight)
-        dw = _left(ctx.deferral, ctx.parameter, gradients[0], x, transposed=ctx.transposed)
-        return None, None, dx, dw, bias
-
-
-class _Traced(torch.autograd.Function):
-    """`_Deferrable` in a layer that is compiled: the factors of the weight's gradient go out as the
-    gradients of two extra inputs, which `_Operands` made."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+        deferral: Deferral | None,
         operator: Operator,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -202,15 +179,27 @@ class _Traced(torch.autograd.Function):
     ) -> torch.Tensor:
         """The product now; input and weight for later."""
         ctx.save_for_backward(x, weight)
-        ctx.transposed = operator is F.linear
-        return _result(operator, x, weight, bias)
+        ctx.deferral, ctx.transposed = deferral, operator is F.linear
+        if deferral is not None:
+            ctx.parameter = weight
+        y = operator(x, weight, bias)
+        if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input and bias; dY and x."""
+        """Gradients of input and bias; that of the weight now or later, or dY and x."""
         x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
-        dx, bias = _gradients(ctx, gradients[0], x, weight, first=1)
-        return None, dx, None, bias, gradients[0], x
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+        dx = None
+        if ctx.needs_input_grad[2]:
+            dx = (rows @ (weight if ctx.transposed else weight.t())).reshape(x.shape)
+        bias = rows.sum(0) if ctx.needs_input_grad[4] else None
+        if ctx.deferral is None:
+            return None, None, dx, None, bias, gradients[0], x
+        dw = _left(ctx.deferral, ctx.parameter, gradients[0], x, transposed=ctx.transposed)
+        return None, None, dx, dw, bias
 
 
 class _Operands(torch.autograd.Function):
@@ -251,29 +240,9 @@ def _traced(
         return cast(tuple[torch.Tensor, ...], made)
 
     like = [x.new_zeros(()).expand(shape).requires_grad_() for shape in shapes]
-    y: torch.Tensor = _Traced.apply(operator, x, weight, bias, *trace.extra(make, *like))  # type: ignore[no-untyped-call]
+    places = trace.extra(make, *like)
+    y: torch.Tensor = _Deferrable.apply(None, operator, x, weight, bias, *places)  # type: ignore[no-untyped-call]
     return y
-
-
-def _result(
-    operator: Operator, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """The product."""
-    y = operator(x, weight, bias)
-    if x.dim() != 2:  # then it may be a view, and autograd would let nobody change it in place
-        y = torch.ops.aten._unsafe_view(y, y.shape)
-    return y
-
-
-def _gradients(
-    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, first: int = 2
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, the argument number `first`, and of the bias, the second behind it."""
-    rows = dy.reshape(-1, dy.shape[-1])
-    dx = None
-    if ctx.needs_input_grad[first]:
-        dx = (rows @ (weight if ctx.transposed else weight.t())).reshape(x.shape)
-    return dx, rows.sum(0) if ctx.needs_input_grad[first + 2] else None
 
 
 def _left(
