@@ -22,13 +22,10 @@ from typing import NamedTuple
 import torch
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import in_memory, real
+from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.files import Fingerprint
 from parcompiler.runtime.program import RankProgram
-
-BLOCK = 2**18  # integers that are multiplied at once: they stay in a cache
-_ODD = 0x2545F4914F6CDD1D  # the multiplier of xorshift64*
 
 
 def check_programs(program: RankProgram, files: Fingerprint, channels: Channels) -> None:
@@ -82,12 +79,8 @@ def difference_of_calls(program: RankProgram, calls: Sequence[WorkerCall]) -> st
 
 def digest_of_batch(microbatches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     """A number of 60 bits that equal micro-batches have in common, and others do not."""
-    text = hashlib.sha256()
-    for name, tensor in (entry for batch in microbatches for entry in batch.items()):
-        raw = tensor.detach().cpu().contiguous()
-        text.update(f"{name} {raw.dtype} {tuple(raw.shape)}".encode())
-        text.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
-    return int(text.hexdigest()[:15], 16)
+    named = (entry for batch in microbatches for entry in batch.items())
+    return combined((f"{n} {t.dtype} {tuple(t.shape)}", digest_of([t])) for n, t in named)
 
 
 def difference_of_weights(
@@ -101,10 +94,9 @@ def difference_of_weights(
     if program.data == program.tensor == 1 and not program.tied:
         return ""
     compared = [name for name in tensors if _is_compared(program, name)]
-    digests = digests_of([tensors[name] for name in compared], channels.device)
-    numbers = dict(zip(compared, digests, strict=True))
+    numbers = {name: digest_of(tensors[name]) for name in compared}
     sums = [
-        combined({name: numbers.get(name) for name in names}) for names in _sets(program, numbers)
+        combined((name, numbers.get(name)) for name in names) for names in _sets(program, numbers)
     ]
     ranks = channels.gather_numbers(*sums)
     pairs = ((k, a, b) for k, a, b in _pairs(program) if ranks[a][k] != ranks[b][k])
@@ -159,49 +151,16 @@ def _is_compared(program: RankProgram, name: str) -> bool:
     return program.data > 1 or in_group or name in _ties(program)
 
 
-def combined(numbers: Mapping[str, int | None]) -> int:
-    """A number of 60 bits for the numbers of several tensors."""
-    text = json.dumps([*numbers.items()])
+def combined(numbers: Iterable[tuple[str, int | None]]) -> int:
+    """A number of 60 bits for the numbers of several tensors by name."""
+    text = json.dumps([*numbers])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
-def digests_of(tensors: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[int]:
-    """A number of 64 bits for each group of tensors, by their bytes."""
-    if not tensors:
-        return []
-    factors = _mixed(torch.arange(1, BLOCK + 1, device=device) * _ODD) | 1
-    with torch.no_grad():
-        groups = [
-            torch.stack([_folded(words, factors) for tensor in group for words in _words(tensor)])
-            for group in tensors
-        ]
-        return torch.stack([_folded(numbers, factors) for numbers in groups]).tolist()
-
-
-def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor as integers: eight by eight, which is fastest, then those left over."""
-    flat = in_memory(tensor.detach()).reshape(-1)
-    raw = real(flat).reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    whole = len(raw) // 8 * 8
-    yield raw[:whole].view(torch.int64)
-    if whole < len(raw):
-        yield raw[whole:].long()
-
-
-def _folded(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The sum of integers times factors, modulo 2**64, mixed; block by block where they are many.
-
-    As factors are odd, two blocks that differ in one element have different sums.
-    """
-    if len(words) > BLOCK:
-        words = torch.stack([_folded(block, factors) for block in words.split(BLOCK)])
-        return _folded(words, factors)
-    return _mixed((words * factors[: len(words)]).sum())
-
-
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """A bijection of integers whose high bits depend on all bits, so that blocks in another order
-    have another sum."""
-    return (numbers ^ ((numbers >> 29) & (2**35 - 1))) * _ODD
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """A number of 60 bits for the bytes of some tensors, wherever and however these lie."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        raw = in_memory(tensor.detach().cpu())
+        digest.update((ctypes.c_char * raw.nbytes).from_address(raw.data_ptr()))
+    return int(digest.hexdigest()[:15], 16)

@@ -19,7 +19,7 @@ import torch
 
 from parcompiler.errors import InputError
 from parcompiler.pieces import Shard
-from parcompiler.runtime.agreement import digests_of
+from parcompiler.runtime.agreement import digest_of
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.program import RankProgram
@@ -151,8 +151,7 @@ class RankTensors:
         """Keep a number for the values of a parameter of which each data rank has rows of its own:
         all must have taken them from the same whole."""
         if self._updates.in_pieces(name):
-            numbers = digests_of([[whole]], whole.device)
-            self._digests[name] = torch.tensor(numbers, device=self._channels.device)
+            self._digests[name] = torch.tensor(digest_of([whole]))
 
     def unpadded(self, name: str) -> list[torch.Tensor]:
         """A tensor of this rank, and its master where it has a whole one, without padding; of a

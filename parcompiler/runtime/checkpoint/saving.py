@@ -116,7 +116,11 @@ class Checkpoints:
             if not at.pipeline and not at.tensor:
                 facts["extra"] = extra_state(extra, tensors)
             digests.update(self._state.digests())
-            report = {"arguments": arguments, "untrained": combined(digests), "extra": [*tensors]}
+            report = {
+                "arguments": arguments,
+                "untrained": combined(digests.items()),
+                "extra": [*tensors],
+            }
             if self._program.rank == 0:
                 path, report["serial"] = folders.begin(folder, facts["step"])
                 partial.append(path)

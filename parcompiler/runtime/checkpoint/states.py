@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from parcompiler.errors import InputError
-from parcompiler.runtime.agreement import digests_of
+from parcompiler.runtime.agreement import digest_of
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.checkpoint.folder import Checkpoint, dtype_of
 from parcompiler.runtime.checkpoint.layout import Part, RankLayout
@@ -157,9 +157,7 @@ class RankState:
     def digests(self) -> dict[str, int]:
         """Numbers that tell data ranks which of these they hold differently."""
         tensors = self.untrained() if self._program.data > 1 else {}
-        groups = [[tensor] for tensor in tensors.values()]
-        device = self._interpreter.channels.device
-        return dict(zip(tensors, digests_of(groups, device), strict=True))
+        return {name: digest_of([tensor]) for name, tensor in tensors.items()}
 
     def differing(
         self, here: Mapping[str, int], there: Mapping[str, int], first: Mapping[str, int]
