@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,25 +39,6 @@ FOREVER = timedelta(days=365)  # for messages that may come when a user likes
 MOST_PENDING = 2  # sends on one channel that may be unfinished before the next one waits
 
 
-@dataclass(frozen=True, slots=True)
-class Direction:
-    """One direction between this rank and a peer, which is rank `peer` of the pair's group.
-
-    It is `dist.isend` and `dist.irecv` without their look-ups for every message.
-    """
-
-    group: dist.ProcessGroup
-    peer: int
-
-    def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Start sending."""
-        return self.group.send([real(tensor)], self.peer, tag)
-
-    def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Post a receive."""
-        return self.group.recv([real(tensor)], self.peer, tag)
-
-
 class Channels:
     """The process groups of this rank; `connect` makes that of all ranks, `open` the others.
 
@@ -80,8 +60,8 @@ class Channels:
         self._by_gloo = backend_of(device) == "gloo"
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
-        self._to: dict[int, Direction] = {}
-        self._from: dict[int, Direction] = {}
+        self._to: dict[int, dist.ProcessGroup] = {}  # by peer
+        self._from: dict[int, dist.ProcessGroup] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.axis: Axis | None = None  # the tensor-parallel group, if it has others
         self.context: Axis | None = None  # those that share a batch, if there are others
@@ -161,12 +141,13 @@ class Channels:
         else:
             group = self._all if self._rank in (source, target) else None
         if group is not None:
-            outward = source == self._rank
-            peer, directions = (target, self._to) if outward else (source, self._from)
-            direction = directions[peer] = Direction(group, dist.get_group_rank(group, peer))
             first = torch.zeros(1, device=self.device)
-            start = direction.send if outward else direction.receive
-            start(first, _NO_INSTRUCTION).wait()
+            if source == self._rank:
+                self._to[target] = group
+                dist.send(first, target, group, _NO_INSTRUCTION)
+            else:
+                self._from[source] = group
+                dist.recv(first, source, group, _NO_INSTRUCTION)
 
     def send(self, tensor: torch.Tensor, value: Value, peer: int) -> None:
         """Start sending `value` in its order in memory; the tensor is kept until it is out."""
@@ -174,14 +155,16 @@ class Channels:
         pending = self._pending[peer]
         while pending and (len(pending) >= MOST_PENDING or pending[0][0].is_completed()):
             pending.popleft()[0].wait()
-        pending.append((self._to[peer].send(tensor, self.tag), tensor))
+        work = dist.isend(real(tensor), peer, self._to[peer], self.tag)
+        assert work is not None
+        pending.append((work, tensor))
 
     def receive(self, value: Value, peer: int) -> Receipt:
         """Post a receive into a new buffer."""
         order = value.order
         size = [value.shape[dim] for dim in order] if order else value.shape
         buffer = torch.empty(size, dtype=value.dtype, device=self.device)
-        work = self._from[peer].receive(buffer, self.tag)
+        work = dist.irecv(real(buffer), peer, self._from[peer], self.tag)
         if order:
             buffer = buffer.permute([order.index(dim) for dim in range(len(order))])
         return Receipt(buffer, work)
