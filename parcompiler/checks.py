@@ -69,6 +69,7 @@ def check_options(
         )
         raise InputError(message)
     _check_data_updates(mesh, options)
+    _check_host(mesh, options, plan)
     offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
     if isinstance(mesh, Mesh):
         _check_whole(mesh, options)
@@ -195,6 +196,19 @@ def check_data_updates(lowered: Lowered) -> None:
         name = f"compression={updates.compression!r}" if updates.compression else f"updates={way!r}"
         message = f"{name} {reason}: take another way of the data axis"
         raise InputError(message)
+
+
+def _check_host(mesh: Mesh | Cluster, options: Options, plan: Plan | None) -> None:
+    """Refuse to offload from a device whose link to its host is not known."""
+    if options.recompute == "offload" or (plan is not None and plan.offload):
+        for device in mesh.devices if isinstance(mesh, Mesh) else (mesh.hardware,):
+            if device.host is None and not device.is_cpu:
+                message = (
+                    "recompute='offload' sends activations over the link of a device to its host, "
+                    f"and {device.name!r} has no figure of one: give its file "
+                    '"host": {"bandwidth": B/s, "latency": s}, or take recompute=\'full\''
+                )
+                raise InputError(message)
 
 
 def _check_axes(mesh: Mesh, options: Options) -> None:
@@ -439,7 +453,7 @@ def _check_recompute(problem: Problem, plan: Plan) -> None:
     priced, names = problem.priced(granularity_of(plan)), plan.recompute or ()
     known = [block.name for block in priced.cut.blocks]
     for name in names:
-        if name not in priced.repeatable:
+        if name not in (known if plan.offload else priced.repeatable):
             why = "updates buffers, which must happen once" if name in known else "is no block"
             message = f"the plan recomputes {name!r}, which {why} (blocks: {', '.join(known)})"
             raise PlanError(message)
@@ -449,6 +463,10 @@ def _check_recompute(problem: Problem, plan: Plan) -> None:
     if wanted != "auto" and plan.selective != (wanted == "selective"):
         verb = "runs" if plan.selective else "does not run"
         message = f"the plan {verb} cheap operators again (asked for: {wanted!r})"
+        raise PlanError(message)
+    if wanted != "auto" and plan.offload != (wanted == "offload"):
+        verb = "offloads" if plan.offload else "does not offload"
+        message = f"the plan {verb} activations to the host (asked for: {wanted!r})"
         raise PlanError(message)
     if wanted != "auto":
         asked = chosen(problem, granularity_of(plan), wanted)

@@ -101,8 +101,10 @@ def compile(
       each; `sharding` is "auto" or {pattern of parameter names: placement}, such as
       `{"*.up.weight": "S(0)"}`.
     - `recompute` says which blocks run again in their backward instead of keeping activations:
-      "none", "full" (all that may), "selective" (only their norms, gates and gathers), "auto" (what
-      memory forces), or {pattern of block names: bool}, of which the last that matches decides.
+      "none", "full" (all that may), "selective" (only their norms, gates and gathers), "offload"
+      (none: all that they keep waits in the host's memory, whose link is priced by the device's
+      `host`), "auto" (what memory forces), or {pattern of block names: bool}, of which the last
+      that matches decides.
     - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
       "fp32" and "fp64" compute in those; None in the parameters' own.
     - `optimizer` is what memory counts: "adamw", "sgd", "sgd-momentum", "muon" or "none".

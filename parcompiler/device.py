@@ -54,7 +54,8 @@ class Device:
 
     `flops` are pairs of dtype name and peak FLOP/s, float32 among them; `memory_bandwidth` is in
     B/s, `memory` in bytes, `launch_overhead` in s per kernel. `link` joins ranks of one node,
-    which has `devices_per_node`, `network` ranks of different nodes. `multiprocessors` compute
+    which has `devices_per_node`, `network` ranks of different nodes, `host` a device and the memory
+    of its node (None: not known). `multiprocessors` compute
     tiles of products, one each at a time; 0 where that is not known. `sources` says where each
     figure comes from; it does not take part in comparisons. Raises InputError for figures that no
     device has.
@@ -70,6 +71,7 @@ class Device:
     network: Link
     devices_per_node: int = DEVICES_PER_NODE
     multiprocessors: int = 0
+    host: Link | None = None
     sources: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +123,8 @@ class Device:
         data = dataclasses.asdict(self)
         data["flops"], data["sources"] = dict(self.flops), dict(self.sources)
         data["efficiency"] = self.efficiency.to_data()
+        if self.host is None:
+            del data["host"]
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -131,12 +135,13 @@ class Device:
         """
         data = documents.parse(text, "device")
         found = figures.fields(
-            cls, data, "", optional=("devices_per_node", "multiprocessors", "sources")
+            cls, data, "", optional=("devices_per_node", "multiprocessors", "host", "sources")
         )
         found["flops"] = tuple(figures.mapping("flops", found["flops"]).items())
         found["sources"] = tuple(figures.mapping("sources", found.get("sources", {})).items())
-        for name, part in (("efficiency", Efficiency), ("link", Link), ("network", Link)):
-            found[name] = _part(part, found[name], name)
+        parts = {"efficiency": Efficiency, "link": Link, "network": Link, "host": Link}
+        for name in found.keys() & parts:
+            found[name] = _part(parts[name], found[name], name)
         return cls(**found)
 
     @classmethod

@@ -134,10 +134,10 @@ def _recompute(value: object) -> str | dict[str, bool]:
         if all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items()):
             return dict(value)
     elif isinstance(value, str):
-        offered("recompute", value, ("auto", "none", "selective", "full"))
+        offered("recompute", value, ("auto", "none", "selective", "full", "offload"))
         return value
     message = (
-        "recompute must be 'auto', 'none', 'selective', 'full' or a dict such as "
+        "recompute must be 'auto', 'none', 'selective', 'full', 'offload' or a dict such as "
         f"{{'layers.*': True}} ({shown(value)} given)"
     )
     raise InputError(message)

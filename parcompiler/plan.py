@@ -219,7 +219,8 @@ class Plan:
     name of the schedule does not. `solution` belongs to the stages, `search` to the orders;
     `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
     activations for their backward (named at the coarsest granularity until that is decided);
-    with `selective` the others run their cheap operators again (see `cost.selective`).
+    with `selective` the others run their cheap operators again (see `cost.selective`). With
+    `offload` the activations of these blocks wait in the host's memory instead.
     `meshes` are those of the cluster that `mesh` was chosen from, that of the plan first.
     `runner_up` is the fastest of what the plan was preferred to: a plan that is up to 2 % faster
     and less plain, or the next of the meshes. `context` says what context ranks split, `sharding`
@@ -241,6 +242,7 @@ class Plan:
     stages: tuple[StageChoice, ...] | None = None
     recompute: tuple[str, ...] | None = None
     selective: bool = False
+    offload: bool = False
     solution: Solution | None = None
     search: Solution | None = None
     weighed: tuple[Weighed, ...] | None = None
@@ -274,8 +276,9 @@ class Plan:
             del data["runner_up"]
         if self.zero is None:  # nor without data ranks
             del data["zero"]
-        if not self.selective:  # all that is not recomputed is kept
-            del data["selective"]
+        for name in ("selective", "offload"):  # all that is not recomputed is kept
+            if not data[name]:
+                del data[name]
         if self.updates is None:  # the default: an all-reduce of whole gradients
             del data["updates"]
         for axis in ("context", "expert"):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 from typing import Any
 
 from torch import fx
@@ -14,6 +15,7 @@ from torch import fx
 from parcompiler.capture.blocks import Cut
 from parcompiler.capture.effects import is_repeatable
 from parcompiler.cost import BlockCost
+from parcompiler.device import Link
 from parcompiler.graph import nbytes_of
 from parcompiler.plan import TemplateTime
 
@@ -24,9 +26,10 @@ class Priced:
 
     `forward` and `backward` are seconds by block. `weight` is the share of `backward` that a split
     backward can defer, `hidden` what a split adds to it (see `TemplateTime`). Blocks in
-    `recomputed` keep only their inputs, and their backward begins with their forward. Where ranks
-    have different devices, `ranks` are the blocks on the device of each, and the seconds here the
-    least of theirs.
+    `recomputed` keep only their inputs, and their backward begins with their forward. Those in
+    `copies` keep all in the host's memory, to which it goes in so many seconds beside compute.
+    Where ranks have different devices, `ranks` are the blocks on the device of each, and the
+    seconds here the least of theirs.
     """
 
     cut: Cut
@@ -37,6 +40,7 @@ class Priced:
     hidden: tuple[float, ...]
     sent: tuple[fx.Node, ...]
     recomputed: frozenset[str] = frozenset()
+    copies: Mapping[str, float] = dataclasses.field(default_factory=dict)
     ranks: tuple[Priced, ...] = ()
 
     @staticmethod
@@ -84,6 +88,21 @@ class Priced:
             backward=tuple(back + once if twice else back for once, back, twice in rows),
             recomputed=frozenset(names),
             ranks=tuple(one.recomputing(names) for one in self.ranks),
+        )
+
+    def offloading(self, names: Collection[str], host: Link, *, beside: bool) -> Priced:
+        """The blocks when what those of these names keep goes over a link and comes back,
+        `beside` compute (then the longer one counts) or not."""
+        pairs = zip(self.cut.blocks, self.costs, strict=True)
+        sizes = {block.name: cost.saved + cost.saved_inputs for block, cost in pairs}
+        copies = {name: host.seconds(sizes[name]) for name in sizes if name in names}
+        least = [copies.get(block.name, 0.0) for block in self.cut.blocks]
+        return dataclasses.replace(
+            self,
+            forward=tuple(map(max if beside else add, self.forward, least)),
+            backward=tuple(map(max if beside else add, self.backward, least)),
+            copies=copies if beside else dict.fromkeys(copies, 0.0),
+            ranks=tuple(one.offloading(names, host, beside=beside) for one in self.ranks),
         )
 
     def mixed(self, other: Priced, names: Collection[str]) -> Priced:
@@ -135,6 +154,8 @@ class Priced:
             if block.name in self.recomputed:
                 kept.update(block.inputs)
                 own.append(0)
+            elif block.name in self.copies:
+                own.append(0)
             else:
                 kept.update(block.inputs[i] for i in cost.kept_inputs)
                 kept.update(block.outputs[i] for i in cost.kept_outputs)
@@ -150,10 +171,18 @@ class Priced:
         return tuple(
             max(cost.unsaved_peak, cost.recompute_peak + cost.gradient_bytes, cost.backward_peak)
             if block.name in self.recomputed
-            else max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
+            else (block.name in self.copies) * (cost.saved + cost.saved_inputs + self._largest_copy)
+            + max(cost.saved, cost.forward_peak, cost.backward_peak, cost.input_peak)
             - cost.saved
             for block, cost in zip(self.cut.blocks, self.costs, strict=True)
         )
+
+    @property
+    def _largest_copy(self) -> int:
+        """Bytes of the largest copy, which may be on its way while another block computes."""
+        pairs = zip(self.cut.blocks, self.costs, strict=True)
+        sizes = (c.saved + c.saved_inputs for block, c in pairs if block.name in self.copies)
+        return max(sizes, default=0)
 
     @cached_property
     def later(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from parcompiler.cost.collective import slowest
 from parcompiler.cost.selective import running_again
 from parcompiler.cost.stand_in import tensors
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
-from parcompiler.device import Device
+from parcompiler.device import Device, Link
 from parcompiler.graph import Block, Graph, Parameter, nbytes_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
@@ -76,12 +76,13 @@ class Cache:
     """What was computed or measured for one graph; problems that differ in options share it.
 
     `found` is by mesh, level of ZeRO and key (see `Problem.once`), `priced` by granularity,
-    recomputed blocks, and whether parameters are gathered and cheap operators run again. `times`
-    were measured, by granularity and template, `vocabulary_times` too, by method.
+    recomputed blocks, whether parameters are gathered, cheap operators run again, and the blocks
+    are offloaded instead. `times` were measured, by granularity and template, `vocabulary_times`
+    too, by method.
     """
 
     found: dict[Hashable, Any] = field(default_factory=dict)
-    priced: dict[tuple[int, frozenset[str], bool, bool], Priced] = field(default_factory=dict)
+    priced: dict[tuple[int, frozenset[str], bool, bool, bool], Priced] = field(default_factory=dict)
     times: dict[tuple[int, str], TemplateTime] = field(default_factory=dict)
     vocabulary_times: dict[str, VocabularyTime] = field(default_factory=dict)
 
@@ -91,9 +92,10 @@ class Problem:
     """The input of the passes: a value that none of them changes, and a cache.
 
     `explain`: whether a refusal is worth the time to find out what would do instead. `selective`:
-    whether cheap operators of all blocks run again in the backward (see `cost.selective`). With
-    context ranks, `graph` is that of one of them, and `context` how it was divided. `bench`
-    measures times where they are not modelled.
+    whether cheap operators of all blocks run again in the backward (see `cost.selective`).
+    `offload`: whether recomputed blocks are offloaded instead. With context ranks, `graph` is that
+    of one of them, and `context` how it was divided. `bench` measures times where they are not
+    modelled.
     """
 
     graph: Graph
@@ -102,6 +104,7 @@ class Problem:
     bench: Bench | None = None
     explain: bool = field(default=True, repr=False, compare=False)
     selective: bool = False
+    offload: bool = False
     context: Sharding | None = None
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
@@ -110,7 +113,7 @@ class Problem:
 
         Many schedules ask the same. Every option that the result depends on must be in the key.
         """
-        place = self.mesh, self.options.zero, self.selective, key
+        place = self.mesh, self.options.zero, self.selective, self.offload, key
         if place not in self.cache.found:
             self.cache.found[place] = find()
         found: Found = self.cache.found[place]
@@ -142,7 +145,7 @@ class Problem:
 
     def at_zero(self, level: str | int) -> Problem:
         """The problem at a level of ZeRO, or with the level undecided ("auto")."""
-        place = "zero", self.mesh, level, self.selective
+        place = "zero", self.mesh, level, self.selective, self.offload
         options = dataclasses.replace(self.options, zero=level)
         found: Problem | None = self.cache.found.get(place)
         if found is None or (found.options, found.explain) != (options, self.explain):
@@ -150,11 +153,23 @@ class Problem:
             self.cache.found[place] = found
         return found
 
-    def selectively(self, selective: bool) -> Problem:
-        """The problem with or without selective recomputation."""
-        if selective == self.selective:
+    def selectively(self, selective: bool, *, offload: bool = False) -> Problem:
+        """The problem with or without selective recomputation, and with blocks offloaded or not."""
+        if (selective, offload) == (self.selective, self.offload):
             return self
-        return dataclasses.replace(self, selective=selective)
+        return dataclasses.replace(self, selective=selective, offload=offload)
+
+    @cached_property
+    def host(self) -> Link | None:
+        """The slowest link between a device and its host; None where one is not known. A CPU copies
+        within its memory."""
+        links = [
+            Link(device.memory_bandwidth / 2, 0.0) if device.is_cpu else device.host
+            for device in set(self.mesh.devices)
+        ]
+        known = [link for link in links if link is not None]
+        slowest = min(known, key=lambda link: link.bandwidth, default=None)
+        return slowest if len(known) == len(links) else None
 
     @property
     def device(self) -> Device:
@@ -204,26 +219,25 @@ class Problem:
 
     def recomputing(self, level: int, names: Collection[str]) -> Priced:
         """The blocks at a granularity, with their costs when the named ones are recomputed."""
-        key = level, frozenset(names), self.gathers, self.selective
+        key = level, frozenset(names), self.gathers, self.selective, self.offload
         if key not in self.cache.priced:
             if self.gathers:
                 plain = self.at_zero("auto").recomputing(level, names)
                 found = plain.gathering(self.exchanges(plain))
             else:
-                found = (
-                    self._keeping(level, names).recomputing(key[1])
-                    if names
-                    else (self._plain(level))
-                )
+                found = self._sparing(level, key[1]) if names else self._plain(level)
             self.cache.priced[key] = found
         return self.cache.priced[key]
 
-    def _keeping(self, level: int, names: Collection[str]) -> Priced:
-        """The blocks at a granularity, the named ones without selective recomputation."""
+    def _sparing(self, level: int, names: frozenset[str]) -> Priced:
+        """The blocks at a granularity, the named ones recomputed or offloaded as a whole."""
         found = self.priced(level)
-        if not self.selective:
-            return found
-        return found.mixed(self.selectively(False).priced(level), names)
+        if self.selective:
+            found = found.mixed(self.selectively(False).priced(level), names)
+        if not self.offload:
+            return found.recomputing(names)
+        assert self.host is not None, "such devices are refused with the options"
+        return found.offloading(names, self.host, beside=self.accelerator)
 
     def _plain(self, level: int) -> Priced:
         """The blocks at a granularity, without recomputation and gathers."""

@@ -46,6 +46,7 @@ def start(problem: Problem) -> Plan:
         zero=options.zero if mesh.replicas > 1 and isinstance(options.zero, int) else None,
         updates=None if options.data_updates == ALL_REDUCE else options.data_updates,
         selective=options.recompute == "selective",
+        offload=options.recompute == "offload",
     )
 
 

@@ -219,9 +219,10 @@ def _cost(
     each = step if schedule.asynchronous else 0.0  # behind every backward
     differentiable = problem.graph.differentiable
     bytes_of = Footprint(priced, blocks, differentiable, weights, beside, exchange)
+    leaving, returning = bytes_of.waits
     return StageCost(
-        forward=sum(priced.forward[b] for b in blocks),
-        backward=sum(priced.backward[b] for b in blocks) + each,
+        forward=sum(priced.forward[b] for b in blocks) + leaving,
+        backward=sum(priced.backward[b] for b in blocks) + returning + each,
         weight=sum(priced.weight[b] for b in blocks),
         hidden=sum(priced.hidden[b] for b in blocks),
         resident=sum(map(problem.state_bytes, tensors))
@@ -236,6 +237,7 @@ def _cost(
         first=bytes_of.first(made),
         update=sum(map(problem.update_bytes, tensors)),
         step=step - each,
+        host=bytes_of.host,
         trained=problem.graph.trains([priced.cut.blocks[b] for b in blocks]),
     )
 

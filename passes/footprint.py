@@ -7,6 +7,9 @@
     in between          the operands that all linear layers keep for their weights
     BACKWARD_WEIGHT     the operands not multiplied yet + the gradient of one weight
 
+An offloaded block saves nothing in flight. What it has saved is there while the next one runs, in
+both directions: on its way to the host, or back from it beside the backward of the block behind.
+
 Resident tensors (parameters, their gradients, optimizer states) and messages are counted elsewhere.
 The exception is the first backward of a step: there gradients appear block by block while saved
 activations are freed, so that the sum of both peaks would be too much. A value that goes to another
@@ -156,7 +159,9 @@ class Footprint:
         for k, b in enumerate(self.blocks):
             cost = self.priced.costs[b]
             peak = cost.unsaved_peak if self._is_recomputed(k) else cost.forward_peak
-            alive.append(before + self._passing(k) + peak + self.exchange.forward(k))
+            alive.append(
+                before + self._passing(k) + peak + self._leaving(k) + self.exchange.forward(k)
+            )
             before += self._saved[k]
         return max(0, max(alive) - self.saved)
 
@@ -237,7 +242,8 @@ class Footprint:
             cost, peak = self._costs[k], peaks[k]
             if self._is_recomputed(k):
                 peak = max(peak, cost.recompute_peak + cost.gradient_bytes)
-            alive.append(before + behind + peak + self._waiting[k] + self.exchange.backward(k))
+            peak += self._waiting[k] + self._returned(k)
+            alive.append(before + behind + peak + self.exchange.backward(k))
             behind += left[k]
         return max(0, max(alive) - self.saved)
 
@@ -276,6 +282,76 @@ class Footprint:
         return self._cut[k].name in self.priced.recomputed
 
     @cached_property
+    def _offloaded(self) -> list[int]:
+        """The blocks whose activations wait in the host's memory."""
+        return [k for k, block in enumerate(self._cut) if block.name in self.priced.copies]
+
+    @cached_property
+    def _copied(self) -> Sequence[tuple[int, int, int, fx.Node | None]]:
+        """What is in the host's memory: the first and the last block that keep it there, bytes,
+        and the value, where it is one between blocks."""
+        users: dict[fx.Node, list[int]] = {}
+        for k in self._offloaded:
+            block, cost = self._cut[k], self._costs[k]
+            read = (block.inputs[i] for i in cost.kept_inputs)
+            made = (block.outputs[i] for i in cost.kept_outputs)
+            for node in (*(node for node in read if not self._stays(node, k)), *made):
+                users.setdefault(node, []).append(k)
+        inner = [(k, self._costs[k].saved - self._costs[k].saved_outputs) for k in self._offloaded]
+        return [(k, k, size, None) for k, size in inner] + [
+            (ks[0], ks[-1], nbytes_of(node), node) for node, ks in users.items()
+        ]
+
+    def _stays(self, node: fx.Node, k: int) -> bool:
+        """Whether block `k` reads a leaf of its stage's graph, which is not copied."""
+        maker, _ = self._uses[node]
+        return maker < 0 or self._units[maker] != self._units[k] or not self._has_gradient(node)
+
+    def _after(self, k: int, otherwise: int) -> int:
+        """The next offloaded block of the same unit: copies are finished with each forward."""
+        unit = self._units[k]
+        own = (later for later in self._offloaded if later > k and self._units[later] == unit)
+        return next(own, otherwise)
+
+    def _leaving(self, k: int) -> int:
+        """Bytes on their way to the host while the forward of block `k` runs."""
+        total = 0
+        for first, _, size, node in self._copied:
+            is_alive = node is not None and (node in self.kept or k <= self._uses[node][1])
+            end = self._after(first, k if self._units[first] == self._units[k] else 0)
+            if first < k <= end and not is_alive:
+                total += size
+        return total
+
+    def _returned(self, k: int) -> int:
+        """Bytes from the host while the backward of block `k` runs, besides what that saves: values
+        it has read, and what the offloaded block before saves, which comes beside it."""
+        made = self._cut[k].outputs
+        return sum(
+            size
+            for first, last, size, node in self._copied
+            if first <= k <= self._after(last, last)
+            and (first < k if node is None else node not in made)
+        )
+
+    @property
+    def host(self) -> int:
+        """Kept in the host's memory from the forward to the backward."""
+        return sum(size for _, _, size, _ in self._copied)
+
+    @property
+    def waits(self) -> tuple[float, float]:
+        """Seconds of copies that no compute hides: behind the forward, and before the backward."""
+        leaving = returning = 0.0
+        for last in (k for k in self._offloaded if self._after(k, k) == k):
+            later = range(last + 1, len(self.blocks))
+            own = (self.blocks[k] for k in later if self._units[k] == self._units[last])
+            seconds = self.priced.copies[self._cut[last].name]
+            leaving += max(0.0, seconds - sum(self.priced.forward[b] for b in own))
+            returning += seconds
+        return leaving, returning
+
+    @cached_property
     def _saved(self) -> list[int]:
         """`saved` by block. A kept value counts with the block that makes it, one of the prologue
         with the first block that keeps it; constants are resident and do not count."""
@@ -283,7 +359,8 @@ class Footprint:
         early = kept.intersection(parts.prologue) - parts.constants
         found = []
         for k, (block, cost) in enumerate(zip(self._cut, self._costs, strict=True)):
-            inner = 0 if self._is_recomputed(k) else cost.saved - cost.saved_outputs
+            gone = self._is_recomputed(k) or k in self._offloaded
+            inner = 0 if gone else cost.saved - cost.saved_outputs
             own = sum(nbytes_of(node) for node in block.outputs if node in kept)
             new = early.intersection(block.inputs)
             early -= new
@@ -319,10 +396,14 @@ class Footprint:
         return any(self.priced.home.get(user) in self.beside for user in node.users)
 
     def _keeps(self, k: int) -> Iterator[fx.Node]:
-        """The inputs and outputs that a block keeps; a recomputed one keeps all of its inputs."""
+        """The inputs and outputs that a block keeps; a recomputed one keeps all of its inputs, an
+        offloaded one those that are not copied."""
         block, cost = self._cut[k], self._costs[k]
         if self._is_recomputed(k):
             yield from block.inputs
+        elif k in self._offloaded:
+            read = (block.inputs[i] for i in cost.kept_inputs)
+            yield from (node for node in read if self._stays(node, k))
         else:
             yield from (block.inputs[i] for i in cost.kept_inputs)
             yield from (block.outputs[i] for i in cost.kept_outputs)

@@ -3,6 +3,7 @@
     kept         F ──── all that its backward reads ────► B
     selective    F ──── all but what is cheaply made ───► norms, gates .. B
     recomputed   F ──── its inputs ─────────────────────► F B
+    offloaded    F ──── all, in the host's memory ──────► B
 
 With "auto" the stage pass chooses recomputed blocks together with the stages, only where memory
 forces it and at the least cost (see `forced`). Such a plan is weighed against one with selective
@@ -46,7 +47,8 @@ class RecomputePass(Pass):
 def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tuple[str, ...]:
     """Names of the blocks that an option recomputes, at a granularity.
 
-    "full" leaves out blocks that must run once (running statistics) and blocks that keep nothing.
+    "full" leaves out blocks that must run once (running statistics) and blocks that keep nothing,
+    "offload" the latter.
     A pattern matches a block by its name or by that of a module around it; the last one decides.
     Raises InputError when patterns choose a block that must run once only.
     """
@@ -56,7 +58,8 @@ def chosen(problem: Problem, level: int, wanted: str | Mapping[str, bool]) -> tu
         return ()
     if isinstance(wanted, str):
         saved = {name for name, cost in zip(names, priced.costs, strict=True) if cost.saved}
-        return tuple(name for name in names if name in priced.repeatable & saved)
+        able = saved if wanted == "offload" else priced.repeatable & saved
+        return tuple(name for name in names if name in able)
     found = tuple(name for name in names if _decision(name, wanted))
     for name in found:
         if name not in priced.repeatable:

@@ -77,15 +77,19 @@ def test_microbatches_must_be_a_positive_integer(count: object) -> None:
         (
             "recompute",
             "all",
-            "recompute must be one of 'auto', 'none', 'selective', 'full' ('all' given)",
+            "recompute must be one of 'auto', 'none', 'selective', 'full', 'offload' ('all' given)",
         ),
         (
             "recompute",
             {"layers.*": 1},
-            "recompute must be 'auto', 'none', 'selective', 'full' or a dict such",
+            "recompute must be 'auto', 'none', 'selective', 'full', 'offload' or a dict such",
         ),
         ("recompute", {0: True}, "a dict such as {'layers.*': True} ({0: True} given)"),
-        ("recompute", True, "recompute must be 'auto', 'none', 'selective', 'full' or a dict such"),
+        (
+            "recompute",
+            True,
+            "recompute must be 'auto', 'none', 'selective', 'full', 'offload' or a dict such",
+        ),
         ("mesh", 2, "compile needs a Mesh, such as Mesh(pipeline=2) (int given)"),
         ("plan", "{}", "plan must be a Plan: read JSON by Plan.from_json (str given)"),
         ("plan", {"model": "m"}, "plan must be a Plan: read JSON by Plan.from_json (dict given)"),

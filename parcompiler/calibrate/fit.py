@@ -77,6 +77,7 @@ def fit(
         link=link,
         network=exchanged.link("network") or like.network,
         devices_per_node=machine.devices_per_node,
+        host=like.host,
     )
     return dataclasses.replace(device, sources=_sources(device, like, machine, rates, exchanged))
 
@@ -186,4 +187,6 @@ def _sources(
     for place in ("link", "network"):
         for figure in (f"{place}.latency", f"{place}.bandwidth"):
             sources.append((figure, fabric) if exchanged.link(place) else of(figure, False, ""))
+    if device.host is not None:
+        sources += [of(f"host.{figure}", False, "") for figure in ("latency", "bandwidth")]
     return tuple(sources)

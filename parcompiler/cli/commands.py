@@ -365,7 +365,9 @@ def _summary(device: Device) -> str:
         ("memory bandwidth", _rate(device.memory_bandwidth), "memory_bandwidth"),
         ("launch of a kernel", quantity(device.launch_overhead, SECONDS), "launch_overhead"),
     ]
-    for place, link in (("link", device.link), ("network", device.network)):
+    links = {"link": device.link, "network": device.network}
+    links |= {"host": device.host} if device.host else {}
+    for place, link in links.items():
         rows.append((f"{place}, bandwidth", _rate(link.bandwidth), f"{place}.bandwidth"))
         rows.append((f"{place}, latency", quantity(link.latency, SECONDS), f"{place}.latency"))
     sources = dict(device.sources)

@@ -136,7 +136,7 @@ def patterns(text: str) -> str | dict[str, bool]:
         pattern, _, answer = (word.strip() for word in part.rpartition("="))
         if not pattern or answer not in ANSWERS:
             wanted = (
-                "auto, none, selective, full, or patterns of blocks, as in 'layers.*=yes,head=no'"
+                f"{', '.join(_RECOMPUTED)}, or patterns of blocks, as in 'layers.*=yes,head=no'"
             )
             message = f"{part!r} is none of {wanted}"
             raise ValueError(message)
@@ -172,7 +172,7 @@ def _is_count(text: str) -> bool:
     return bool(re.fullmatch(r"[0-9]{1,15}", text)) and int(text) > 0
 
 
-_RECOMPUTED = ("auto", "none", "selective", "full")
+_RECOMPUTED = ("auto", "none", "selective", "full", "offload")
 
 MESH = Typed("auto|AXIS=N,...", degrees, _axes)
 STAGES = counts(

@@ -98,11 +98,12 @@ class Forward:
         return f"for {each} in {over if len(lists) == 1 else f'zip({over}, strict=True)'}:"
 
     def _call(self, call: Call, layer: str, arguments: Sequence[str], indent: int) -> str:
-        """`a, b = layer(x)`, or `a, b = runtime.recomputed(layer, x)`."""
+        """`a, b = layer(x)`, or `a, b = runtime.recomputed(layer, x)`, or `offloaded`."""
         names = ", ".join(map(self._name, call.results))
         text = f"{layer}({', '.join(arguments)})"
-        if call.recompute:
-            text = f"runtime.recomputed({', '.join([layer, *arguments])})"
+        if call.recompute or call.offload:
+            verb = "recomputed" if call.recompute else "offloaded"
+            text = f"runtime.{verb}({', '.join([layer, *arguments])})"
         return wrap(f"{names} = {text}" if names else text, indent)
 
     def _give(self, calls: Sequence[Call], now: int, loop: Loop | None = None) -> None:

@@ -79,7 +79,7 @@ def _fresh(
     for members in zip(*rounds, strict=True):
         layers = [instances[call.block.name] for call in members]
         new = all(i == call.block.name for i, call in zip(layers, members, strict=True))
-        alike = len({(call.block.template, call.recompute) for call in members}) == 1
+        alike = len({(call.block.template, call.recompute, call.offload) for call in members}) == 1
         if not alike or not (new or len(set(layers)) == 1):
             return None
         fresh.append(new)

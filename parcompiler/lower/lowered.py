@@ -49,14 +49,15 @@ class StageValue:
 class Call:
     """One block run by a stage: what it reads and what it names its results.
 
-    With `recompute` its activations are not kept: the backward runs it again. Otherwise it runs the
-    nodes in `again` again.
+    With `recompute` its activations are not kept: the backward runs it again. With `offload` they
+    wait in the host's memory. Otherwise it runs the nodes in `again` again.
     """
 
     block: Block
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     recompute: bool = False
+    offload: bool = False
     again: frozenset[fx.Node] = frozenset()
 
 

@@ -38,7 +38,8 @@ class Division:
         }
         self.prologue = set(cut.prologue)
         self.inputs = [n for n in graph.fx_graph.nodes if n.name in graph.input_nodes]
-        self.recompute, self.selective = frozenset(plan.recompute or ()), plan.selective
+        self.recompute, self.offload = frozenset(plan.recompute or ()), plan.offload
+        self.selective = plan.selective
         spread = graph.vocabulary
         self.embedded = tuple(item.node for item in spread.lookups) if spread else ()
         self.headed = spread.head.x if spread and spread.head else None  # what the head takes
@@ -123,7 +124,8 @@ class Division:
             block,
             tuple(self.variables[node] for node in block.inputs),
             tuple(self.variables[node] for node in block.outputs),
-            recompute=block.name in self.recompute,
+            recompute=block.name in self.recompute and not self.offload,
+            offload=block.name in self.recompute and self.offload,
             again=running_again(self.graph, block) if self.selective else frozenset(),
         )
 

@@ -239,7 +239,8 @@ def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionG
     twice = 2 * plan.microbatches
     trials = [("microbatches", str(twice), replace(plan, microbatches=twice))]
     trials += [("schedule", name, replace(plan, schedule=name)) for name in names]
-    trials += [("recompute", "none", replace(plan, recompute=()))] if plan.recompute else []
+    if plan.recompute:
+        trials.append(("recompute", "none", replace(plan, recompute=(), offload=False)))
     if plan.zero is not None:
         others = (k for k in LEVELS[:-1] if k != level)  # the last has other memory to plan for
         trials += [("zero", str(k), replace(plan, zero=k)) for k in others]

@@ -114,7 +114,8 @@ class Choices:
 
     `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
     those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not; with `selective` the others run cheap operators again. `zero` is what data ranks share out,
+    not; with `selective` the others run cheap operators again. Where what they keep is offloaded
+    instead, `host` are the bytes of each rank that its host holds. `zero` is what data ranks share,
     None where there is one; `updates` how they bring together what they learn; of a parameter
     server the bytes that go through its link in a step, and those of its states (`server`)."""
 
@@ -129,6 +130,7 @@ class Choices:
     recompute: tuple[str, ...] = ()
     selective: bool = False
     without: tuple[int, ...] = ()
+    host: tuple[int, ...] = ()
     zero: int | None = None
     updates: DataUpdates | None = None
     server: tuple[int, ...] = ()

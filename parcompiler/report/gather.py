@@ -82,7 +82,9 @@ def mesh(problem: Problem) -> data.DeviceMesh:
     )
 
 
-def choices(problem: Problem, plan: Plan, priced: Priced, lowered: Lowered) -> data.Choices:
+def choices(
+    problem: Problem, plan: Plan, priced: Priced, lowered: Lowered, costs: Sequence[StageCost]
+) -> data.Choices:
     """What the plan decides; `problem` is that of one tensor rank."""
     assert plan.schedule is not None
     assert plan.granularity is not None
@@ -99,6 +101,7 @@ def choices(problem: Problem, plan: Plan, priced: Priced, lowered: Lowered) -> d
         recompute=plan.recompute or (),
         selective=plan.selective,
         without=prices.without_recomputation(problem, plan),
+        host=_hosted(lowered, costs) if plan.offload else (),
         zero=plan.zero,
         updates=plan.updates,
         server=prices.server_load(problem, lowered) if served else (),
@@ -464,6 +467,14 @@ def trail(timeline: Timeline) -> events.Trail:
 
 def _flops(operations: Iterable[Operation]) -> float:
     return sum((operation.flops for operation in operations), 0.0)
+
+
+def _hosted(lowered: Lowered, costs: Sequence[StageCost]) -> tuple[int, ...]:
+    """Bytes of each rank that wait in the host's memory, at most."""
+    found = [0] * lowered.size
+    for stage, cost in zip(lowered.stages, costs, strict=True):
+        found[stage.rank] += cost.host * _in_flight(lowered.instructions[stage.rank], stage.index)
+    return tuple(found)
 
 
 def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:

@@ -133,9 +133,13 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     if choices.recompute:
         count, names = len(choices.recompute), ranges(choices.recompute)
         blocks = f"{count} block{'s' * (count > 1)}"
-        yield "recomputed", f"{names.removesuffix(f' ({count})')} ({blocks})"
+        listed = f"{names.removesuffix(f' ({count})')} ({blocks})"
+        if choices.host:
+            most = quantity(max(choices.host), BYTES)
+            listed += f", up to {most} of a rank in its host's memory"
+        yield "offloaded" if choices.host else "recomputed", listed
         if choices.without:
-            yield "no recompute", _without(choices.without, mesh)
+            yield "no offload" if choices.host else "no recompute", _without(choices.without, mesh)
     if choices.selective:
         yield "runs again", "norms, gates and gathers, whose results are not kept (selective)"
     if report.runner_up is not None:

@@ -72,7 +72,7 @@ class Report(ReportData):
         report = cls(
             model=gather.model(problem.graph),
             mesh=gather.mesh(problem),
-            choices=gather.choices(rank_problem, plan, priced, lowered),
+            choices=gather.choices(rank_problem, plan, priced, lowered, costs),
             solver=gather.solver(plan.solution),
             search=gather.solver(plan.search),
             weighed=plan.weighed or (),

@@ -3,6 +3,7 @@
 RankProgram      the program of one rank: its instructions, and the tensors that enter and leave
 Worker           executes it: step, train_step, evaluate
 recomputed       runs a layer whose activations are not kept
+offloaded        runs a layer whose activations wait in the host's memory
 again            runs an operator whose result is not kept
 Linear, linear, addmm  linear layers whose backward comes in two parts
 sync_batch_norm  batch norm over the batches of all data ranks
@@ -21,6 +22,7 @@ from parcompiler.runtime.experts import combine, dispatch, expert_arrivals, expe
 from parcompiler.runtime.files import loading
 from parcompiler.runtime.joining import place, rank_among, rank_device
 from parcompiler.runtime.metrics import Metrics
+from parcompiler.runtime.offload import offloaded
 from parcompiler.runtime.program import Input, KeptOutput, RankProgram, Tied, Value
 from parcompiler.runtime.recompute import recomputed
 from parcompiler.runtime.rng import own_draws
@@ -89,6 +91,7 @@ __all__ = [
     "first",
     "linear",
     "loading",
+    "offloaded",
     "once",
     "own_draws",
     "own_experts",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parcompiler.again import RunningAgain
+from parcompiler.runtime.offload import transfers
 
 
 class Layer(nn.Module):
@@ -58,7 +59,7 @@ class Stage(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, with the constants there."""
         self.prepare()
-        with RunningAgain() if self.again else nullcontext():
+        with transfers(), RunningAgain() if self.again else nullcontext():
             return super().__call__(*args, **kwargs)
 
     def tensor_names(self) -> dict[str, str]:

@@ -62,7 +62,9 @@ def stage_forms(
         """Bytes from the forward to the backward: a value between blocks of the stage once."""
         places = tuple(sorted(index[block.name] for block in blocks))
         kept = Footprint(priced, places, problem.graph.differentiable, {}).kept
-        inner = Counter(b.template for b in blocks if b.name not in priced.recomputed)
+        inner = Counter(
+            b.template for b in blocks if b.name not in {*priced.recomputed, *priced.copies}
+        )
         early = [n for n in priced.cut.prologue if n in kept and n not in priced.cut.constants]
         terms = {name: expression(closed.terms[name, "inner"], names[name]) for name in inner}
         return sympy.Add(

@@ -52,6 +52,7 @@ class StageCost:
     from when data ranks begin to make them whole until they are in parts again. `ready`
     are the seconds behind the optimizer's step before which the first forward may not begin, if all
     that it reads is to be gathered by then.
+    `host` are bytes of each micro-batch in flight that wait in the host's memory.
     A stage that is not `trained` has no backward, and what it saves is free after its forward.
     """
 
@@ -72,6 +73,7 @@ class StageCost:
     gathered: int = 0
     step: float = 0.0
     ready: float = 0.0
+    host: int = 0
 
     @property
     def early(self) -> int:

@@ -73,9 +73,14 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
     again = frozenset(plan.recompute or ())
     for stage in lowered.stages:
         for call in stage.calls:
-            if call.recompute != (call.block.name in again):
-                verb = "is" if call.recompute else "is not"
-                yield Fault(PLANNED, f"{call.block.name} {verb} recomputed, unlike in the plan")
+            asked = call.block.name in again
+            for word, given, wanted in (
+                ("recomputed", call.recompute, asked and not plan.offload),
+                ("offloaded", call.offload, asked and plan.offload),
+            ):
+                if given != wanted:
+                    verb = "is" if given else "is not"
+                    yield Fault(PLANNED, f"{call.block.name} {verb} {word}, unlike in the plan")
             if call.again and not plan.selective:
                 yield Fault(PLANNED, f"{call.block.name} runs operators again, unlike in the plan")
     wanted = [*plan.stages] if plan.stages else []

@@ -98,7 +98,7 @@ def _fitting(
     states = _states(problem)
     wanted = problem.options.recompute
     built: BuiltProgramme | None = None
-    tries = {"none": (False,), "full": (True,)}.get(str(wanted), (False, True))
+    tries = {"none": (False,), "full": (True,), "offload": (True,)}.get(str(wanted), (False, True))
     for filled, recomputed in (*((part, again) for again in tries), (1.0, tries[-1])):
         built = build(candidates, pins, states, _budget(problem, filled, recomputed=recomputed))
         with suppress(InfeasibleError):

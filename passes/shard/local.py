@@ -44,7 +44,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
             return unsplit.anew(graph=made)
 
         problem = unsplit.once(key, sharded)
-    return problem.selectively(plan.selective).at_zero(level)
+    return problem.selectively(plan.selective, offload=plan.offload).at_zero(level)
 
 
 def local_graph(problem: Problem, plan: Plan, graph: Graph) -> Graph:

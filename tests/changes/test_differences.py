@@ -171,7 +171,7 @@ def test_equal_plans_have_no_changes_and_every_field_has_one() -> None:
     decided: dict[str, Any] = {"costs": (TIME,), "meshes": (MeshChoice(2, 2, 1, 8),)}
     decided |= {"vocabulary_costs": PASSES, "orders": ("0F0",), "search": PLAN.solution, "zero": 1}
     decided["updates"] = DataUpdates.of("local", every=50)
-    decided["selective"] = True
+    decided["selective"] = decided["offload"] = True
     decided["context"] = Sharding(1, ())
     decided["runner_up"] = MeshChoice(4, 1, 1, 8)
     found = dataclasses.replace(other, version=2, **decided)

@@ -64,7 +64,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, *MESH, "--stages", "3,x"), "'3,x' is none of auto, even, or the number"),
         (
             ("plan", MODEL, *MESH, "--recompute", "some"),
-            "'some' is none of auto, none, selective, full, or",
+            "'some' is none of auto, none, selective, full, offload",
         ),
         (("plan", MODEL, *MESH, "--shard", "head"), "'head' is no pin: write '*.ffn.up.weight=S"),
         (("plan", MODEL, *MESH, "--shard", "head=Q"), "'Q' is no placement: write 'R'"),

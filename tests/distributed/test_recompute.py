@@ -1,6 +1,7 @@
 """Programs with recomputation compute what the original model computes; see test_parity."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,47 @@ def test_a_program_that_recomputes_equals_one_process(name: str, schedule: str) 
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9
     if name in BITWISE:
         assert found.native.bitwise, str(found)
+
+
+def check_offloaded(name: str, mesh: pc.Mesh, **options: Any) -> pc.Verification:
+    """Verify a program all of whose layers wait in the host's memory, by its own text."""
+    program = pc.compile(zoo.captured(name), mesh, microbatches=4, recompute="offload", **options)
+    lowered = program.lowered
+    texts = [StageWriter(lowered, stage, "cpu").text() for stage in lowered.stages]
+    assert all("runtime.offloaded(" in text for text in texts)
+    assert not any("runtime.recomputed(" in text for text in texts)
+    found = program.verify()
+    assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9, str(found)
+    return found
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("gpt-dropout", "1f1b"), ("resnet", "zb-h1")])
+def test_layers_that_wait_in_the_hosts_memory_leave_every_bit_as_it_is(
+    name: str, schedule: str
+) -> None:
+    assert check_offloaded(name, pc.Mesh(pipeline=2), schedule=schedule).native.bitwise
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["gpt-dropout", "llama", "t5", "moe"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"pipeline": 2}, {"schedule": "pipedream"}),
+        ({"pipeline": 2}, {"schedule": "interleaved", "virtual_stages": 2}),
+        ({"pipeline": 2}, {"vocabulary": "vocab-2"}),
+        ({"pipeline": 2, "tensor": 2}, {"schedule": "zb-h1"}),
+        ({"context": 2}, {}),
+        ({"data": 2}, {"zero": 1}),
+        ({"data": 2}, {"zero": 3}),
+        ({"data": 2, "expert": 2}, {}),
+    ],
+)
+def test_every_mesh_may_offload(name: str, mesh: dict[str, Any], options: Any) -> None:
+    try:
+        check_offloaded(name, pc.Mesh(**mesh), **options)
+    except (pc.InputError, pc.InfeasibleError) as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,20 @@ def test_what_is_recomputed_is_predicted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt-dropout", {"pipeline": 2, "schedule": "1f1b", "microbatches": 4}),
+        ("llama", {"pipeline": 1, "data": 2, "zero": 3, "schedule": "1f1b", "microbatches": 2}),
+    ],
+)
+def test_what_is_offloaded_is_predicted(name: str, options: Any) -> None:
+    plain = check(compiled(name, torch.float32, **options, recompute="none"))
+    program = compiled(name, torch.float32, **options, recompute="offload")
+    assert program.plan.offload
+    assert check(program)[0].peak < 0.8 * plain[0].peak
+
+
+@pytest.mark.parametrize(
     ("name", "dtype", "schedule", "most"),
     [("llama", "bf16", "1f1b", 0.82), ("gpt", "fp32", "zb-h1", 0.95)],
 )
@@ -108,7 +122,7 @@ def test_what_data_ranks_hold_at_each_level_is_predicted(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)

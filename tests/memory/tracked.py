@@ -16,14 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
+from torch.utils._python_dispatch import _disable_current_modes
 
 import parcompiler as pc
 from parcompiler.codegen.modules import stage_classes
-from parcompiler.runtime import Stage
+from parcompiler.runtime import Stage, offload
 from parcompiler.runtime.batch import microbatches
 from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.collective_queue import Receipt
@@ -166,7 +168,7 @@ class Rank:
         for stage in self.stages.values() if kinds else ():
             tracker._track_module_params_and_buffers(stage, install_grad_hooks=True)
         levels: list[tuple[str, int, int]] = []
-        with tracker:
+        with tracker, mock.patch.object(offload, "to_host", _to_host):
             pieces = microbatches(self.program, batch)
             verbs = self.interpreter._verbs
 
@@ -187,6 +189,12 @@ class Rank:
             peak = tracker.get_tracker_snapshot("peak")[CPU]
         by_kind = {getattr(kind, "value", str(kind)): int(size) for kind, size in peak.items()}
         return Held(by_kind.pop("Total"), by_kind, tuple(levels))
+
+
+def _to_host(whole: torch.Tensor) -> torch.Tensor:
+    """A copy that is not on the device: the tracker does not see it."""
+    with _disable_current_modes():
+        return whole.clone()
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

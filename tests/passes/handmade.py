@@ -99,7 +99,9 @@ def chain(
         pc.Mesh(pipeline=stages, device=on or small()),
         options or plain(4),
         cache=Cache(
-            priced={(k, frozenset(), False, False): p for k, p in ((1, whole), (2, cut_finely))},
+            priced={
+                (k, frozenset(), False, False, False): p for k, p in ((1, whole), (2, cut_finely))
+            },
         ),
     )
     problem.__dict__["levels"] = range(1, 3)

@@ -13,7 +13,7 @@ import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.capture.clean import simplify
 from parcompiler.cost import BlockCost
-from parcompiler.device import device
+from parcompiler.device import Link, device
 from parcompiler.graph import Graph
 from parcompiler.lower import lower
 from parcompiler.models import gpt
@@ -229,3 +229,38 @@ def test_cheap_operators_run_again_where_memory_is_short() -> None:
     assert steps["auto"] <= 1.001 * min(steps.values())
     assert steps["auto"] < 0.97 * steps["full"]
     assert not roomy().plan.selective
+
+
+def test_copies_to_the_host_run_beside_compute_and_the_slower_counts() -> None:
+    hardware = device("h100")
+    problem = dataclasses.replace(problem_of(), mesh=pc.Mesh(pipeline=2, device=hardware))
+    plain = problem.priced(1)
+    for bandwidth in (1e9, 1e15):
+        link = dataclasses.replace(hardware, host=Link(bandwidth, 0.0))
+        mesh = pc.Mesh(pipeline=2, device=link)
+        away = problem.anew(mesh=mesh).selectively(False, offload=True)
+        priced = away.recomputing(1, chosen(away, 1, "offload"))
+        assert {*priced.copies} >= {*LAYERS}
+        for b, block in enumerate(plain.cut.blocks):
+            cost = plain.costs[b]
+            copy = (
+                (cost.saved + cost.saved_inputs) / bandwidth if block.name in priced.copies else 0
+            )
+            assert priced.forward[b] == max(plain.forward[b], copy)
+            assert priced.backward[b] == max(plain.backward[b], copy)
+
+
+def test_a_device_without_a_link_to_its_host_cannot_offload() -> None:
+    lone = dataclasses.replace(device("h100"), name="lone", host=None)
+    for mesh in (pc.Mesh(pipeline=2, device=lone), pc.Cluster(devices_per_node=2, device=lone)):
+        with pytest.raises(pc.InputError, match="'lone' has no figure of one: give its file"):
+            pc.compile(zoo.captured("gpt"), mesh, recompute="offload", progress=False)
+
+
+def test_a_plan_that_offloads_is_refused_where_something_else_was_asked_for() -> None:
+    made = pc.compile(graph_of("gpt"), pc.Mesh(pipeline=2), microbatches=4, recompute="offload")
+    assert pc.Plan.from_json(made.plan.to_json()) == made.plan
+    with pytest.raises(pc.PlanError, match="the plan offloads activations to the host"):
+        pc.compile(
+            graph_of("gpt"), pc.Mesh(pipeline=2), microbatches=4, recompute="full", plan=made.plan
+        )

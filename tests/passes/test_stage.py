@@ -92,7 +92,7 @@ def test_neither_problem_nor_plan_is_changed() -> None:
     start = Plan("Handmade", "", Shape(2), 4, schedule="gpipe")
     StagePass().run(problem, start)
     assert start == Plan("Handmade", "", Shape(2), 4, schedule="gpipe")
-    assert problem.priced(1) is problem.cache.priced[1, frozenset(), False, False]
+    assert problem.priced(1) is problem.cache.priced[1, frozenset(), False, False, False]
 
 
 def test_a_slow_link_is_crossed_by_as_few_values_as_can_be() -> None:

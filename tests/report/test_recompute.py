@@ -1,10 +1,13 @@
 """What a report says of recomputation: a line when there is any, and its cost."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+import parcompiler as pc
 from parcompiler.report import Report
+from tests import zoo
 from tests.report.programs import Made, make, small_gpt
 
 LAYERS = [f"layers.{i}" for i in range(4)]
@@ -40,6 +43,22 @@ def test_the_overview_says_what_the_fullest_rank_would_take_without() -> None:
     tight = dataclasses.replace(made.report, mesh=mesh).to_text(100)
     assert "2 KiB over the limit" in tight
     assert "no recompute" not in plain.report.to_text(100)
+
+
+def test_the_overview_says_what_waits_in_the_hosts_memory() -> None:
+    options: dict[str, Any] = {"microbatches": 4, "schedule": "1f1b", "vocabulary": "whole"}
+    plain, away = (
+        pc.compile(zoo.captured("gpt"), pc.Mesh(pipeline=2), recompute=word, **options).report(
+            meshes=False
+        )
+        for word in ("none", "offload")
+    )
+    (line,) = (text for text in away.to_text(120).splitlines() if "offloaded" in text)
+    assert line.endswith("of a rank in its host's memory")
+    assert "no offload" in away.to_text(120)
+    assert Report.from_json(away.to_json()) == away
+    for before, stage, size in zip(plain.stages, away.stages, away.choices.host, strict=True):
+        assert size == stage.in_flight * (before.activations - stage.activations) > 0
 
 
 def test_nothing_is_said_where_nothing_is_recomputed() -> None:

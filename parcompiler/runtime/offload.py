@@ -1,0 +1,189 @@
+"""Layers whose activations wait for their backward in the host's memory.
+
+    compute   F0 │ F1        │ F2        │ ..   B2               │ B1        │ B0
+    copies       │ 0 ─► host │ 1 ─► host │      2, 1 ◄─ host     │ 0 ◄─ host │
+
+What a layer saves is copied once the forward has written it, and its memory is free when the next
+of these layers, or the stage, has run. Its backward asks for all of it at once, and for that of the
+layer before, which then comes beside it. On CUDA copies are made to pinned memory, on a stream of
+their own; a CPU copies in place. Parameters, buffers and leaves of the stage's graph stay.
+(torchtune's and torchao's `OffloadActivations` does the same tensor by tensor.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parcompiler.again import once
+
+_active: ContextVar[Transfers | None] = ContextVar("transfers", default=None)
+
+
+def offloaded(layer: nn.Module, *tensors: torch.Tensor) -> Any:
+    """`layer(*tensors)`, whose backward finds what it reads in the host's memory."""
+    transfers = _active.get()
+    if transfers is None or not torch.is_grad_enabled():
+        return layer(*tensors)
+    copies = _LayerCopies(layer, tensors, transfers)
+    with once(), copies:
+        outputs = layer(*tensors)
+    transfers.follow(copies)
+    return outputs
+
+
+@contextmanager
+def transfers() -> Iterator[None]:
+    """The forward of a stage: at its end all that `offloaded` layers saved has left the device."""
+    scope = Transfers()
+    token = _active.set(scope)
+    try:
+        yield
+        scope.follow(None)
+    finally:
+        _active.reset(token)
+
+
+class Transfers:
+    """The copies of one forward; `last` are those of the layer that ran last."""
+
+    def __init__(self) -> None:
+        self.last: _LayerCopies | None = None
+        self.made: WeakKeyDictionary[torch.UntypedStorage, ref[HostCopy]] = WeakKeyDictionary()
+
+    def follow(self, copies: _LayerCopies | None) -> None:
+        """Free what the layer before these has copied, which took place beside this one."""
+        if self.last is not None:
+            self.last.leave()
+        self.last = copies
+
+
+class HostCopy:
+    """The bytes of a storage in the host's memory, and on the device once more while `back`."""
+
+    def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
+        self.version, self.device = version, storage.device
+        self.back: torch.Tensor | None = None
+        self._ready: torch.Event | None = None
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        with _beside(self.device):
+            self.host = to_host(whole)
+
+    def fetch(self) -> None:
+        """Begin to bring the bytes back to the device."""
+        if self.back is None:
+            back = torch.empty(len(self.host), dtype=torch.uint8, device=self.device)
+            with _beside(self.device) as stream:
+                self.back = back.copy_(self.host, non_blocking=True)
+            self._ready = stream.record_event() if stream is not None else None
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes on the device."""
+        self.fetch()
+        self._arrive()
+        assert self.back is not None
+        return self.back.untyped_storage()
+
+    def _arrive(self) -> None:
+        """Have the compute wait for the bytes."""
+        if self._ready is not None:
+            self._ready.wait(torch.cuda.current_stream(self.device))
+            self._ready = None
+
+    def __del__(self) -> None:
+        """The memory of bytes that nobody has read is free once they have come."""
+        self._arrive()
+
+
+class _LayerCopies(saved_tensors_hooks):
+    """Within it, what is saved for the backward goes to the host; `before` is the layer before."""
+
+    def __init__(
+        self, layer: nn.Module, inputs: Sequence[torch.Tensor], transfers: Transfers
+    ) -> None:
+        super().__init__(self._pack, self._unpack)
+        leaves = (tensor for tensor in inputs if tensor.is_leaf)
+        stay = (*layer.parameters(), *layer.buffers(), *leaves)
+        self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
+        self._made, self.before = transfers.made, transfers.last
+        self._leaving: list[torch.UntypedStorage] = []
+        self._copies: list[ref[HostCopy]] = []  # a backward frees each after its last use
+        self._left: torch.Event | None = None
+
+    def leave(self) -> None:
+        """Free the memory on the device: what the stream of compute does next comes after the
+        copies."""
+        if self._left is not None:
+            self._left.wait()
+        self._leaving.clear()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._stay.clear()
+        for storage in self._leaving[-1:]:
+            if storage.device.type == "cuda":
+                self._left = _stream(storage.device).record_event()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or storage._cdata in self._stay or not storage.nbytes():
+            return tensor.detach()  # an output would keep its own node, and so itself
+        known = self._made.get(storage)
+        copy = known() if known is not None else None
+        if copy is None or copy.version != tensor._version:
+            copy = HostCopy(storage, tensor._version)
+            self._made[storage] = ref(copy)
+            self._leaving.append(storage)
+        self._copies.append(ref(copy))
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return self, copy, tensor.dtype, place
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        copies, copy, dtype, place = packed
+        for layer in (copies, copies.before):
+            if layer is not None:
+                layer.fetch()
+        tensor = torch.empty(0, dtype=dtype, device=copy.device)
+        return tensor.set_(copy.storage(), *place)
+
+    def fetch(self) -> None:
+        """Begin to bring back all that is still needed."""
+        for known in self._copies:
+            if (copy := known()) is not None:
+                copy.fetch()
+        self._copies.clear()
+
+
+def to_host(whole: torch.Tensor) -> torch.Tensor:
+    """A copy of some bytes in the host's memory: pinned, and still on its way, from CUDA."""
+    host = torch.empty(len(whole), dtype=torch.uint8, pin_memory=whole.is_cuda)
+    return host.copy_(whole, non_blocking=True)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device's copies."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Within it, copies are made behind what the compute does so far; None: at once."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
