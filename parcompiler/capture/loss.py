@@ -89,8 +89,10 @@ def kept(outputs: Any, names: Sequence[str]) -> list[torch.Tensor]:
     tensors = {key: leaf for key, leaf in flat(several) if isinstance(leaf, torch.Tensor)}
     for name in names:
         if name not in tensors:
-            known = ", ".join(tensors)
-            message = f"the model has no output {name!r} to keep (its outputs: {known})"
+            known = ", ".join(map(repr, tensors))
+            message = f"the model has no output {name!r} to keep: it returns {known}"
+            if several is not outputs:
+                message = f"the model returns one tensor, which is '0', and no output {name!r}"
             raise InputError(message)
     return [tensors[name] for name in names]
 

@@ -64,7 +64,7 @@ def test_batches_that_cannot_be_predicted_are_refused(program: pc.Program) -> No
 
 
 def test_outputs_that_cannot_be_kept_are_refused(program: pc.Program) -> None:
-    with pytest.raises(pc.InputError, match=r"no output 'logits' to keep \(its outputs: 0, 1\)"):
+    with pytest.raises(pc.InputError, match=r"no output 'logits' to keep: it returns '0', '1'"):
         compiled(["logits"])
     with pytest.raises(pc.InputError, match="outputs must be a list of names"):
         compiled("logits")  # type: ignore[arg-type]
