@@ -58,9 +58,13 @@ def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
 
 
 def of_one_rank(graph: Graph, problem: Problem, chosen: Sharding) -> Graph:
-    """The graph of one context rank of the whole `graph`."""
+    """The graph of one context rank of the whole `graph`: that of the problem, in its precision or
+    in another, which has fewer casts."""
     n, apart = problem.mesh.context, problem.mesh.tensor
-    made = shard(graph, assigned_by(chosen, graph, n, "context"), n, "context", apart)
+    whole = problem.graph.undivided or problem.graph
+    by_name = {node.name: s for node, s in assigned_by(chosen, whole, n, "context").items()}
+    nodes = (node for node in graph.fx_graph.nodes if node.name in by_name)
+    made = shard(graph, {node: by_name[node.name] for node in nodes}, n, "context", apart)
     return dataclasses.replace(made, undivided=graph)
 
 

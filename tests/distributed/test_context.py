@@ -112,6 +112,10 @@ def test_attention_by_rows_gathers_keys_and_values(tmp_path: Path) -> None:
     check(program)
 
 
+def test_context_ranks_with_masters_are_proved_in_float64_too() -> None:
+    check(own_gpt(pc.Mesh(context=3), precision="bf16"))
+
+
 def test_tensor_ranks_split_heads_and_classes_of_the_rows(tmp_path: Path) -> None:
     program = own_gpt(pc.Mesh(context=3, tensor=2, device=CHEAP))
     assert program.plan.sharding is not None
