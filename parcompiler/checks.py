@@ -18,7 +18,6 @@ from parcompiler.data_updates import ALL_REDUCE
 from parcompiler.errors import InputError, PlanError, shown
 from parcompiler.lower import Lowered
 from parcompiler.mesh import Cluster, Mesh
-from parcompiler.meshes import Check
 from parcompiler.options import METHODS, MOST_PASSES, Options, offered
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import start
@@ -54,11 +53,9 @@ def check_options(
     mesh: Mesh | Cluster, model: nn.Module | None, options: Options, plan: Plan | None
 ) -> None:
     """Refuse options that do not go together, or not with the mesh."""
+    offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
     if isinstance(mesh, Mesh):
-        _check_axes(mesh, options)
-        _check_size(mesh, options, plan)
-        _check_order(mesh, options)
-        _check_replicas(mesh, model, plan)
+        check_mesh(mesh, model, options, plan)
         if options.zero not in ("auto", 0) and mesh.replicas == 1:
             message = f"zero={options.zero} shares what data ranks hold, and there is one (data=1)"
             raise InputError(message)
@@ -70,26 +67,30 @@ def check_options(
         raise InputError(message)
     _check_data_updates(mesh, options)
     _check_host(mesh, options, plan)
-    offered("optimizer", options.optimizer, tuple(sorted(OPTIMIZERS)))
-    if isinstance(mesh, Mesh):
-        _check_whole(mesh, options)
 
 
-def check_of_meshes(model: nn.Module | None) -> Check:
-    """The check of each mesh that a search considers."""
+def check_mesh(
+    mesh: Mesh, model: nn.Module | None, options: Options, plan: Plan | None = None
+) -> None:
+    """Refuse a mesh, one of those that a search considers or the user's, that does not go with
+    options, model or plan."""
+    _check_axes(mesh, options)
+    _check_size(mesh, options, plan)
+    _check_order(mesh, options)
+    _check_replicas(mesh, model, plan)
+    _check_data_updates(mesh, options)
+    _check_whole(mesh, options)
 
-    def check(mesh: Mesh, options: Options) -> None:
-        _check_axes(mesh, options)
-        _check_size(mesh, options, None)
-        _check_order(mesh, options)
-        _check_replicas(mesh, model, None)
-        _check_data_updates(mesh, options)
-        _check_whole(mesh, options)
 
-    return check
+def check_lowered(lowered: Lowered) -> None:
+    """Refuse what only the stages of a model show."""
+    _check_hooks(lowered)
+    _check_outputs(lowered)
+    _check_token_mean(lowered)
+    _check_updates_of_model(lowered)
 
 
-def check_hooks(lowered: Lowered) -> None:
+def _check_hooks(lowered: Lowered) -> None:
     """Refuse updates behind each backward where hooks change complete gradients."""
     if lowered.asynchronous and lowered.graph.hooks:
         message = (
@@ -99,7 +100,7 @@ def check_hooks(lowered: Lowered) -> None:
         raise InputError(message)
 
 
-def check_token_mean(lowered: Lowered) -> None:
+def _check_token_mean(lowered: Lowered) -> None:
     """Refuse a mean over the tokens of a step where its ranks or micro-batches step alone."""
     alone = "schedule='pipedream'" if lowered.asynchronous else f"updates={lowered.updates.way!r}"
     if lowered.graph.counts is not None and (lowered.asynchronous or lowered.updates.separate):
@@ -110,7 +111,7 @@ def check_token_mean(lowered: Lowered) -> None:
         raise InputError(message)
 
 
-def check_outputs(lowered: Lowered) -> None:
+def _check_outputs(lowered: Lowered) -> None:
     """Refuse outputs to keep that no layer makes, or of which context ranks make pieces."""
     if lowered.graph.kept and lowered.context > 1:
         message = (
@@ -164,7 +165,7 @@ def _check_data_updates(mesh: Mesh | Cluster, options: Options) -> None:
         raise InputError(message)
 
 
-def check_data_updates(lowered: Lowered) -> None:
+def _check_updates_of_model(lowered: Lowered) -> None:
     """Refuse ways of the data axis that mean nothing for a model."""
     updates, graph = lowered.updates, lowered.graph
     way = updates.way

@@ -16,13 +16,10 @@ from parcompiler.capture.modes import in_modes
 from parcompiler.capture.narrow import capture_in
 from parcompiler.capture.patches import ONE_THREAD
 from parcompiler.checks import (
-    check_data_updates,
-    check_hooks,
-    check_of_meshes,
+    check_lowered,
+    check_mesh,
     check_options,
-    check_outputs,
     check_plan,
-    check_token_mean,
     granularity_of,
 )
 from parcompiler.errors import InfeasibleError, InputError, LaunchError
@@ -81,17 +78,16 @@ def flow(
         chosen = DEFAULT if passes is None else tuple(passes)
         if isinstance(mesh, Cluster):
             sizes = MicrobatchSizes(problem, captured, wanted)
-            captured, problem, plan = search(sizes, mesh, chosen, check_of_meshes(source), steps)
+            captured, problem, plan = search(
+                sizes, mesh, chosen, lambda one, options: check_mesh(one, source, options), steps
+            )
             plan = _with_costs(local(problem, plan), plan)
         else:
             plan = _planned(problem, chosen, plan, steps)
         with steps("lower"):
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
-            check_hooks(lowered)
-            check_outputs(lowered)
-            check_token_mean(lowered)
-            check_data_updates(lowered)
+            check_lowered(lowered)
         with steps("verify"):
             costs_of_stages = stage_costs(rank_problem, plan, lowered)
             vocabulary_costs = vocabulary_cost(rank_problem, plan)

@@ -32,7 +32,7 @@ from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.vocabulary import VocabularyRows
-from parcompiler.runtime.zero import ELEMENTWISE, DataParts, is_elementwise
+from parcompiler.runtime.zero import ELEMENTWISE, DataParts, copy_into, is_elementwise
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -114,7 +114,7 @@ class Updates:
             self._parts.turn()
             self._share_out()
             for name, master in masters.items():
-                self.fill_master(name, self._parameters[name], functools.partial(_copy, master))
+                self.fill_master(name, self._parameters[name], functools.partial(copy_into, master))
 
         def make() -> torch.optim.Optimizer:
             optimizer = kind(own.made(self.weights()), **options)
@@ -389,11 +389,6 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
             continue
         if gradient.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor into another."""
-    target.copy_(source)
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,7 @@ class DataParts:
         self._share_out()
         with torch.no_grad():
             for name, tensor in wholes.items():
-                self.fill(name, functools.partial(_copy, tensor))
+                self.fill(name, functools.partial(copy_into, tensor))
 
     def rows(self, name: str, tensor: torch.Tensor, data: int | None = None) -> torch.Tensor:
         """The rows of a data rank (this one) of a tensor like the parameter `name`: a view."""
@@ -526,7 +526,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor into another."""
     target.copy_(source)
 
