@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,10 +63,10 @@ def export(
             new.mkdir()
             for name, text in files.items():
                 _write(new / name, text)
-            _save_tensors(new / "weights", lowered, parameters=weights)
+            saved = dict(_saved(new / "weights", lowered, parameters=weights))
             if standalone:
                 _copy_runtime(new)
-            _write(new / SUMS, listing(new))
+            _write(new / SUMS, listing(new, saved))
             _replace(place, new, old)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -222,13 +222,15 @@ def _stored(graph: Graph, names: Iterable[str], *, parameters: bool) -> dict[str
     return tensors
 
 
-def _save_tensors(folder: Path, lowered: Lowered, *, parameters: bool) -> None:
-    """A file of tensors for each stage; where all ranks of a pipeline have rows of the vocabulary,
-    one for each: its rows of what is in rows, and what it has whole."""
+def _saved(folder: Path, lowered: Lowered, *, parameters: bool) -> Iterator[tuple[Path, str]]:
+    """Write a file of tensors for each stage, and where all ranks of a pipeline have rows of the
+    vocabulary, one for each: its rows of what is in rows, and what it has whole. Yields the files
+    with their checksums."""
     folder.mkdir()
     for stage in lowered.stages:
         tensors = _stored(lowered.graph, stage.tensors, parameters=parameters)
-        write(folder / f"stage_{stage.index}.safetensors", tensors)
+        path = folder / f"stage_{stage.index}.safetensors"
+        yield path, write(path, tensors)
     spread, n = lowered.vocabulary, lowered.size * lowered.tensor
     if spread is None:
         return
@@ -241,7 +243,8 @@ def _save_tensors(folder: Path, lowered: Lowered, *, parameters: bool) -> None:
             span = own_rows(sizes[name], n, index)
             dim = whole[name].shape.index(sizes[name])
             rows[name] = whole[name].narrow(dim, span.start, span.size)
-        write(folder / f"vocabulary_{index}.safetensors", rows)
+        path = folder / f"vocabulary_{index}.safetensors"
+        yield path, write(path, rows)
 
 
 def _copy_runtime(path: Path) -> None:

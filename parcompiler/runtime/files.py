@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,10 +49,11 @@ def checksum(path: Path) -> str:
         raise InputError(message) from error
 
 
-def listing(folder: Path) -> str:
-    """The text of SHA256SUMS for all files in a folder."""
+def listing(folder: Path, known: Mapping[Path, str]) -> str:
+    """The text of SHA256SUMS for all files in a folder, with the checksums of some."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "".join(f"{checksum(path)}  {path.relative_to(folder).as_posix()}\n" for path in files)
+    sums = ((known.get(path) or checksum(path), path.relative_to(folder)) for path in files)
+    return "".join(f"{digest}  {name.as_posix()}\n" for digest, name in sums)
 
 
 def sums(folder: Path) -> dict[str, str]:
