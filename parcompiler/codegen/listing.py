@@ -53,11 +53,11 @@ EXPLAINED = {
     Kind.BROADCAST: "to all ranks",
     Kind.REDUCE: "summed over all ranks",
     Kind.EXCHANGE: "a few numbers per row, over all ranks",
-    Kind.GATHER_PARAMETERS: "rows that others have updated, beside the next forward",
+    Kind.GATHER_PARAMETERS: "rows that other data ranks updated, beside the next forward",
     Kind.PUSH_PULL: "gradients to the first data rank, parameters back",
-    Kind.AVERAGE_PARAMETERS: "weights of all data ranks, behind the last step of a round",
-    Kind.UNSHARD: "whole parameters, from the rows of all data ranks",
-    Kind.RESHARD: "this data rank's rows of them stay",
+    Kind.AVERAGE_PARAMETERS: "means of the weights of all data ranks, at the end of a round",
+    Kind.UNSHARD: "gather whole parameters from the rows of all data ranks",
+    Kind.RESHARD: "free all but this data rank's rows",
 }
 
 

@@ -66,8 +66,8 @@ EVALUATION = """
 
 
 def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = {compiled}) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
-    `compiled` for layers through torch.compile's compiler."""
+    """This rank, with the weights beside this file. A wait for other ranks may take `timeout`
+    seconds; `compiled` runs layers through torch.compile's compiler."""
 {worker}
 
 
@@ -91,16 +91,16 @@ if __name__ == "__main__":
 '''
 
 _TITLES = {
-    "inputs": "The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.",
-    "values": "The tensors between stages, for one micro-batch; gradients come back unless it says "
-    "not.",
+    "inputs": "The tensors of one micro-batch: their key in the batch, shape and dtype.",
+    "values": "The tensors between stages, for one micro-batch. A gradient comes back for each but "
+    "those with differentiable=False.",
     "tied": "Tensors that several ranks hold: their gradients are summed.",
     "buckets": "The tensors whose gradients are summed together over the data ranks.",
-    "shards": "Tensors of which tensor ranks hold pieces: the dimension that is split, its size.",
-    "experts": "Tensors of which expert ranks hold pieces: the number of experts.",
-    "rows": "Tensors that all ranks of a pipeline hold rows of: how many there are on the whole.",
+    "shards": "Tensors of which each tensor rank holds a piece: the split dimension and its size.",
+    "experts": "Tensors of which each expert rank holds a piece: the number of experts.",
+    "rows": "Tensors of which every rank of a pipeline holds some rows: the number of all rows.",
     "aliases": "Further names of tied tensors.",
-    "outputs": "Outputs of the model that predictions return: the values, and where they are made.",
+    "outputs": "Outputs of the model that predictions return: their values, and who makes them.",
 }
 _TIED_OVER_DATA = (
     "Tensors that several pipeline coordinates hold: their gradients are summed over all ranks "
@@ -109,7 +109,7 @@ _TIED_OVER_DATA = (
 _UNSAVED = "Tensors that the model's state dict lacks: constants, buffers that are not persistent."
 _STEP = "One training step. A receive is only posted where it stands; its first use waits for it."
 _PEERS = (
-    " Numbers of ranks are pipeline coordinates: for this process, q is rank "
+    " Peers and groups are pipeline coordinates: for this process, coordinate q is rank "
     "q * {copies} + RANK % {copies}"
 )
 _PEERS_OF_ROWS = ", and the first of its tensor ranks where all ranks of a pipeline take part"
@@ -296,26 +296,15 @@ def _title(lowered: Lowered, program: RankProgram, *, shared: bool = False) -> s
     stages = ", ".join(str(stage.index) for stage in lowered.on_rank(at.pipeline))
     who = f"Ranks {_ranks(program)}" if shared else f"Rank {program.rank}"
     text = f"{who} of {program.size}: stage {stages} of {docstring(lowered.graph.name)}"
-    if program.tensor > 1:
-        text += (
-            f", a piece of {program.tensor} each"
-            if shared
-            else (f", piece {at.tensor} of {program.tensor}")
-        )
+    for name, place, count in (
+        ("tensor rank", at.tensor, program.tensor),
+        ("context rank", at.context, program.context),
+        ("data coordinate", program.batch, program.grid.batches),
+    ):
+        if count > 1:
+            text += f", {name}s 0 to {count - 1}" if shared else f", {name} {place} of {count}"
     if program.rows:
         text += f", with {_own_rows(program, shared=shared)}"
-    if (batches := program.grid.batches) > 1:
-        text += (
-            f", on batches of {batches} data coordinates"
-            if shared
-            else (f" on batches of data coordinate {program.batch}")
-        )
-    if program.context > 1:
-        text += (
-            f", a piece of {program.context} of the rows each"
-            if shared
-            else f", piece {at.context} of {program.context} of the rows"
-        )
     return paragraph(f"{text}.")
 
 
@@ -362,7 +351,7 @@ def _tables(lowered: Lowered, program: RankProgram) -> Iterator[str]:
     """The tables of what goes in and out, those that have a row."""
     if program.grid.copies > 1:
         first, copies = program.grid.rank(program.coordinate.pipeline), program.grid.copies
-        yield f"RANK = rank_among(range({first}, {first + copies}))  # that of this process\n"
+        yield f"RANK = rank_among(range({first}, {first + copies}))  # the rank of this process\n"
     for field, title in _TITLES.items():
         rows = [
             (string(key), _entry(lowered, key, item))

@@ -1,4 +1,4 @@
-"""Ranks 2 to 3 of 4: stage 1 of GPT, on batches of 2 data coordinates.
+"""Ranks 2 to 3 of 4: stage 1 of GPT, data coordinates 0 to 1.
 
 Started by `torchrun --nproc-per-node 4 main.py` as a process with RANK=2 to 3.
 """
@@ -12,15 +12,16 @@ from parcompiler.runtime import TIMEOUT, Input, RankProgram, Tied, Value, Worker
 
 from stage_1 import Stage1
 
-RANK = rank_among(range(2, 4))  # that of this process
+RANK = rank_among(range(2, 4))  # the rank of this process
 
-# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+# The tensors of one micro-batch: their key in the batch, shape and dtype.
 INPUTS = {
     "tokens": Input("tokens", (2, 12), torch.int64, high=96),
     "labels": Input("labels", (2, 12), torch.int64, high=96),
 }
 
-# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+# The tensors between stages, for one micro-batch. A gradient comes back for each but those with
+# differentiable=False.
 VALUES = {
     "layers_1": Value((2, 12, 16), torch.float32),
 }
@@ -67,9 +68,9 @@ ALIASES = {
     "head.weight": "embedding.weight",
 }
 
-# One training step. A receive is only posted where it stands; its first use waits for it. Numbers
-# of ranks are pipeline coordinates: for this process, q is rank q * 2 + RANK % 2; gradients are
-# summed over the ranks of all data coordinates there.
+# One training step. A receive is only posted where it stands; its first use waits for it. Peers and
+# groups are pipeline coordinates: for this process, coordinate q is rank q * 2 + RANK % 2;
+# gradients are summed over the ranks of all data coordinates there.
 INSTRUCTIONS = """
 # Warm-up
 RECV          layers_1       mb 0    from 0
@@ -127,8 +128,8 @@ PROGRAM = RankProgram.parsed(
 
 
 def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
-    `compiled` for layers through torch.compile's compiler."""
+    """This rank, with the weights beside this file. A wait for other ranks may take `timeout`
+    seconds; `compiled` runs layers through torch.compile's compiler."""
     return Worker(
         PROGRAM, {1: Stage1}, folder=Path(__file__).parent, timeout=timeout, compiled=compiled
     )

@@ -1,4 +1,4 @@
-"""Rank 3 of 4: stage 1 of GPT on batches of data coordinate 1.
+"""Rank 3 of 4: stage 1 of GPT, data coordinate 1 of 2.
 
 It runs `rank_2.py`, exchanges values with rank 1, sums gradients over ranks 2, 3 and 0 … 3.
 

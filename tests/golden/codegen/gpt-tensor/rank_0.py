@@ -1,4 +1,4 @@
-"""Ranks 0 to 1 of 4: stage 0 of GPT, a piece of 2 each.
+"""Ranks 0 to 1 of 4: stage 0 of GPT, tensor ranks 0 to 1.
 
 Started by `torchrun --nproc-per-node 4 main.py` as a process with RANK=0 to 1.
 """
@@ -22,15 +22,16 @@ from parcompiler.runtime import (
 
 from stage_0 import Stage0
 
-RANK = rank_among(range(0, 2))  # that of this process
+RANK = rank_among(range(0, 2))  # the rank of this process
 
-# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+# The tensors of one micro-batch: their key in the batch, shape and dtype.
 INPUTS = {
     "tokens": Input("tokens", (2, 12), torch.int64, high=97),
     "labels": Input("labels", (2, 12), torch.int64, high=97),
 }
 
-# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+# The tensors between stages, for one micro-batch. A gradient comes back for each but those with
+# differentiable=False.
 VALUES = {
     "layers_0": Value((2, 12, 16), torch.float32),
 }
@@ -40,7 +41,7 @@ TIED = {
     "tied_0": Tied("embedding.weight", (0, 1)),
 }
 
-# Tensors of which tensor ranks hold pieces: the dimension that is split, its size.
+# Tensors of which each tensor rank holds a piece: the split dimension and its size.
 SHARDS = {
     "embedding.weight": Shard(0, (97,)),
     "layers.0.attention.qkv.weight": Shard(0, (48,)),
@@ -62,8 +63,8 @@ ALIASES = {
     "head.weight": "embedding.weight",
 }
 
-# One training step. A receive is only posted where it stands; its first use waits for it. Numbers
-# of ranks are pipeline coordinates: for this process, q is rank q * 2 + RANK % 2.
+# One training step. A receive is only posted where it stands; its first use waits for it. Peers and
+# groups are pipeline coordinates: for this process, coordinate q is rank q * 2 + RANK % 2.
 INSTRUCTIONS = """
 # Warm-up
 FORWARD       stage 0        mb 0
@@ -114,8 +115,8 @@ PROGRAM = RankProgram.parsed(
 
 
 def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
-    `compiled` for layers through torch.compile's compiler."""
+    """This rank, with the weights beside this file. A wait for other ranks may take `timeout`
+    seconds; `compiled` runs layers through torch.compile's compiler."""
     return Worker(
         PROGRAM, {0: Stage0}, folder=Path(__file__).parent, timeout=timeout, compiled=compiled
     )

@@ -13,20 +13,21 @@ from parcompiler.runtime import TIMEOUT, Input, RankProgram, Value, Worker, run
 from stage_1 import Stage1
 from vocabulary import Vocabulary
 
-# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+# The tensors of one micro-batch: their key in the batch, shape and dtype.
 INPUTS = {
     "input_ids": Input("input_ids", (2, 12), torch.int64, high=96),
     "labels": Input("labels", (2, 12), torch.int64, high=96),
 }
 
-# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+# The tensors between stages, for one micro-batch. A gradient comes back for each but those with
+# differentiable=False.
 VALUES = {
     "embed_tokens": Value((2, 12, 16), torch.float32),
     "layers_1": Value((2, 12, 16), torch.float32),
     "norm": Value((24, 16), torch.float32),
 }
 
-# Tensors that all ranks of a pipeline hold rows of: how many there are on the whole.
+# Tensors of which every rank of a pipeline holds some rows: the number of all rows.
 ROWS = {
     "model.embed_tokens.weight": 96,
 }
@@ -143,8 +144,8 @@ PROGRAM = RankProgram.parsed(
 
 
 def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
-    `compiled` for layers through torch.compile's compiler."""
+    """This rank, with the weights beside this file. A wait for other ranks may take `timeout`
+    seconds; `compiled` runs layers through torch.compile's compiler."""
     return Worker(
         PROGRAM,
         {1: Stage1},

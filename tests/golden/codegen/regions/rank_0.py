@@ -12,13 +12,14 @@ from parcompiler.runtime import TIMEOUT, Input, RankProgram, Value, Worker, run
 
 from stage_0 import Stage0
 
-# The tensors of a batch, for one micro-batch: their key in the batch, shape, dtype.
+# The tensors of one micro-batch: their key in the batch, shape and dtype.
 INPUTS = {
     "signal": Input("signal", (2, 1, 6), torch.float32),
     "labels": Input("labels", (2,), torch.int64, high=3),
 }
 
-# The tensors between stages, for one micro-batch; gradients come back unless it says not.
+# The tensors between stages, for one micro-batch. A gradient comes back for each but those with
+# differentiable=False.
 VALUES = {
     "mixers_0": Value((2, 8, 6), torch.float32),
 }
@@ -69,8 +70,8 @@ PROGRAM = RankProgram.parsed(
 
 
 def worker(timeout: timedelta | float = TIMEOUT, compiled: bool = False) -> Worker:
-    """This rank, with the weights beside this file; `timeout` is for waits, in seconds,
-    `compiled` for layers through torch.compile's compiler."""
+    """This rank, with the weights beside this file. A wait for other ranks may take `timeout`
+    seconds; `compiled` runs layers through torch.compile's compiler."""
     return Worker(
         PROGRAM, {0: Stage0}, folder=Path(__file__).parent, timeout=timeout, compiled=compiled
     )
