@@ -114,8 +114,8 @@ def difference_of_weights(
 
 
 def _sets(program: RankProgram, names: Iterable[str]) -> list[list[str]]:
-    """Names of all tensors but experts, of those that ranks have whole, of all, and of each tied
-    one alone."""
+    """The sets of names that `_pairs` numbers: all tensors but experts, those of which every rank
+    has the whole, all tensors, and each tied one by itself."""
     ordered = sorted(names)
     whole = [n for n in ordered if _is_whole(program, n)]
     everywhere = [n for n in ordered if n not in program.experts]

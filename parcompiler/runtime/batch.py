@@ -99,8 +99,8 @@ def _cut(
 
 
 def _count(program: RankProgram, leaves: Mapping[str, object]) -> int:
-    """How many micro-batches a batch has, by the first of its tensors that tells; else as many as
-    a step has."""
+    """How many micro-batches a batch has, by its first tensor with a multiple of a micro-batch's
+    rows; as many as a step has where there is none."""
     for spec in program.inputs.values():
         tensor = leaves[spec.key]
         if spec.shape and isinstance(tensor, torch.Tensor) and tensor.ndim:

@@ -65,9 +65,9 @@ class CastSums:
 
 
 class Addends:
-    """Segments [ranks, n] of the ranks of a group on their way, each to its rank, which adds them
-    up into its `own`, in the order of the ranks, when it waits. With a `dtype`
-    each is rounded to that, and so is their sum."""
+    """A reduce-scatter on its way: segment r of the [ranks, n] of every rank goes to rank r, which
+    adds them up into `own`, in the order of the ranks, when it waits. With a `dtype` the segments
+    and their sum are rounded to that."""
 
     def __init__(
         self,

@@ -93,9 +93,9 @@ class FlightRecorder:
         return "before the first instruction" if self.current is None else f"at '{self.current}'"
 
     def position(self, after: float = STILL) -> Position:
-        """Where the thread of the rank is now, and since when. (A long wait in an instruction that
-        computes begins when the thread was last seen to compute.) Its stack is read when it has
-        been in one entry for so many seconds; before, it waits if it noted so."""
+        """Where the thread of the rank is now, and since when. Its stack is read once it has been
+        in one entry for `after` seconds; before, the entry alone says whether it waits. A wait in
+        an instruction that computes counts from when the thread was last seen to compute."""
         begin, line, awaited = self._ring[-1]
         frame, now = self._frame(after), time.monotonic()
         waits, code = (awaited, "") if frame is None else _reading(frame)

@@ -80,7 +80,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The program of one rank of `size`.
+    """The program of one rank; `size` is the number of all ranks.
 
     `digest` names the whole program and is equal on all ranks; `channels` are all directed pairs
     of ranks that exchange messages, in the order in which every rank makes their groups.
@@ -89,9 +89,10 @@ class RankProgram:
     coordinates: they stand for the ranks there of every data coordinate. Those of instructions
     are ranks. `buckets` are the tensors whose gradients are summed together. `shards` are the
     tensors of which each of the `tensor` ranks of a group holds a piece; `rows` are those of which
-    every rank of a pipeline holds rows, with the number of rows on the whole. Of the `data` ranks,
-    which hold the same, each `context` neighbours share a batch, and each `expert` the experts:
-    equal pieces of the first dimension of what `experts` names with the size of the whole.
+    every rank of a pipeline holds rows, with the number of rows on the whole. Among the `data`
+    ranks, which hold the same parameters, groups of `context` neighbours share a batch, and groups
+    of `expert` neighbours share out the experts: each has an equal piece of the first dimension of
+    the tensors in `experts`, which says how long it is on the whole.
     `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
     tensors that the model's state dict has not. `outputs` are those that predictions return.
     """

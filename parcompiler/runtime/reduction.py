@@ -40,8 +40,8 @@ class Summing(Protocol):
 
 class Reduction:
     """The sums of one rank, by their number in its list; `tensors` are its own by name. With
-    `parts` each data rank gets the sums of the rows that it updates. A tensor that something else
-    `awaits` becomes final later than autograd says."""
+    `parts` each data rank gets the sums of the rows that it updates. `awaits` says of a tensor that
+    a product for its gradient is left for later, so that it is not final when autograd is done."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Reduction:
             self._start(self._started)
 
     def settle(self) -> None:
-        """Take the sums that have come to pieces, whose whole gradients are free then."""
+        """Add the sums that have come to the gradients of pieces, which frees the whole ones."""
         while self._pieces and self._works and self._works[0][1].is_completed():
             self._works.pop(0)[1].wait()
 
@@ -154,7 +154,7 @@ def _names(program: RankProgram, line: Instruction) -> tuple[str, ...]:
 def _behind(
     lines: Sequence[Instruction], number: Mapping[Instruction, int], program: RankProgram
 ) -> dict[Instruction, list[int]]:
-    """For whole backwards the buckets that stand behind them, before anything goes back again."""
+    """For each whole backward the numbers of the buckets between it and the next backward."""
     behind: dict[Instruction, list[int]] = {}
     latest: Instruction | None = None
     for line in lines:

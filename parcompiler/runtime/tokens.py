@@ -35,9 +35,9 @@ def write_tokens(
     """Write a file of `tokens` at `path`, in the narrowest integers that hold them; returns their
     number.
 
-    They are a tensor, an array of numpy or a list of integers. Tensors may come piece by piece;
-    then the integers hold those `below` a number (None: of 32 bits).
-    `facts` are kept in the JSON beside the file. Raises InputError for a token that is not below.
+    `tokens` is a tensor, an array of numpy, a list of integers, or an iterable of tensors. What an
+    iterable yields must be `below` a number (None: 2³¹ - 1), which decides how wide the integers
+    are. `facts` are kept in the JSON beside the file. Raises InputError for a larger token.
     """
     listed = isinstance(tokens, list) and isinstance(next(iter(tokens), 0), int)
     if listed or hasattr(tokens, "__array__"):

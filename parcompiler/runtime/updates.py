@@ -322,7 +322,8 @@ class Updates:
                 yield name, parameter.grad
 
     def _share_out(self) -> None:
-        """Take what this rank updates: its parameters, or the rows of them that are its part."""
+        """Set `updated` to what this rank updates, its parameters or its rows of them, and make the
+        masters of that."""
         self.updated = dict(self._parameters)
         if self._parts is not None:
             for name in self._parts.parameters:

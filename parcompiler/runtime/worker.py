@@ -68,8 +68,9 @@ class Worker:
     are the model's hooks on gradients, by the name of the parameter.
     `folder` is the exported one that a script stands in: its weights are loaded, and all ranks
     compare the checksums of its scripts and weights. Where the loss is a mean over the targets of
-    all micro-batches, `counted` has their number in one, by the names of its arguments. `request`
-    is what the compiler was asked for, which checkpoints keep; that of `folder` is the folder's.
+    all micro-batches, `counted` returns how many one micro-batch has, from the tensors that its
+    arguments name. `request` is what the compiler was asked for, which checkpoints keep; with a
+    `folder` it is read from there.
 
     The tensor and pipeline ranks of a data coordinate are given the same batch. They compare their
     batches in the first step, and in every `check_batches`-th one from there on; in the
@@ -408,8 +409,8 @@ class Worker:
         `groups` gives parameters other options by name: pairs of a pattern and options, as
         `("*.bias", {"weight_decay": 0.0})`, of which the last that matches decides, or a function
         of name and parameter that returns options (the parameter has the dimensions of the model's,
-        and on tensor ranks the sizes of a piece). Group 0 has those with no others, and every rank
-        has all groups in one order, for schedulers. Collective then.
+        and on tensor ranks the sizes of a piece). Group 0 has the parameters that nothing matches.
+        Every rank has all groups in the same order, as schedulers need. Collective with `groups`.
 
         With `max_norm` every step clips the gradients of the whole model to that norm first, as
         `clip_gradients` does. With `error_if_nonfinite` a step whose loss or whose gradients' norm
@@ -420,8 +421,9 @@ class Worker:
         no parameter matches a pattern.
 
         An optimizer that is not known to work element by element (Adafactor, Muon, a class of your
-        own) gets whole parameters from `zero`; where tensor ranks, or rows of the vocabulary, are
-        pieces of some, InputError is raised. `elementwise=True` says that it does all the same.
+        own) gets whole parameters from `zero`; InputError is raised where ranks hold only pieces of
+        a parameter, on tensor ranks or as rows of the vocabulary. `elementwise=True` declares that
+        an optimizer works element by element.
         """
         agreeing = groups is not None and self._failing_together("set_optimizer", InputError)
         with agreeing or nullcontext():
@@ -741,30 +743,31 @@ class Worker:
 
     @property
     def arrivals(self) -> torch.Tensor | None:
-        """Of an asynchronous program on rank 0: the data ranks in the order in which their steps
-        counted, and -1 where all got the weights as they were (for an evaluation, a checkpoint,
-        a state dict). A run can be repeated from it to the bit. None elsewhere."""
+        """The order of the updates of an asynchronous program, on rank 0: the data rank of each,
+        and -1 where all ranks got the current weights (for an evaluation, a checkpoint or a state
+        dict). A run can be repeated from it to the bit. None on other ranks."""
         serving = self._updates.serving
         if serving is None or self.rank:
             return None
         return torch.tensor(serving.record, dtype=torch.int16)
 
     def _settle(self) -> None:
-        """Have the weights as they are: what others have updated comes, and the data ranks of an
-        asynchronous program get those of the server, which is a collective."""
+        """Bring the weights of this rank up to date: wait for parameters that other data ranks have
+        updated, and in an asynchronous program get the server's, which is a collective."""
         self._arrive()
         if self._updates.serving is not None:
             with self._failing_together("settle"):
                 self._updates.serving.settle()
 
     def _arrive(self) -> None:
-        """Wait for what others have updated, before someone looks at it."""
+        """Wait for parameters that other data ranks have updated, before they are read."""
         if not self._closed:
             with self._failing_together():
                 self._interpreter.arrive()
 
     def _restart(self) -> None:
-        """Leave behind what belongs to other weights."""
+        """Forget what was kept for the weights before: the place in a round, the errors of
+        PowerSGD, the order of updates."""
         if self._updates.rounds is not None:
             self._updates.rounds.position = 0
         if self._interpreter.powersgd is not None:
@@ -795,8 +798,8 @@ class Worker:
         return loss
 
     def _share_of_tokens(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> float:
-        """What makes of the mean of the micro-batches' sums the mean over all targets that count,
-        those of all data ranks; 1 where the loss is a mean already."""
+        """The factor between the mean of the micro-batches' sums and the mean over all targets that
+        count, in all data ranks; 1 where the loss is a mean already."""
         if self._count_targets is None:
             return 1.0
         names = inspect.signature(self._count_targets).parameters
@@ -877,7 +880,7 @@ class Worker:
         self, call: str = "", but: type[Exception] | tuple[()] = ()
     ) -> Iterator[None]:
         """Around the work of all ranks: any exception on one rank, other than `but`, closes all.
-        `call` is its name where it is a call of its own: no parameter is on its way in those.
+        `call` names a collective call of the worker, which begins when no parameter is on its way.
 
         A rank that fails, or is interrupted, tells the others why and closes the connections that
         they wait on: half a step is not to be continued.

@@ -173,8 +173,8 @@ class DataParts:
         return self._alike if name in self._experts else self._every
 
     def suits(self, *, elementwise: bool) -> bool:
-        """Whether an optimizer that works element by element, or does not, can take the parameters
-        as they are shared out."""
+        """Whether the parameters are shared out as an optimizer needs them: in rows if it works
+        element by element, whole if not."""
         return self._served or self.whole != elementwise
 
     def turn(self) -> None:
@@ -252,7 +252,7 @@ class DataParts:
         self._arriving.clear()
 
     def end(self) -> None:
-        """The end of a list: what it has left whole is free again."""
+        """Free what is still whole behind the last instruction of a list."""
         self.arrive()
         for name in +self._users:
             self._free(name)
@@ -307,7 +307,8 @@ class DataParts:
         return Arrival([work], lambda: self._add(sums))
 
     def take_gradients(self, names: Iterable[str]) -> None:
-        """Give parts their rows of gradients that are summed as a whole, and parameters none."""
+        """Move the rows of gradients that are summed as a whole to the parts; the parameters keep
+        none."""
         for name in names:
             parameter, part = self.parameters[name], self.parts.get(name)
             if parameter.grad is not None:

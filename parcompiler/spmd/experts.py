@@ -45,9 +45,10 @@ SLIDES = ("transpose", "to", "permute", "t", "mT", "_to_copy")  # keep the exper
 class MixtureLayer:
     """The products of one layer with its experts and what is computed between them.
 
-    `dims` are what is inside, in order; where experts are stacked, with the dimension that each
-    value has them in, and one that it has samples in. `weights` are nodes that lead from parameters
-    to the products, or those that other operators inside read.
+    `dims` has the nodes that are computed where the experts are, in order; where experts are
+    stacked, with two dimensions of each value: that of the experts and one of samples. `sources`
+    has these of values that come from outside. `weights` are the nodes between parameters and the
+    products, and parameters that other operators inside read.
     """
 
     ends: fx.Node | None

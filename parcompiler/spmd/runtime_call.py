@@ -163,7 +163,8 @@ def _called(
 
 
 def _sizes(shard: Shard, n: int, known: bool = False) -> int | tuple[int, ...] | None:
-    """The argument on the sizes along a dimension; `known` where the rank has the whole of it."""
+    """The argument `sizes` of a conversion; None where the runtime can tell it from the tensor.
+    `known`: the rank has the whole of the dimension."""
     if len(shard.sizes) > 1:
         return shard.sizes
     return None if known or shard.even(n) else shard.whole

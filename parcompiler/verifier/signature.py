@@ -95,7 +95,7 @@ def _planned(lowered: Lowered, plan: Plan) -> Iterator[Fault]:
 
 
 def _joined(units: Iterable[StageChoice], plan: Sequence[StageChoice]) -> list[StageChoice]:
-    """The stages whose units these are: neighbours on a rank, as many blocks as in the plan.
+    """Units joined to the stages of a plan: neighbours on a rank, up to a stage's number of blocks.
 
     >>> units = [StageChoice(("a",), 0), StageChoice(("b", "c"), 0), StageChoice(("d",), 1)]
     >>> _joined(units, [StageChoice(("a", "b", "c"), 0), StageChoice(("d",), 1)])
