@@ -461,13 +461,13 @@ def _check_recompute(problem: Problem, plan: Plan) -> None:
     wanted = problem.options.recompute
     if not isinstance(wanted, str):
         check_patterns(problem, wanted)
-    if wanted != "auto" and plan.selective != (wanted == "selective"):
-        verb = "runs" if plan.selective else "does not run"
-        message = f"the plan {verb} cheap operators again (asked for: {wanted!r})"
-        raise PlanError(message)
     if wanted != "auto" and plan.offload != (wanted == "offload"):
         verb = "offloads" if plan.offload else "does not offload"
         message = f"the plan {verb} activations to the host (asked for: {wanted!r})"
+        raise PlanError(message)
+    if wanted != "auto" and plan.selective != (wanted in ("selective", "offload")):
+        verb = "runs" if plan.selective else "does not run"
+        message = f"the plan {verb} cheap operators again (asked for: {wanted!r})"
         raise PlanError(message)
     if wanted != "auto":
         asked = chosen(problem, granularity_of(plan), wanted)

@@ -102,9 +102,9 @@ def compile(
       `{"*.up.weight": "S(0)"}`.
     - `recompute` says which blocks run again in their backward instead of keeping activations:
       "none", "full" (all that may), "selective" (only their norms, gates and gathers), "offload"
-      (none: all that they keep waits in the host's memory, whose link is priced by the device's
-      `host`), "auto" (what memory forces), or {pattern of block names: bool}, of which the last
-      that matches decides.
+      (as "selective", and what blocks keep waits in the host's memory), "auto" (what memory forces,
+      by the way that takes least time), or {pattern of block names: bool}, of which the last that
+      matches decides.
     - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
       "fp32" and "fp64" compute in those; None in the parameters' own.
     - `optimizer` is what memory counts: "adamw", "sgd", "sgd-momentum", "muon" or "none".

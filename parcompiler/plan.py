@@ -160,6 +160,7 @@ class MeshChoice:
     schedule: str | None = None
     vocabulary: str | None = None
     recomputed: int = 0
+    offload: bool = False
     compute: float | None = None
     exchange: float | None = None
     idle: float | None = None
@@ -220,7 +221,7 @@ class Plan:
     `weighed` are the schedules that "auto" chose from. `recompute` are the blocks that keep no
     activations for their backward (named at the coarsest granularity until that is decided);
     with `selective` the others run their cheap operators again (see `cost.selective`). With
-    `offload` the activations of these blocks wait in the host's memory instead.
+    `offload` what these blocks keep waits in the host's memory instead.
     `meshes` are those of the cluster that `mesh` was chosen from, that of the plan first.
     `runner_up` is the fastest of what the plan was preferred to: a plan that is up to 2 % faster
     and less plain, or the next of the meshes. `context` says what context ranks split, `sharding`

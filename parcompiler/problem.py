@@ -172,6 +172,11 @@ class Problem:
         return slowest if len(known) == len(links) else None
 
     @property
+    def may_offload(self) -> bool:
+        """Whether activations may be offloaded to save memory: on a CPU they would not."""
+        return self.accelerator and self.host is not None
+
+    @property
     def device(self) -> Device:
         """The figures of the mesh's device. Raises InputError where there are several."""
         return self.mesh.hardware
@@ -230,9 +235,9 @@ class Problem:
         return self.cache.priced[key]
 
     def _sparing(self, level: int, names: frozenset[str]) -> Priced:
-        """The blocks at a granularity, the named ones recomputed or offloaded as a whole."""
+        """The blocks at a granularity, the named ones recomputed as a whole, or offloaded."""
         found = self.priced(level)
-        if self.selective:
+        if self.selective and not self.offload:
             found = found.mixed(self.selectively(False).priced(level), names)
         if not self.offload:
             return found.recomputing(names)

@@ -45,7 +45,7 @@ def start(problem: Problem) -> Plan:
         optimizer=options.optimizer,
         zero=options.zero if mesh.replicas > 1 and isinstance(options.zero, int) else None,
         updates=None if options.data_updates == ALL_REDUCE else options.data_updates,
-        selective=options.recompute == "selective",
+        selective=options.recompute in ("selective", "offload"),
         offload=options.recompute == "offload",
     )
 
@@ -137,7 +137,7 @@ def choice_of(plan: Plan, seconds: float) -> MeshChoice:
     return MeshChoice(
         mesh.pipeline, mesh.tensor, mesh.data, plan.microbatches, seconds=seconds,
         schedule=plan.schedule, vocabulary=plan.vocabulary.method if plan.vocabulary else None,
-        recomputed=len(plan.recompute or ()), zero=plan.zero,
+        recomputed=len(plan.recompute or ()), offload=plan.offload, zero=plan.zero,
         context=mesh.context, expert=mesh.expert,
     )  # fmt: skip
 
@@ -207,27 +207,36 @@ def _completing(
     """A function that completes a plan by all passes in turn. It may raise InfeasibleError where
     no step is shorter than `below` seconds.
 
-    Where memory is short, selective recomputation of all blocks is weighed.
+    Where memory is short, selective recomputation of all blocks is weighed; where blocks are
+    recomputed nevertheless, to offload them instead.
     """
 
     def complete(plan: Plan, below: float) -> Plan:
         if problem.options.recompute != "auto" or plan.selective or tuple(passes) != DEFAULT:
             return decided(plan, below)
-        selective = dataclasses.replace(plan, selective=True)
+        trials = [dataclasses.replace(plan, selective=True)]
+        if problem.may_offload:
+            trials.append(dataclasses.replace(plan, selective=True, offload=True))
+        best = refusal = None
         try:
-            kept = decided(plan, below)
-        except InfeasibleError as refusal:
-            with suppress(InfeasibleError):
-                if below == math.inf or bound(selective, below) < below:
-                    return decided(selective, below)
+            best = decided(plan, below)
+        except InfeasibleError as error:
+            refusal = error
+            trials = [x for x in trials if below == math.inf or bound(x, below) < below]
+        for trial in trials:
+            with suppress(InfeasibleError, PlanError):
+                if best is None:
+                    best = decided(trial, below)
+                    continue
+                seconds = step_of(problem, best)
+                if best.recompute or (not trial.offload and _is_tight(problem, best, seconds)):
+                    lean = decided(trial, min(below, seconds))
+                    if step_of(problem, lean) < (1 - GAIN) * seconds:
+                        best = lean
+        if best is None:
+            assert refusal is not None
             raise refusal
-        with suppress(InfeasibleError, PlanError):
-            seconds = step_of(problem, kept)
-            if kept.recompute or _is_tight(problem, kept, seconds):
-                lean = decided(selective, min(below, seconds))
-                if step_of(problem, lean) < (1 - GAIN) * seconds:
-                    return lean
-        return kept
+        return best
 
     def decided(plan: Plan, below: float) -> Plan:
         for item in passes:

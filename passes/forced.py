@@ -59,9 +59,9 @@ def names_of(problem: Problem, level: int, blocks: Collection[int]) -> tuple[str
 def _free(
     problem: Problem, plan: Plan, level: int
 ) -> tuple[tuple[Load, ...], tuple[Load | None, ...], tuple[Flow, ...]]:
-    """Loads of the blocks, loads when recomputed (None where that saves nothing), and the values
-    between blocks."""
-    every = chosen(problem, level, "full")
+    """Loads of the blocks, loads when recomputed or offloaded (None where that saves nothing), and
+    the values between blocks."""
+    every = chosen(problem, level, "offload" if problem.offload else "full")
     loads, flows = data_under(problem, dataclasses.replace(plan, recompute=()), level)
     full, _ = data_under(problem, dataclasses.replace(plan, recompute=every), level)
     kept = tuple(_keeping(problem, level, every, loads))

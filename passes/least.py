@@ -90,10 +90,14 @@ def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
     choices: Sequence[VocabularyChoice | None] = [None]
     if problem.mesh.pipeline > 1:
         choices = choices_for(problem)
-    forced = problem.options.recompute == "auto"  # by memory: cheap operators may run again
+    ways = [(start.selective, start.offload)]
+    if problem.options.recompute == "auto":  # by memory: cheap operators may run again
+        ways += [(True, start.offload), (True, problem.may_offload)]
     for choice in choices:
-        for selective in dict.fromkeys((start.selective, start.selective or forced)):
-            begun = dataclasses.replace(start, vocabulary=choice, selective=selective, zero=None)
+        for selective, offload in dict.fromkeys(ways):
+            begun = dataclasses.replace(
+                start, vocabulary=choice, selective=selective, offload=offload, zero=None
+            )
             plan = dataclasses.replace(_sharded(problem, begun), zero=start.zero)
             rank_problem = local(problem, plan)
             for candidate in candidates_for(rank_problem, plan):

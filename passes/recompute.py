@@ -3,11 +3,12 @@
     kept         F ──── all that its backward reads ────► B
     selective    F ──── all but what is cheaply made ───► norms, gates .. B
     recomputed   F ──── its inputs ─────────────────────► F B
-    offloaded    F ──── all, in the host's memory ──────► B
+    offloaded    F ──── as selective, on the host ──────► norms, gates .. B
 
 With "auto" the stage pass chooses recomputed blocks together with the stages, only where memory
 forces it and at the least cost (see `forced`). Such a plan is weighed against one with selective
-recomputation of all other blocks (see `decide` and `cost.selective`).
+recomputation of all other blocks, and against one that offloads blocks instead of recomputing them
+(see `decide` and `cost.selective`).
 """
 
 from __future__ import annotations

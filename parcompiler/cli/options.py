@@ -105,7 +105,7 @@ _PLANNING: tuple[tuple[str, Any, str], ...] = (
     ("--recompute", words.RECOMPUTE,
      "Which blocks run again in their backward instead of keeping activations: "
      "auto (what memory forces), none, selective (their norms, gates and gathers), full, "
-     "offload (all wait in the host's memory instead), "
+     "offload (as selective, and what is kept waits in the host's memory), "
      "or patterns: 'layers.*=yes,head=no'."),
     ("--zero", words.listed("LEVEL", words.ZERO),
      "What data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients "

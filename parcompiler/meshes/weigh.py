@@ -79,6 +79,7 @@ def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
         schedule=plan.schedule,
         vocabulary=plan.vocabulary.method if plan.vocabulary else None,
         recomputed=len(plan.recompute or ()),
+        offload=plan.offload,
         zero=plan.zero,
         context=mesh.context,
         expert=mesh.expert,

@@ -201,7 +201,7 @@ def _plan(mesh: MeshChoice) -> Iterator[str]:
     if mesh.zero:
         yield f"zero {mesh.zero}"
     if mesh.recomputed:
-        yield f"{mesh.recomputed} recomputed"
+        yield f"{mesh.recomputed} {'offloaded' if mesh.offload else 'recomputed'}"
 
 
 def _why(mesh: MeshChoice, best: MeshChoice, memory: int) -> str:

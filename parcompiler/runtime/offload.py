@@ -21,9 +21,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from parcompiler.again import once
+from parcompiler.again import RunningAgain
 
 _active: ContextVar[Transfers | None] = ContextVar("transfers", default=None)
 
@@ -34,7 +33,7 @@ def offloaded(layer: nn.Module, *tensors: torch.Tensor) -> Any:
     if transfers is None or not torch.is_grad_enabled():
         return layer(*tensors)
     copies = _LayerCopies(layer, tensors, transfers)
-    with once(), copies:
+    with copies:
         outputs = layer(*tensors)
     transfers.follow(copies)
     return outputs
@@ -103,17 +102,17 @@ class HostCopy:
         self._arrive()
 
 
-class _LayerCopies(saved_tensors_hooks):
-    """Within it, what is saved for the backward goes to the host; `before` is the layer before."""
+class _LayerCopies(RunningAgain):
+    """Within it, what is kept for the backward goes to the host; `before` is the layer before."""
 
     def __init__(
         self, layer: nn.Module, inputs: Sequence[torch.Tensor], transfers: Transfers
     ) -> None:
-        super().__init__(self._pack, self._unpack)
+        super().__init__()
         leaves = (tensor for tensor in inputs if tensor.is_leaf)
         stay = (*layer.parameters(), *layer.buffers(), *leaves)
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
-        self._made, self.before = transfers.made, transfers.last
+        self._known, self.before = transfers.made, transfers.last
         self._leaving: list[torch.UntypedStorage] = []
         self._copies: list[ref[HostCopy]] = []  # a backward frees each after its last use
         self._left: torch.Event | None = None
@@ -132,22 +131,24 @@ class _LayerCopies(saved_tensors_hooks):
             if storage.device.type == "cuda":
                 self._left = _stream(storage.device).record_event()
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """The place of a tensor in a copy; or what stays on the device."""
         storage = tensor.untyped_storage()
         plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         if not plain or storage._cdata in self._stay or not storage.nbytes():
-            return tensor.detach()  # an output would keep its own node, and so itself
-        known = self._made.get(storage)
+            return tensor
+        known = self._known.get(storage)
         copy = known() if known is not None else None
         if copy is None or copy.version != tensor._version:
             copy = HostCopy(storage, tensor._version)
-            self._made[storage] = ref(copy)
+            self._known[storage] = ref(copy)
             self._leaving.append(storage)
         self._copies.append(ref(copy))
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
         return self, copy, tensor.dtype, place
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def kept(self, packed: Any) -> torch.Tensor:
+        """The tensor of `keep`; the first asks for all of the layer, and of the one before."""
         if isinstance(packed, torch.Tensor):
             return packed
         copies, copy, dtype, place = packed

@@ -32,7 +32,8 @@ def check_offloaded(name: str, mesh: pc.Mesh, **options: Any) -> pc.Verification
     program = pc.compile(zoo.captured(name), mesh, microbatches=4, recompute="offload", **options)
     lowered = program.lowered
     texts = [StageWriter(lowered, stage, "cpu").text() for stage in lowered.stages]
-    assert all("runtime.offloaded(" in text for text in texts)
+    assert program.plan.offload
+    assert any("runtime.offloaded(" in text for text in texts)
     assert not any("runtime.recomputed(" in text for text in texts)
     found = program.verify()
     assert max(found.loss_error, found.gradient_error, found.parameter_error) <= 1e-9, str(found)
@@ -64,7 +65,9 @@ def test_layers_that_wait_in_the_hosts_memory_leave_every_bit_as_it_is(
 def test_every_mesh_may_offload(name: str, mesh: dict[str, Any], options: Any) -> None:
     try:
         check_offloaded(name, pc.Mesh(**mesh), **options)
-    except (pc.InputError, pc.InfeasibleError) as error:
+    except (pc.InputError, pc.PlanError) as error:
+        if not isinstance(error, pc.InputError) and "untie them" not in str(error):
+            raise
         pytest.skip(str(error))
 
 

@@ -250,6 +250,20 @@ def test_copies_to_the_host_run_beside_compute_and_the_slower_counts() -> None:
             assert priced.backward[b] == max(plain.backward[b], copy)
 
 
+def test_what_memory_forces_is_offloaded_where_the_link_is_faster_than_a_second_run() -> None:
+    memory = int(0.45 * max(roomy().simulate().peak_memory))
+    steps = []
+    for bandwidth in (5e10, 4.5e11):  # PCIe 5.0; NVLink-C2C
+        host = Link(bandwidth, 1e-5)
+        mesh = pc.Mesh(2, device=dataclasses.replace(device("h100"), memory=memory, host=host))
+        program = pc.compile(roomy(), mesh, microbatches=8)
+        assert program.plan.recompute
+        assert program.plan.offload == (bandwidth > 1e11)
+        assert max(program.simulate().peak_memory) <= memory
+        steps.append(program.simulate().step_time)
+    assert steps[1] < 0.97 * steps[0]
+
+
 def test_a_device_without_a_link_to_its_host_cannot_offload() -> None:
     lone = dataclasses.replace(device("h100"), name="lone", host=None)
     for mesh in (pc.Mesh(pipeline=2, device=lone), pc.Cluster(devices_per_node=2, device=lone)):

@@ -51,7 +51,7 @@ def test_the_overview_says_what_waits_in_the_hosts_memory() -> None:
         pc.compile(zoo.captured("gpt"), pc.Mesh(pipeline=2), recompute=word, **options).report(
             meshes=False
         )
-        for word in ("none", "offload")
+        for word in ("selective", "offload")
     )
     (line,) = (text for text in away.to_text(120).splitlines() if "offloaded" in text)
     assert line.endswith("of a rank in its host's memory")
