@@ -31,7 +31,7 @@ from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
 from parcompiler.mesh import Mesh
 from parcompiler.spmd.call import NodeCall, call_of
-from parcompiler.spmd.placement import R, S
+from parcompiler.spmd.placement import R, S, resized
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
 from parcompiler.spmd.strategy import Strategy
@@ -307,8 +307,7 @@ class _Rewriting:
 
     def _narrowed(self, value: torch.Tensor) -> torch.Tensor:
         """The piece of a tensor without data, whose first dimension are experts."""
-        piece = value.narrow(0, 0, value.shape[0] // self.n)
-        return value.new_empty_strided(piece.shape, _compact(value, piece.shape))
+        return resized(value, (value.shape[0] // self.n, *value.shape[1:]))
 
     def _inside(self, node: fx.Node, layer: MixtureLayer) -> None:
         """A node that is computed where the experts are."""
@@ -372,7 +371,7 @@ class _Rewriting:
         shape = list(value.shape)
         shape[dims[0]] //= self.n
         shape[dims[1]] *= self.n
-        return value.new_empty_strided(shape, _compact(value, shape))
+        return resized(value, shape)
 
     def _routes(self, node: fx.Node, layer: MixtureLayer) -> tuple[fx.Node, fx.Node]:
         """How many rows come, and where those of each expert end."""
@@ -438,12 +437,3 @@ class _Rewriting:
 def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:
     """About what sorting rows costs."""
     return rows.clone()
-
-
-def _compact(value: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor of another shape in the same order in memory."""
-    strides, step = [0] * value.dim(), 1
-    for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), -dim)):
-        strides[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(strides)

@@ -109,6 +109,20 @@ def local_shape(
     return tuple(local)
 
 
+def resized(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor without data of another shape, whose dimensions lie in the same order in memory.
+
+    >>> resized(torch.empty(4, 6, device="meta").t(), (3, 4)).stride()
+    (1, 3)
+    """
+    strides, step = [0] * value.dim(), 1  # 0 stays 0: such a dimension takes no memory
+    for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), -dim)):
+        if value.stride(dim):
+            strides[dim] = step
+            step *= max(1, shape[dim])
+    return value.new_empty_strided(tuple(shape), strides)
+
+
 def take(value: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
     """The piece of a whole `value` that `rank` holds."""
     return shard_of(placement, value.shape[placement.dim]).take(value, n, rank)

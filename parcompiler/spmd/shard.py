@@ -32,7 +32,7 @@ from parcompiler.capture.effects import effects_of, mutated_operands
 from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of, is_random
-from parcompiler.spmd.placement import I, Placement, R, local_shape, shard_of
+from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, local_size
 from parcompiler.spmd.special import special_call
@@ -344,7 +344,8 @@ class _Sharding:
             return value
         key = value.shape, value.stride(), value.dtype, value.device, type(value), placement
         if key not in self.pieces:
-            self.pieces[key] = _local_value(value, placement, self.n)
+            shape = local_shape(tuple(value.shape), placement, self.n)
+            self.pieces[key] = resized(value, shape)
         return self.pieces[key]
 
     def _converted(
@@ -423,18 +424,6 @@ def _local_parameter(item: Parameter, placement: Placement, n: int) -> Parameter
     parts = [local_size(size, n) for size in shard.sizes]
     shape[placement.dim] = parts[0] if len(parts) == 1 else sum(parts)
     return dataclasses.replace(item, shape=tuple(shape), shard=shard)
-
-
-def _local_value(value: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
-    """A piece of a tensor without data as rank 0 has it, in the same order in memory."""
-    shape = local_shape(tuple(value.shape), placement, n)
-    before = value.stride()
-    strides, step = [0] * value.dim(), 1
-    for dim in sorted(range(value.dim()), key=lambda dim: -before[dim])[::-1]:
-        if before[dim]:
-            strides[dim] = step
-            step *= max(1, shape[dim])
-    return value.new_empty_strided(shape, strides)
 
 
 def _arguments(
