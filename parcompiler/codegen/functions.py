@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import Effects
 from parcompiler.codegen.body import Body
@@ -55,18 +56,31 @@ def _function(
     graph: Graph, small: fx.Graph, name: str, remark: str, operands: Mapping[fx.Node, str]
 ) -> str:
     """The function that a small graph without gradients is, of tensors called as in `operands`."""
-    result = next(node for node in small.nodes if node.op == "output").args[0]
-    assert isinstance(result, fx.Node)
-    part = replace(graph, fx_graph=small, differentiable=frozenset())
-    body = Body(part, Effects(small), operands, {*operands.values()})
+    head = f"def {name}({', '.join(f'{argument}: Tensor' for argument in operands.values())})"
+    lines = method(graph, small, head, remark, operands)
+    return "\n".join(line.removeprefix("    ") for line in lines)
+
+
+def method(
+    graph: Graph,
+    small: fx.Graph,
+    head: str,
+    remark: str,
+    operands: Mapping[fx.Node, str],
+    differentiable: frozenset[str] = frozenset(),
+) -> list[str]:
+    """The lines of a method that computes what a small graph of the model does, from `operands`;
+    nodes that are `differentiable` carry gradients."""
+    (result,) = pytree.tree_leaves(small.output_node().args)
+    part = replace(graph, fx_graph=small, differentiable=differentiable)
+    body = Body(part, Effects(small), operands)
     lines = body.lines(_calls(small), {result: None})
-    arguments = ", ".join(f"{argument}: Tensor" for argument in operands.values())
-    return "\n".join([
-        wrap(f"def {name}({arguments}) -> Tensor:"),
-        f'    """{paragraph(remark, 4)}"""',
-        *(line.removeprefix("    ") for line in lines),
-        f"    return {body.name(result)}",
-    ])  # fmt: skip
+    return [
+        wrap(f"{head} -> Tensor:", 4),
+        f'        """{paragraph(remark, 8)}"""',
+        *lines,
+        wrap(f"return {body.name(result)}", 8),
+    ]
 
 
 def _calls(graph: fx.Graph) -> Sequence[fx.Node]:

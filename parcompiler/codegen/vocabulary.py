@@ -7,17 +7,17 @@ the labels and what happens to logits, is written here as methods.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from parcompiler import runtime
-from parcompiler.capture.effects import Effects
+from parcompiler.capture.gradients import requiring
 from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
 from parcompiler.codegen.algorithm import algorithm
 from parcompiler.codegen.attributes import names_table, tensor_line
-from parcompiler.codegen.body import Body
+from parcompiler.codegen.functions import method
 from parcompiler.codegen.heading import module_text
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import construction, literal, string
@@ -163,20 +163,14 @@ class VocabularyWriter:
 
     def _method(
         self, name: str, remark: str, arguments: Sequence[str], small: fx.Graph
-    ) -> Iterator[str]:
+    ) -> list[str]:
         """A method that computes what a small graph computes."""
-        operands = {node: self._operand(node, arguments) for node in _placeholders(small)}
-        nodes = [node for node in small.nodes if node.op == "call_function"]
-        carried = _differentiable(small)
-        graph = replace(self.graph, fx_graph=small, differentiable=carried)
-        body = Body(graph, Effects(small), operands)
-        result = _result(small)
-        lines = body.lines(nodes, {result: None})
+        read = _placeholders(small)
+        operands = {node: self._operand(node, arguments) for node in read}
+        floating = {node.name for node in read if node.meta["val"].is_floating_point()}
         parameters = "".join(f", {argument}: Tensor" for argument in arguments)
-        yield wrap(f"def {name}(self{parameters}) -> Tensor:", 4)
-        yield f'        """{remark}"""'
-        yield from lines
-        yield wrap(f"return {body.name(result)}", 8)
+        carried = requiring(small, floating)
+        return method(self.graph, small, f"def {name}(self{parameters})", remark, operands, carried)
 
     def _is_plain(self, small: fx.Graph, inputs: tuple[str, ...]) -> bool:
         """Whether a graph yields the one tensor of the batch that it reads."""
@@ -228,21 +222,6 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _result(graph: fx.Graph) -> fx.Node:
     """What a graph yields."""
-    (value,) = next(node for node in graph.nodes if node.op == "output").args
-    if isinstance(value, list | tuple):
-        (value,) = value
+    (value,) = pytree.tree_leaves(graph.output_node().args)
     assert isinstance(value, fx.Node)
     return value
-
-
-def _differentiable(graph: fx.Graph) -> frozenset[str]:
-    """The nodes of a small graph that carry gradients: floats, from what it reads on."""
-    carrying: set[str] = set()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        floating = value is not None and getattr(value, "is_floating_point", lambda: False)()
-        reads = [operand.name for operand in node.all_input_nodes]
-        stopped = any(str(kind).endswith("_grad") for kind, *_ in node.meta.get("contexts", ()))
-        if floating and (node.op == "placeholder" or carrying & set(reads)) and not stopped:
-            carrying.add(node.name)
-    return frozenset(carrying)
