@@ -43,7 +43,8 @@ class Updates:
     `total` adds a tensor up over all ranks in place. `norm` is that of the gradients of this step
     before they were clipped, once it is known; `scale` that of the loss, for float16. `updated` are
     the parameters that the optimizer changes or their masters copy to: with `parts` those are rows.
-    `rounds` makes those of data ranks that step by themselves, `serving` the server that they have.
+    Who makes it gives it the `rounds` of data ranks that step by themselves, or their server
+    (`serving`).
     """
 
     def __init__(
@@ -53,9 +54,7 @@ class Updates:
         device: torch.device,
         total: Callable[[torch.Tensor], None],
         parts: DataParts | None = None,
-        rounds: Callable[[Mapping[str, nn.Parameter]], Rounds] | None = None,
         flight: FlightRecorder | None = None,
-        serving: Callable[[Mapping[str, nn.Parameter], Masters], Serving] | None = None,
     ) -> None:
         self._parts = parts
         self._flight = flight or FlightRecorder()
@@ -69,8 +68,8 @@ class Updates:
         self.error_if_nonfinite = False
         self._pushes = [x for x in program.instructions if x.kind is Kind.PUSH_PULL]
         self._factor = self._ones()  # times `grad` is the gradient, where masters are
-        self.rounds = None if rounds is None else rounds(self.weights())
-        self.serving = None if serving is None else serving(self._trained(), self.masters)
+        self.rounds: Rounds | None = None
+        self.serving: Serving | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -108,7 +107,7 @@ class Updates:
         if self._program.asynchronous and (max_norm is not None or error_if_nonfinite):
             message = "pipedream updates stage by stage: its gradients have no common norm"
             raise InputError(message)
-        own = Groups(groups, self._trained(), gather)
+        own = Groups(groups, self.trained(), gather)
         if self._parts is not None and not self._parts.suits(elementwise=elementwise):
             masters = self.whole_masters()
             self._parts.turn()
@@ -196,7 +195,7 @@ class Updates:
         self._free()
         return good
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def trained(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank that are trained, by name."""
         return {name: p for name, p in self._parameters.items() if p.requires_grad}
 
@@ -284,7 +283,7 @@ class Updates:
 
     def _check_whole(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise InputError where an optimizer would take a piece of a parameter for the whole."""
-        program, trained = self._program, self._trained()
+        program, trained = self._program, self.trained()
         pieces = sorted(name for name in trained if name in program.pieces)
         if pieces:
             message = (

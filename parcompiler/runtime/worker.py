@@ -165,18 +165,16 @@ class Worker:
                 self.device,
                 self._channels.total_of_step,
                 self._interpreter.parts,
-                (lambda weights: Rounds(program, weights, self._channels))
-                if program.updates.way == "local"
-                else None,
                 self.flight,
-                (
-                    lambda own, held: Serving(
-                        program, own, held, self._channels, self._watch, self._explained
-                    )
-                )
-                if program.updates.way == "asynchronous"
-                else None,
             )
+            if program.updates.way == "local":
+                weights = self._updates.weights()
+                self._updates.rounds = Rounds(program, weights, self._channels)
+            if program.updates.way == "asynchronous":
+                self._updates.serving = Serving(
+                    program, self._updates.trained(), self._updates.masters, self._channels,
+                    self._watch, self._explained,
+                )  # fmt: skip
             self._interpreter.update = self._updates.apply
             for axis in self._channels.axes:
                 self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
