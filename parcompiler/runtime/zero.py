@@ -354,20 +354,9 @@ class DataParts:
     @torch.no_grad()
     def _exchange(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
         """Start filling tensors of one dtype with the rows of all data ranks."""
-        if self._served:
-            return self._serve(names, rows, into)
-        ranks, index = self._sharers(names[0])
         if self.whole:
-            works, buffers = [], {}
-            for name in names:
-                home = next(k for k, span in enumerate(self._spans[name]) if span.size)
-                buffer = torch.empty_like(into[name], memory_format=torch.contiguous_format)
-                if home == index:
-                    buffer.copy_(rows[name].view_as(buffer))
-                works.append(self._channels.give(buffer, ranks, home))
-                buffers[name] = buffer
-            size = sum(buffer.nbytes for buffer in buffers.values())
-            return Arrival(works, lambda: self._copy_wholes(buffers, into), size)
+            return self._give(names, rows, into)
+        ranks, index = self._sharers(names[0])
         memory = [self._with_memory(names[0], into)] if len(names) == 1 else []
         segments, places = self._bucket(names, into[names[0]], memory)
         mine = [place for place in places if place.data == index]
@@ -379,19 +368,27 @@ class DataParts:
         nbytes = 0 if own else segments.nbytes
         return Arrival(works, lambda: self._copy_rows(segments, places, into), nbytes)
 
-    def _serve(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
-        """Start giving all data ranks what the first of them has."""
-        sizes, (ranks, index) = [into[name].numel() for name in names], self._sharers(names[0])
-        bucket = into[names[0]].new_empty(sum(sizes))
-        pieces = zip(names, bucket.split(sizes), strict=True)
-        buffers = {name: piece.view(into[name].shape) for name, piece in pieces}
-        if not index:
-            for name, buffer in buffers.items():
-                buffer.copy_(rows[name].reshape(buffer.shape))
-        work = self._channels.give(bucket, ranks, 0)
-        there = not index and into is self.parameters
-        then = lambda: self._copy_wholes({} if there else buffers, into)  # noqa: E731
-        return Arrival([work], then, bucket.nbytes)
+    def _give(self, names: Sequence[str], rows: Tensors, into: Tensors) -> Arrival:
+        """Start giving all data ranks the undivided tensors that each of them has, as one bucket
+        from each."""
+        ranks, index = self._sharers(names[0])
+        homes: dict[int, list[str]] = {}
+        for name in names:
+            home = next((k for k, span in enumerate(self._spans[name]) if span.size), 0)
+            homes.setdefault(home, []).append(name)
+        works, buffers, nbytes = [], dict[str, torch.Tensor](), 0
+        for home, own in homes.items():
+            sizes = [into[name].numel() for name in own]
+            bucket = into[names[0]].new_empty(sum(sizes))
+            for name, part in zip(own, bucket.split(sizes), strict=True):
+                buffer = part.view(into[name].shape)
+                if home == index:
+                    buffer.copy_(rows[name].reshape(buffer.shape))
+                if home != index or into is not self.parameters or name in self.in_pieces:
+                    buffers[name] = buffer
+            works.append(self._channels.give(bucket, ranks, home))
+            nbytes += bucket.nbytes
+        return Arrival(works, lambda: self._copy_wholes(buffers, into), nbytes)
 
     def _copy_wholes(self, buffers: Tensors, into: Tensors) -> None:
         """Fill tensors with those that have come."""
