@@ -142,7 +142,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _request(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What its program was compiled from, where it says so."""
+    """The request that its program was compiled from; empty where a checkpoint has none."""
     from parcompiler.errors import InputError
     from parcompiler.request import Request
 

@@ -68,12 +68,13 @@ class BoundCall:
         return self.text(name)
 
     def needs_no_keyword(self, name: str) -> bool:
-        """May an argument be left out where it would go by keyword? None says nothing there."""
+        """Whether an argument may be left out as a keyword: it has its default, or is None."""
         given = self.values[name] is not None or self.arguments[name].has_default_value()
         return name in self.defaults or not given
 
     def reads_as_written(self) -> bool:
-        """Are there tensors just where the schema has them? Else Python would call otherwise."""
+        """Whether tensors stand just where the schema has them: Python would else call another
+        overload."""
         values = zip(self.arguments.values(), self.values.values(), strict=True)
         return all(
             self._reads_as_written(argument, value, first=position == 0)
@@ -114,7 +115,7 @@ def _name(argument: torch.Argument) -> str:
 
 
 def _is_default(argument: torch.Argument, value: object) -> bool:
-    """Does leaving the argument out mean the same?"""
+    """Whether the call means the same without the argument."""
     default = argument.default_value
     if not argument.has_default_value():
         return False

@@ -17,7 +17,7 @@ from parcompiler.pieces import Span
 
 
 class Located(NamedTuple):
-    """Where words stand on this rank: `owned` where they do, and some row of its own elsewhere."""
+    """Words on this rank: whether each is `owned`, and its row; for others any row of the rank."""
 
     owned: torch.Tensor
     rows: torch.Tensor

@@ -1,8 +1,8 @@
 """The softmax of one rank's logits by itself, a block of rows at a time and in place.
 
-A matrix [n, k] of logits is the largest thing of a step: it is made once, and becomes the softmax
-where it lies. Blocks of rows stay in the cache of a CPU, and what is computed in another precision,
-or has a derivative of its own, takes the memory of one block.
+A matrix [n, k] of logits is the largest tensor of a step: it is made once, and the softmax is
+computed in its memory. A block of rows stays in the cache of a CPU; copies in another precision,
+and derivatives, take the memory of one block.
 
 >>> logits = torch.tensor([[0.0, 1.0, 9.0]])  # the last column is no class
 >>> result = Softmax(size=2).of_block(logits, torch.tensor([0]))

@@ -1,7 +1,7 @@
-"""The other ways of the data axis in one process: what each data rank does, one after another.
+"""Data ranks that do not simply average gradients, re-enacted in one process, one after another.
 
-With compression every data rank's own gradient of the mean loss is packed as the rank packs it;
-tied tensors of several pipeline coordinates are summed as they are.
+With compression, the gradient of each data rank is compressed as that rank compresses it; tensors
+that several pipeline coordinates hold are summed uncompressed.
 """
 
 from __future__ import annotations
