@@ -17,6 +17,7 @@ from parcompiler.again import again
 from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
+from parcompiler.runtime.causal import attention_of_rows
 from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.experts import combine, dispatch, expert_arrivals, expert_ends
 from parcompiler.runtime.files import loading
@@ -30,7 +31,6 @@ from parcompiler.runtime.samples import Samples
 from parcompiler.runtime.script import run
 from parcompiler.runtime.sharded import (
     attention_of_heads,
-    attention_of_rows,
     cross_entropy,
     cross_entropy_of_rows,
     embedding,

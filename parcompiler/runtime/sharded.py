@@ -4,7 +4,6 @@ embedding, embedding_bag    the rows of its piece of a table: zeros for all othe
 cross_entropy               of the logits of its classes: ranks exchange two numbers a row
 cross_entropy_of_rows       its rows, as a part of the mean over those of all ranks
 attention_of_heads          its heads, with the keys and values that they share with others
-attention_of_rows           its rows, under a causal mask
 own_experts                 the rows of its experts: zeros for all others, to be added up
 """
 
@@ -181,24 +180,6 @@ def attention_of_heads(
     partner = partner // (heads // key.shape[-3])
     pair = key.index_select(-3, partner), value.index_select(-3, partner)
     return F.scaled_dot_product_attention(query, *pair, **more)
-
-
-def attention_of_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    axis: str = "tensor",
-    **more: Any,
-) -> torch.Tensor:
-    """Causal attention of this rank's rows of queries [..., rows here, e]; keys and values are
-    whole. What no row attends to is left out, unless dropout draws for all of it."""
-    group, rows = current(axis), query.shape[-2]
-    start = rows * group.rank
-    keys = key.shape[-2] if more.get("dropout_p") else min(start + rows, key.shape[-2])
-    mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(start)
-    pair = key[..., :keys, :], value[..., :keys, :]
-    return F.scaled_dot_product_attention(query, *pair, mask, **more)
 
 
 def own_experts(

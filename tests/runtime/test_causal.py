@@ -1,0 +1,59 @@
+"""Causal attention of some rows of a sequence is that of the whole, and makes no mask."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parcompiler.runtime.causal import causal
+
+
+class NoMask(TorchDispatchMode):
+    """Fails where an operator makes a tensor of booleans."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        assert not isinstance(made, torch.Tensor) or made.dtype != torch.bool, str(func)
+        return made
+
+
+@pytest.mark.parametrize(("heads", "start"), [*product((4, 2), (0, 5, 15))])
+def test_rows_attend_to_what_is_before_them(heads: int, start: int) -> None:
+    generator = torch.Generator().manual_seed(start)
+
+    def draw(heads: int, rows: int) -> torch.Tensor:
+        shape = 2, rows, heads, 8
+        drawn = torch.randn(shape, dtype=torch.float64, generator=generator)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    query, key, value = operands = draw(4, 20), draw(heads, 20), draw(heads, 20)
+    more: dict[str, Any] = {"enable_gqa": heads < 4}
+    own = slice(start, start + 5)
+    expected = F.scaled_dot_product_attention(*operands, is_causal=True, scale=0.3, **more)
+    gradient = torch.zeros_like(expected)
+    gradient[..., own, :] = torch.randn(2, 4, 5, 8, dtype=torch.float64, generator=generator)
+    with NoMask():  # type: ignore[no-untyped-call]
+        found = causal(query[..., own, :], key, value, start, scale=0.3, **more)
+    torch.testing.assert_close(found, expected[..., own, :], rtol=1e-12, atol=1e-14)
+    for there, here in zip(
+        torch.autograd.grad(expected, operands, gradient),
+        torch.autograd.grad(found, operands, gradient[..., own, :]),
+        strict=True,
+    ):
+        torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-13)
+
+
+def test_autocast_lowers_what_rows_attend_to() -> None:
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(2, 4, 20, 8, generator=generator) for _ in range(3)]
+    query, key, value = operands
+    lowered = query.bfloat16(), key.bfloat16(), value.bfloat16()
+    expected = F.scaled_dot_product_attention(*lowered, is_causal=True)[..., 5:10, :]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = causal(query[..., 5:10, :], key, value, 5)
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-8)
