@@ -119,16 +119,27 @@ class Priced:
 
     def gathering(self, exchanges: Sequence[tuple[float, float]]) -> Priced:
         """The blocks under ZeRO 3, with the seconds in which each one's parameters are gathered
-        and its gradients reduced and scattered. Both overlap with compute: the longer one counts.
+        and its gradients reduced and scattered. Both overlap with compute: the longer one counts,
+        and where a backward has two parts, gathers overlap with the first alone, sums with the
+        second.
         """
-        rows = [*zip(self.forward, self.backward, self.weight, exchanges, strict=True)]
-        backward = [max(back, gather + scatter) for _, back, _, (gather, scatter) in rows]
-        late = (max(weight, scatter) for _, _, weight, (_, scatter) in rows)
+        columns = self.forward, self.backward, self.weight, self.hidden, exchanges
+        rows = [
+            (
+                max(forward, gather),
+                whole := max(back, gather + scatter),
+                last := min(max(weight, scatter), whole),
+                max(back - weight + hidden, gather) - (whole - last),
+            )
+            for forward, back, weight, hidden, (gather, scatter) in zip(*columns, strict=True)
+        ]
+        forward, backward, weight, hidden = zip(*rows, strict=True)
         return dataclasses.replace(
             self,
-            forward=tuple(max(once, gather) for once, _, _, (gather, _) in rows),
-            backward=tuple(backward),
-            weight=tuple(map(min, late, backward)),
+            forward=forward,
+            backward=backward,
+            weight=weight,
+            hidden=hidden,
             ranks=tuple(one.gathering(exchanges) for one in self.ranks),
         )
 

@@ -11,7 +11,7 @@ from parcompiler import problem
 from parcompiler.device import device
 from parcompiler.instruction import Kind
 from parcompiler.models import dlrm, gpt
-from parcompiler.passes import estimate
+from parcompiler.passes import decide, estimate
 from parcompiler.passes.shard.local import local
 from tests import zoo
 
@@ -217,3 +217,20 @@ def test_weights_that_forwards_update_are_not_shared_out() -> None:
     assert program.plan.zero == 0
     with pytest.raises(pc.InputError, match=r"forwards update 'table.weight' \(1\).*zero=0"):
         pc.compile(Renormed(), pc.Mesh(data=2), inputs, microbatches=2, zero=3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_gathers_are_beside_the_half_of_a_backward_that_needs_them(schedule: str) -> None:
+    config = dataclasses.replace(CONFIG, hidden=2048, layers=16, vocabulary=64)
+    tokens = torch.zeros(4, config.sequence, dtype=torch.long)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    kind = device("a100-80g")  # with a link on which gathers take as long as forwards
+    link = dataclasses.replace(kind.link, bandwidth=kind.link.bandwidth / 6)
+    mesh = pc.Mesh(pipeline=2, data=2, device=dataclasses.replace(kind, link=link))
+    program = pc.compile(
+        model, mesh, (tokens, tokens), microbatches=16, schedule=schedule, vocabulary="whole",
+        zero=3, progress=False,
+    )  # fmt: skip
+    step = decide.step_of(program.problem, program.plan)
+    assert step == pytest.approx(program.simulate().step_time, rel=0.05)
