@@ -209,10 +209,10 @@ class Updates:
         """The gradients of this rank by name: unscaled, in float32 where masters are. A collective
         of the data ranks where each has rows of them."""
         narrow = self._program.narrow
-        found = {
-            name: gradient if narrow is None else _at_least_float32(gradient) * self._factor
-            for name, gradient in self._raw()
-        }
+        found = dict(self._raw())
+        if narrow is not None:
+            wide = {n: torch.promote_types(g.dtype, torch.float32) for n, g in found.items()}
+            found = {n: gradient.to(wide[n]) * self._factor for n, gradient in found.items()}
         if self._parts is None:
             return found
         dtypes = {name: self._parameters[name].dtype for name in self._parts.reduced}
@@ -389,11 +389,6 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
             continue
         if gradient.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float32, if it is in 16 bits."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _checked_norm(max_norm: object) -> float:

@@ -200,7 +200,8 @@ class DataParts:
     def rows(self, name: str, tensor: torch.Tensor, data: int | None = None) -> torch.Tensor:
         """The rows of a data rank (this one) of a tensor like the parameter `name`: a view."""
         span = self._spans[name][self._sharers(name).place if data is None else data]
-        return _with_rows(tensor).narrow(0, span.start, span.size)
+        tensor = tensor if tensor.dim() else tensor.reshape(1)  # a scalar is a row
+        return tensor.narrow(0, span.start, span.size)
 
     def span(self, name: str) -> Span:
         """The rows of a parameter that this data rank updates; it may be none."""
@@ -527,11 +528,6 @@ def _nothing() -> None:
 def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a tensor into another."""
     target.copy_(source)
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar as a row."""
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def _view(segments: torch.Tensor, place: _Place, like: torch.Tensor) -> torch.Tensor:

@@ -285,7 +285,9 @@ class _Rewriting:
                 made = self.local.node_copy(node, self.nodes.__getitem__)
                 self._keep(node, made)
                 if node in self.weights:
-                    made.meta["val"] = self._narrowed(node.meta["val"])
+                    value = node.meta["val"]
+                    shape = (value.shape[0] // self.n, *value.shape[1:])
+                    made.meta["val"] = resized(value, shape)
         items = [self._piece(item, sizes) for item in self.whole.parameters]
         digest = hashlib.sha256(f"{self.whole.fingerprint} expert {self.n}".encode())
         return dataclasses.replace(
@@ -304,10 +306,6 @@ class _Rewriting:
             return item
         shape = (item.shape[0] // self.n, *item.shape[1:])
         return dataclasses.replace(item, shape=shape, experts=sizes[item.name])
-
-    def _narrowed(self, value: torch.Tensor) -> torch.Tensor:
-        """The piece of a tensor without data, whose first dimension are experts."""
-        return resized(value, (value.shape[0] // self.n, *value.shape[1:]))
 
     def _inside(self, node: fx.Node, layer: MixtureLayer) -> None:
         """A node that is computed where the experts are."""
