@@ -178,7 +178,9 @@ def _in_words(plan: Plan) -> str:
     if plan.zero:
         words.append(f"zero {plan.zero}")
     if plan.recompute:
-        words.append(f"{len(plan.recompute)} blocks recomputed")
+        words.append(
+            f"{len(plan.recompute)} blocks {'offloaded' if plan.offload else 'recomputed'}"
+        )
     return ", ".join(words)
 
 

@@ -81,8 +81,9 @@ def _row(run: Run) -> str:
     stages = f" of {plan.virtual_stages} stages" if plan.virtual_stages > 1 else ""
     blocks = sum(len(stage.blocks) for stage in plan.stages or ())
     choices = f"{plan.schedule}{stages}, zero {plan.zero}, {len(plan.recompute or ())} of {blocks}"
+    spared = "offloaded" if plan.offload else "recomputed"
     flops = step.mfu * mesh.hardware.peak(torch.bfloat16) / 1e12
-    cells = run.name, f"{mesh.size:,}", degrees, f"{choices} blocks recomputed"
+    cells = run.name, f"{mesh.size:,}", degrees, f"{choices} blocks {spared}"
     figures = run.published, taken
     return (
         f"| {' | '.join(cells)} | {' | '.join(f'{x:,.0f}' for x in figures)} | "
