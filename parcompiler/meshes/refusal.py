@@ -17,10 +17,15 @@ from parcompiler.meshes.space import Candidate
 from parcompiler.meshes.weigh import on_mesh, planned
 from parcompiler.passes import Pass
 from parcompiler.passes.decide import Observer, decide
+from parcompiler.passes.estimate import estimate
+from parcompiler.passes.shard.axes import on_axes
+from parcompiler.passes.shard.context import LONG, positions
+from parcompiler.passes.shard.local import local
 from parcompiler.problem import Problem
 
 ENDLESS = 2**60  # bytes: more than any model takes
 TRIED = 3  # meshes, those with the least states on a rank
+MOST_PIECES = 16  # of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,8 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
         return
     bounds = Bounds(problem)
     size = bounds.states_on(mesh)
+    if size <= mesh.tensor * mesh.pipeline * problem.room(hardware):
+        yield from _rows_in_pieces(lean, passes)
     least = math.ceil(size / (mesh.tensor * problem.room(hardware)))
     states = f"parameters, gradients and optimizer states are {size:,} bytes in all"
     replicas, others = mesh.tensor * mesh.data, f"tensor={mesh.tensor}, data={mesh.data}"
@@ -114,6 +121,31 @@ def enough_ranks(problem: Problem, passes: Sequence[Pass]) -> Iterator[str]:
     else:
         ranks = f"{enough * replicas} ranks (pipeline={enough}, {others})"
         yield f"{ranks} were tried and fit, with what may be recomputed: the fewest found to do"
+
+
+def _rows_in_pieces(lean: Problem, passes: Sequence[Pass]) -> Iterator[str]:
+    """The fewest context ranks beside the other ranks of a mesh with which long rows fit, in
+    words, and what a rank holds then."""
+    graph, mesh = lean.graph.undivided or lean.graph, lean.mesh
+    rows = positions(graph)
+    degrees = (mesh.context * 2**k for k in range(1, MOST_PIECES.bit_length()))
+    possible = [n for n in degrees if n <= MOST_PIECES and rows % n == 0]
+    for degree in possible if rows >= LONG and mesh.expert == 1 and not graph.kept else ():
+        other = dataclasses.replace(mesh, context=degree)
+        try:
+            trial = on_axes(
+                lean.anew(graph=graph, mesh=other, context=None, bench=None, explain=False)
+            )
+            plan = decide(trial, passes)
+        except ParcompilerError:
+            continue
+        most = max(estimate(local(trial, plan), plan).peak_memory)
+        yield (
+            f"{other.size} ranks (context={degree}, pipeline={mesh.pipeline}, tensor="
+            f"{mesh.tensor}, data={mesh.data}) were tried and fit: rows of {rows:,} positions in "
+            f"pieces of {rows // degree:,}, {most:,} bytes on the fullest rank"
+        )
+        return
 
 
 def plainest(problem: Problem) -> Problem:

@@ -15,6 +15,8 @@ from parcompiler.lower import lower
 from parcompiler.mesh import AXES, Mesh
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.decide import decide
+from parcompiler.passes.shard.axes import on_axes
+from parcompiler.passes.shard.context import LONG, positions
 from parcompiler.passes.shard.local import local
 from parcompiler.plan import Plan
 from parcompiler.prices import simulated
@@ -43,11 +45,13 @@ def other_mesh(
     )
     if chosen or problem.bench is not None or not mesh.is_uniform or mesh.context * mesh.expert > 1:
         return ()
-    neighbours = _neighbours(mesh, plan.microbatches, parts, seconds)
+    rows = 1 if problem.graph.kept else positions(problem.graph)
+    short = rows >= LONG and rows % 2 == 0 and bool(plan.recompute or plan.selective)
+    neighbours = _neighbours(mesh, plan.microbatches, parts, seconds, context=short)
     for other, count in itertools.islice(neighbours, TRIED):
         named = dataclasses.replace(options, microbatches=count)
-        trial = problem.anew(mesh=other, options=named, explain=False)
         try:
+            trial = on_axes(problem.anew(mesh=other, options=named, explain=False))
             step = _step(trial, decide(trial, DEFAULT))
         except ParcompilerError:
             continue  # it does not fit, or has more stages than the model has blocks
@@ -60,14 +64,16 @@ def other_mesh(
 
 
 def _neighbours(
-    mesh: Mesh, microbatches: int, parts: Iterable[StepShare], step: float
+    mesh: Mesh, microbatches: int, parts: Iterable[StepShare], step: float, *, context: bool
 ) -> Iterator[tuple[Mesh, int]]:
-    """Meshes beside this one with their micro-batches on a data rank, the most promising first."""
+    """Meshes beside this one with their micro-batches on a data rank, the most promising first;
+    with `context` ranks where rows are long and memory is short."""
     spent = {part.name: part.seconds for part in parts}
     lost = {axis: sum(spent.get(name, 0.0) for name in names) for axis, names in LOST.items()}
     added = {axis: MORE[axis] * seconds if getattr(mesh, axis) > 1 else UNKNOWN * step
              for axis, seconds in lost.items()}  # fmt: skip
-    pairs = itertools.permutations(LOST, 2)
+    pairs = [*itertools.permutations(LOST, 2), *((axis, "context") for axis in LOST if context)]
+    added["context"] = 0.0  # they make the room that is paid for with time
     for less, more in sorted(pairs, key=lambda pair: added[pair[1]] - lost[pair[0]]):
         half, odd = divmod(getattr(mesh, less), 2)
         if odd:

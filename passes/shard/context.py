@@ -34,6 +34,8 @@ from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
 from parcompiler.vocabulary.nodes import name_of
 
+LONG = 4096  # positions of a row from which memory alone may be worth the axis
+
 
 def on_context_ranks(problem: Problem, plan: Plan | None = None) -> Problem:
     """The problem of one context rank; as the `plan` says, if there is one.

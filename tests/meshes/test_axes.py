@@ -110,3 +110,32 @@ def test_context_ranks_are_chosen_where_nothing_else_fits() -> None:
     text = program.report().to_text()
     assert " context " in text.partition("Meshes considered")[2]
     assert "each sends" in text
+
+
+@functools.cache
+def longest_rows() -> pc.Program:
+    """A GPT without data, with rows of 8,192 on two H100 with memory for everything."""
+    config = gpt.Config(layers=3, heads=8, hidden=512, vocabulary=512, sequence=8192, tied=False)
+    with torch.device("meta"):
+        tokens = torch.zeros(1, 8192, dtype=torch.long)
+        model = gpt.GPT(config).bfloat16()
+    mesh = pc.Mesh(tensor=2, device="h100")
+    return pc.compile(model, mesh, (tokens, tokens), microbatches=4, **OPTIONS)
+
+
+def test_who_lacks_memory_for_long_rows_is_told_of_context_ranks() -> None:
+    whole = max(longest_rows().simulate().peak_memory)
+    short = fits(int(0.45 * whole))
+    lean = pc.compile(longest_rows(), pc.Mesh(tensor=2, device=short), microbatches=4, **OPTIONS)
+    assert lean.plan.selective or lean.plan.recompute
+    (told,) = (item for item in lean.report().step.changes if item.option == "mesh")
+    assert told.value == "context=2"
+    other = pc.compile(longest_rows(), pc.Mesh(context=2, device=short), microbatches=4, **OPTIONS)
+    assert other.simulate().step_time == pytest.approx(told.seconds)
+    shorter = fits(int(0.36 * whole))
+    with pytest.raises(pc.InfeasibleError) as caught:
+        pc.compile(longest_rows(), pc.Mesh(tensor=2, device=shorter), microbatches=4, **OPTIONS)
+    (note,) = (note for note in caught.value.__notes__ if "rows of 8,192" in note)
+    assert note.startswith("4 ranks (context=2, pipeline=1, tensor=2, data=1) were tried and fit")
+    most = int(note.split("4,096, ")[1].split(" bytes")[0].replace(",", ""))
+    assert most <= shorter.memory
