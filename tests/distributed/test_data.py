@@ -17,7 +17,6 @@ from tests import zoo
 from tests.distributed import forked, replicas
 from tests.distributed.replicas import MICROBATCHES, STEPS, batch
 from tests.distributed.test_tensor import CHEAP
-from tests.distributed.torchrun import torchrun
 
 CASES = [
     ("gpt-tied", 1, 2, "1f1b", 3),
@@ -167,14 +166,14 @@ def test_sums_start_where_gradients_are_final_and_a_trace_has_them(name: str, ra
         assert all(a[2] <= b[1] for a, b in pairwise(trace))
 
 
-def test_an_export_trains_under_torchrun_and_data_ranks_take_batches_in_turn(folder: Path) -> None:
+def test_an_export_trains_and_data_ranks_take_batches_in_turn(folder: Path) -> None:
     out, rows = folder / "gpt-tied", 2 * MICROBATCHES * zoo.ROWS
     parts = [batch(zoo.build("gpt-tied")[1], seed) for seed in range(4)]
     data = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     assert data["tokens"].shape[0] == 2 * rows
     save_file(data, out / "data.safetensors")
     arguments = ["--steps", "2", "--data", str(out / "data.safetensors"), "--lr", "0.001"]
-    text = torchrun(4, out / "main.py", *arguments)
+    text = forked.run(4, forked.script, str(out / "main.py"), *arguments)
     printed = [float(number) for number in re.findall(r"step \d+ loss ([\d.]+)", text)]
     wanted = one_process("gpt-tied")["losses"][:2]
     assert torch.allclose(torch.tensor(printed, dtype=torch.float64), wanted, rtol=0, atol=1e-7)

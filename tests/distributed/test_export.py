@@ -44,19 +44,15 @@ def losses(text: str) -> list[str]:
     return re.findall(r"step \d+ loss [\d.]+", text)
 
 
-def test_a_copied_folder_gives_the_losses_of_the_program_itself(folder: Path) -> None:
+def test_a_copied_folder_gives_the_losses_of_the_program_with_torch_alone(folder: Path) -> None:
     data = folder / "data.safetensors"
-    exported = losses(torchrun(2, folder / "main.py", "--steps", "3", "--data", str(data)))
-    assert len(exported) == 3
-    assert exported == losses(forked.run(2, own_worker.main, str(data)))
-
-
-def test_a_standalone_folder_needs_torch_alone(folder: Path) -> None:
+    program = losses(forked.run(2, own_worker.main, str(data)))
     (folder / "sitecustomize.py").write_text(BLOCKED)
     main = folder / "main.py"
     main.write_text(BLOCKED + main.read_text())
-    text = torchrun(2, main, "--steps", "1")
-    assert len(losses(text)) == 1
+    exported = losses(torchrun(2, main, "--steps", "3", "--data", str(data)))
+    assert len(exported) == 3
+    assert exported == program
     assert (folder / "parcompiler" / "runtime" / "worker.py").is_file()
     assert not (folder / "parcompiler" / "compiler.py").exists()
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from examples.nanogpt import GPT, GPTConfig
-from tests.distributed.torchrun import torchrun
+from tests.distributed import forked
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_nanogpt.py"
 STEPS, ROWS, ACCUMULATION, BLOCK, EVERY = 40, 2, 3, 8, 20
@@ -67,7 +67,7 @@ def test_forty_steps_equal_one_process_with_a_break_between(tmp_path: Path) -> N
         "eval_interval": EVERY, "precision": "fp64",
     }  # fmt: skip
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    text = torchrun(2, SCRIPT, *arguments)
+    text = forked.run(2, forked.script, str(SCRIPT), *arguments)
     losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", text)]
     evaluations = [float(x) for x in re.findall(r"val loss ([\d.]+)", text)]
     wanted = one_process(data)
@@ -76,5 +76,5 @@ def test_forty_steps_equal_one_process_with_a_break_between(tmp_path: Path) -> N
         assert all(abs(a / b - 1) <= 1e-9 for a, b in zip(found, exact, strict=True))
     assert len(SCRIPT.read_text().splitlines()) <= 60
     shutil.rmtree(tmp_path / "out" / f"step_{STEPS:08d}")
-    again = torchrun(2, SCRIPT, *arguments, "--resume", "1")
+    again = forked.run(2, forked.script, str(SCRIPT), *arguments, "--resume", "1")
     assert re.findall(r"step \d+: .*", again) == re.findall(r"step \d+: .*", text)[EVERY:]

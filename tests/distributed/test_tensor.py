@@ -25,7 +25,6 @@ from parcompiler.spmd.strategy import Strategy
 from tests import zoo
 from tests.distributed import failing, forked, totals
 from tests.distributed.sharding import sharded
-from tests.distributed.torchrun import torchrun
 from tests.spmd import choosing
 
 MEGATRON = partial(choosing.greedy, pins={**choosing.LLAMA, **choosing.GPT, **choosing.GPT2})
@@ -205,10 +204,10 @@ def test_schedules_and_recomputation_work_on_pieces(schedule: str, recompute: st
     check(program)
 
 
-def test_a_copied_folder_trains_with_torch_alone(tmp_path: Path) -> None:
+def test_a_standalone_folder_trains_on_tensor_ranks(tmp_path: Path) -> None:
     program = sharded("gpt-dropout", MEGATRON, pc.Mesh(tensor=2))
     program.export(tmp_path / "out", standalone=True)
-    text = torchrun(2, tmp_path / "out" / "main.py", "--steps", "2")
+    text = forked.run(2, forked.script, str(tmp_path / "out" / "main.py"), "--steps", "2")
     assert "step 1 loss" in text
 
 
