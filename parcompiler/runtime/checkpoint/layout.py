@@ -10,12 +10,12 @@ so that all write about as many bytes.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from parcompiler import pieces
 from parcompiler.pieces import Span, piece
 from parcompiler.runtime.boxes import Box
 from parcompiler.runtime.program import RankProgram
@@ -156,18 +156,16 @@ def base(key: str) -> str:
 
 
 def dealt(sizes: Mapping[str, Sequence[Part]], ranks: int) -> list[list[tuple[str, Part]]]:
-    """Parts dealt out over ranks that all hold them: the largest first, each to the rank with the
-    fewest bytes. What is larger than a fair share is cut along its first dimension."""
+    """Parts dealt out over ranks that all hold them, as `pieces.dealt` does. What is larger than a
+    fair share is cut along its first dimension."""
     whole = [(name, part) for name, parts in sizes.items() for part in parts]
     fair = max(SMALL, sum(_bytes(part) for _, part in whole) // ranks)
     cut = [(name, part) for name, one in whole for part in _cut(one, fair)]
     cut.sort(key=lambda item: (-_bytes(item[1]), item[0], item[1].box.offsets))
     found: list[list[tuple[str, Part]]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for item in cut:
-        load, rank = heapq.heappop(loads)
-        found[rank].append(item)
-        heapq.heappush(loads, (load + _bytes(item[1]), rank))
+    homes = pieces.dealt({str(k): _bytes(part) for k, (_, part) in enumerate(cut)}, ranks)
+    for k, rank in homes.items():
+        found[rank].append(cut[int(k)])
     return found
 
 
