@@ -113,7 +113,13 @@ class _Placeholders:
             return
         state = self._exported.state_dict
         tensor = state[target] if target in state else self._exported.constants[target]
-        assert isinstance(tensor, torch.Tensor)
+        if not isinstance(tensor, torch.Tensor):  # a torch.Generator, for one
+            message = (
+                f"the forward uses an object that is no tensor ({type(tensor).__name__}): random "
+                "numbers come from torch's own generator (leave out generator=), other objects "
+                "are made outside of forward"
+            )
+            raise CaptureError(message)
         self.tensors[name] = tensor
         aliases = self._aliases.get(name, ())
         self.parameters[name] = Parameter(

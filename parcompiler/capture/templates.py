@@ -148,8 +148,14 @@ def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:
 
 
 def _label(graph: Graph, tensors: tuple[Binding, ...]) -> str:
-    """The modules that hold a segment's two largest parameters, in order of use: `wte+wpe`."""
-    sizes = {binding.name: graph.by_name[binding.name].numel for binding in tensors}
+    """The modules that hold a segment's two largest parameters, in order of use: `wte+wpe`.
+
+    Buffers count where there are only buffers: whether a segment reads one itself or its cast to
+    another dtype depends on the precision, in which a plan's blocks have the same names.
+    """
+    read = [graph.by_name[binding.name] for binding in tensors]
+    read = [item for item in read if not item.buffer] or read
+    sizes = {item.name: item.numel for item in read}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:2]
     modules = [name.split(".")[-2] for name in sizes if name in largest and "." in name]
     return "+".join(dict.fromkeys(modules)) or "glue"

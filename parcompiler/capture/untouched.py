@@ -23,6 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -214,6 +215,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
         return get
 
     def writing(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)  # torch looks whether a `register_buffer` takes `persistent`
         def put(self: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             path = place(self)
             if path is not None:

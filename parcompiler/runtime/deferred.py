@@ -163,6 +163,7 @@ def _product(
 
 class _Deferrable(torch.autograd.Function):
     """x Wᵀ + b (`_addmm`: x W + b), whose backward can leave dW = dYᵀ x (xᵀ dY) for later.
+    Of complex numbers the factors are conjugates: dW = dYᵀ x̄, and dx = dY W̄.
 
     In a layer that is compiled there is no deferral: the factors of dW go out as the gradients of
     two extra inputs, which `_Operands` made."""
@@ -194,6 +195,7 @@ class _Deferrable(torch.autograd.Function):
         rows = gradients[0].reshape(-1, gradients[0].shape[-1])
         dx = None
         if ctx.needs_input_grad[2]:
+            weight = weight.conj()  # of real numbers the tensor itself
             dx = (rows @ (weight if ctx.transposed else weight.t())).reshape(x.shape)
         bias = rows.sum(0) if ctx.needs_input_grad[4] else None
         if ctx.deferral is None:
@@ -253,7 +255,7 @@ def _left(
     rows = dy.reshape(-1, dy.shape[-1])
     # Detached: a product that referred to the graph behind its input would keep the leaves of
     # the stage too, and their gradients.
-    inputs = x.detach().reshape(-1, x.shape[-1])
+    inputs = x.detach().conj().reshape(-1, x.shape[-1])
     left, right = (rows, inputs) if transposed else (inputs, rows)
 
     def compute() -> torch.Tensor:

@@ -28,11 +28,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.utils import checkpoint
 
 from parcompiler.capture.inputs import with_tensors
 from parcompiler.capture.lift import lifted, lifting
 from parcompiler.capture.loss import PREFIX, WithLoss
 from parcompiler.capture.narrow import mixed, narrowed
+from parcompiler.capture.patches import patched
 from parcompiler.capture.untouched import untouched
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -122,9 +124,28 @@ class Original:
     def loss(self, batch: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
         """The loss of micro-batch `i`."""
         args, kwargs = with_tensors(self.graph.sample, piece(self.graph, batch, i))
-        with SeededDraws(self._seed, i) if self.graph.random else nullcontext():
+        with self._draws(i) if self.graph.random else nullcontext():
             loss: torch.Tensor = self.whole(*args, **kwargs)
         return loss if self.graph.counts is None else loss * self._weight(batch, i)
+
+    @contextmanager
+    def _draws(self, i: int) -> Iterator[None]:
+        """Within it, micro-batch `i` draws as on the ranks, and what the model checkpoints draws
+        the same again in the backward."""
+        repeated = checkpoint._checkpoint_without_reentrant_generator
+
+        def repeating(function: Callable[..., Any], *options: Any, **arguments: Any) -> Any:
+            resumed = draws.resumed()
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                with resumed.resumed():
+                    return function(*args, **kwargs)
+
+            return repeated(again, *options, **arguments)
+
+        patch = patched(checkpoint, _checkpoint_without_reentrant_generator=repeating)
+        with patch, SeededDraws(self._seed, i) as draws:
+            yield
 
     def _weight(self, batch: Mapping[str, torch.Tensor], i: int) -> float:
         """What makes of the mean of micro-batches' losses, each times this, the mean over all their

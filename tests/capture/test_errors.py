@@ -36,6 +36,19 @@ def test_a_branch_on_values_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert not err
 
 
+def test_a_generator_of_the_models_own_is_named() -> None:
+    class Drawing(nn.Linear):
+        generator = torch.Generator()
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            x = super().forward(input)
+            return x + torch.randn(x.shape, generator=self.generator)
+
+    message = r"an object that is no tensor \(Generator\)"
+    with pytest.raises(CaptureError, match=message):
+        capture(Stack(lambda: Drawing(WIDTH, WIDTH)), XY)
+
+
 def test_a_shape_that_values_decide_is_named() -> None:
     class Selecting(Stack):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

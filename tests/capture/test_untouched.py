@@ -85,6 +85,13 @@ def assigns_a_buffer(self: Any, x: torch.Tensor) -> Any:
     return x
 
 
+def assigns_a_buffer_that_no_checkpoint_holds(self: Any, x: torch.Tensor) -> Any:
+    if not hasattr(self, "slopes"):
+        self.register_buffer("slopes", torch.arange(4.0, device=x.device), persistent=False)
+    self.slopes = self.slopes + 1
+    return x + self.slopes
+
+
 @pytest.mark.parametrize(
     ("step", "name"),
     [
@@ -96,6 +103,7 @@ def assigns_a_buffer(self: Any, x: torch.Tensor) -> Any:
         (reads_its_last_output, "state"),
         (reads_and_writes_in_one_line, "state"),
         (assigns_a_buffer, "norm.running_mean"),
+        (assigns_a_buffer_that_no_checkpoint_holds, "slopes"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

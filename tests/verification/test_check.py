@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import parcompiler as pc
@@ -206,6 +208,48 @@ def test_what_forwards_update_on_each_data_rank_is_compared_and_said() -> None:
     assert found.ok, str(found)
     assert "forwards update 'teacher.weight', 'mean': each of the 2 data ranks" in str(found)
     assert compiled(Teacher()).verify().note == ""
+
+
+class Scaled(nn.Module):
+    """A table whose rows are scaled by a buffer in another dtype, as Gemma's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.register_buffer("scale", torch.tensor(2.0, dtype=torch.bfloat16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.table(x) * self.scale.to(self.table.weight.dtype)
+
+
+class Repeated(nn.Module):
+    """Layers that the model itself runs again in the backward, with what they draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Scaled()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner((x[:, 0].abs() * 3).long().clamp(0, 7)) + x
+        for layer in self.layers:
+            h = checkpoint(lambda h, f=layer: torch.tanh(F.dropout(f(h))), h, use_reentrant=False)
+        loss: torch.Tensor = h.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_model_runs_again_draws_the_same_and_blocks_keep_their_names(
+    recompute: str,
+) -> None:
+    torch.manual_seed(0)
+    program = compiled(Repeated(), pc.Mesh(pipeline=2), recompute=recompute)
+    assert program.plan.stages is not None
+    assert program.plan.stages[0].blocks[0] == "table"
+    found = program.verify()
+    assert found.ok, str(found)
+    assert found.lifted is not None
 
 
 class Ordered(nn.Module):
