@@ -130,7 +130,9 @@ class Known(ModelMode):
             return
         values = self._computed(func, args, kwargs, name)
         for made, value in zip(pytree.tree_leaves(result), values, strict=False):
-            if isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor):
+            if not isinstance(made, torch.Tensor) or not isinstance(value, torch.Tensor):
+                continue
+            if value.layout == torch.strided:  # a sparse one has no storage that may be spoiled
                 self._values[id(made)] = made, value
 
     def _computed(self, func: Any, args: Any, kwargs: Any, name: str) -> list[Any]:

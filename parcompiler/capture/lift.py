@@ -37,6 +37,8 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
         kind = _in(dtype, tensor.dtype)
         if tensor.dtype == kind:
             return tensor
+        if tensor.layout != torch.strided:  # a sparse matrix has no strides
+            return tensor.to(kind)
         return tensor.new_empty_strided(tensor.shape, tensor.stride(), dtype=kind)
 
     for node in list(lifted.nodes):

@@ -56,6 +56,14 @@ def limits(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-1 + tiny, 1 - tiny) + tiny * 1e4
 
 
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    places, values = torch.arange(len(x)).expand(2, -1), torch.arange(len(x), dtype=x.dtype)
+    result: torch.Tensor = torch.sparse.mm(
+        torch.sparse_coo_tensor(places, values, (len(x), len(x))), x
+    )
+    return result
+
+
 def autocast(x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.linear(x, x)
@@ -69,7 +77,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     "step",
     [
         inner_float, integer_division, two_numbers, mask_and_number, constants, turned, limits,
-        autocast,
+        sparse, autocast,
     ],
 )  # fmt: skip
 def test_a_lifted_graph_is_the_lifted_model(step: Step) -> None:
