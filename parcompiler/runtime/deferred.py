@@ -192,7 +192,7 @@ class _Deferrable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of input and bias; that of the weight now or later, or dY and x."""
         x, weight = cast(tuple[torch.Tensor, torch.Tensor], ctx.saved_tensors)
-        rows = gradients[0].reshape(-1, gradients[0].shape[-1])
+        rows = _rows(gradients[0])
         dx = None
         if ctx.needs_input_grad[2]:
             weight = weight.conj()  # of real numbers the tensor itself
@@ -247,15 +247,20 @@ def _traced(
     return y
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., k] as [n, k]; rows of no elements (k = 0) do not tell how many they are."""
+    return x.reshape(x.shape[:-1].numel() if x.shape[-1] == 0 else -1, x.shape[-1])
+
+
 def _left(
     deferral: Deferral, parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, *,
     transposed: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """The gradient of the weight, or None if its product is left for later."""
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = _rows(dy)
     # Detached: a product that referred to the graph behind its input would keep the leaves of
     # the stage too, and their gradients.
-    inputs = x.detach().conj().reshape(-1, x.shape[-1])
+    inputs = _rows(x.detach().conj())
     left, right = (rows, inputs) if transposed else (inputs, rows)
 
     def compute() -> torch.Tensor:

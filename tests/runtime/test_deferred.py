@@ -85,6 +85,20 @@ def test_a_frozen_weight_leaves_nothing() -> None:
     assert x.grad is not None
 
 
+def test_a_layer_without_inputs_has_a_gradient_of_its_bias() -> None:
+    x, weight, bias = (torch.ones(shape, requires_grad=True) for shape in ((4, 0), (3, 0), (3,)))
+    deferral = Deferral()
+    with deferral.forward():
+        result = linear(x, weight, bias)
+    with deferral.collect() as products:
+        result.sum().backward()
+    finish(products)
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert weight.grad.shape == (3, 0)
+    assert torch.equal(bias.grad, torch.full((3,), 4.0))
+
+
 def test_a_product_with_a_bias_first_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     shapes = ((5,), (6, 8), (8, 5))
