@@ -16,6 +16,12 @@ queries, keys and values is one matrix whose rows are three segments.
 >>> whole = torch.arange(16)
 >>> bool((shard.join([shard.take(whole, 2, rank) for rank in range(2)]) == whole).all())
 True
+
+*Zigzag* pieces are two chunks, one from either end, so that under a causal mask the rows of every
+rank attend to as many others (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+>>> [Shard(0, (12,), zigzag=True).spans(3, rank) for rank in range(3)]  # doctest: +ELLIPSIS
+[(Span(start=0, size=2), Span(start=10, size=2)), (Span(start=2, ...), (Span(start=4, ...)]
 """
 
 from __future__ import annotations
@@ -87,12 +93,15 @@ def dealt(
 class Shard:
     """How a tensor is split: along `dim`, whose segments have these sizes (one when it has none).
 
+    Twice as many chunks as ranks divide each segment that is split `zigzag`.
+
     >>> Shard(0, (50257,)).length(4, rank=3), Shard(0, (50257,)).whole
     (12564, 50257)
     """
 
     dim: int
     sizes: tuple[int, ...]
+    zigzag: bool = False
 
     @property
     def whole(self) -> int:
@@ -104,11 +113,13 @@ class Shard:
         return all(size % n == 0 for size in self.sizes)
 
     def spans(self, n: int, rank: int) -> tuple[Span, ...]:
-        """What `rank` holds of the dimension: a piece of each segment."""
+        """What `rank` holds of the dimension: of each segment a piece, or a chunk from each end."""
+        places = ((rank, 2 * n), (2 * n - 1 - rank, 2 * n)) if self.zigzag else ((rank, n),)
         found = []
         for start, size in zip(itertools.accumulate((0, *self.sizes)), self.sizes, strict=False):
-            own = piece(size, n, rank)
-            found.append(Span(start + own.start, own.size))
+            for place, of in places:
+                own = piece(size, of, place)
+                found.append(Span(start + own.start, own.size))
         return tuple(found)
 
     def length(self, n: int, rank: int) -> int:
@@ -135,12 +146,11 @@ class Shard:
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole from the pieces of all ranks, in order."""
-        if len(self.sizes) == 1:
-            return torch.cat(list(pieces), self.dim)
         n = len(pieces)
-        parts = [self._parts(own, n, rank) for rank, own in enumerate(pieces)]
-        return torch.cat([part for segment in zip(*parts, strict=True) for part in segment],
-                         self.dim)  # fmt: skip
+        spans = [span for rank in range(n) for span in self.spans(n, rank)]
+        parts = [part for rank, own in enumerate(pieces) for part in self._parts(own, n, rank)]
+        order = sorted(range(len(spans)), key=lambda place: spans[place].start)
+        return torch.cat([parts[place] for place in order], self.dim)
 
     def _parts(self, own: torch.Tensor, n: int, rank: int) -> tuple[torch.Tensor, ...]:
         """The piece of `rank` by segments."""

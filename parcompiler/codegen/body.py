@@ -172,9 +172,10 @@ def _with_lines(contexts: Sequence[Context]) -> Iterator[str]:
     """The `with` statements that a run of nodes stands under."""
     for depth, (kind, *arguments) in enumerate(contexts):
         if kind == "own_draws":
-            dim, sizes, *axis = arguments
+            dim, sizes, axis, zigzag = arguments
             texts = [literal(item) for item in (dim, sizes) if item is not None]
-            texts += [f"axis={literal(name)}" for name in axis]
+            texts += [f"axis={literal(axis)}"] if axis != "tensor" else []
+            texts += ["zigzag=True"] if zigzag else []
             call = f"runtime.own_draws({', '.join(texts)})"
         elif kind == "autocast":
             device, dtype, _enabled = arguments

@@ -225,6 +225,7 @@ class RowShare:
     key: str
     rows: int
     own: int
+    zigzag: bool = False  # half of them from either end
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from parcompiler.priced import Priced
 from parcompiler.problem import LEVELS, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules.action import NOWHERE
+from parcompiler.spmd.rows import is_zigzag, rows_of
 from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
 from parcompiler.timeline import StageCost, Timeline, VocabularyCost
 
@@ -422,8 +423,12 @@ def _collectives(
 def row_shares(problem: Problem) -> tuple[data.RowShare, ...]:
     """What each context rank has of the inputs."""
     n, inputs = problem.mesh.context, problem.graph.inputs
-    split = (item for item in inputs if n > 1 and len(item.shape) > 1 and item.shape[1] % n == 0)
-    return tuple(data.RowShare(x.key, x.shape[1], x.shape[1] // n) for x in split)
+    rows = rows_of(problem.graph.undivided or problem.graph, "context")
+    split = (x for x in inputs if n > 1 and len(x.shape) > 1 and x.shape[1] % n == 0)
+    return tuple(
+        data.RowShare(x.key, x.shape[1], x.shape[1] // n, is_zigzag(x.shape[1], rows, n))
+        for x in split
+    )
 
 
 def vocabulary(

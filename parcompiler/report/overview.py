@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from parcompiler.cost.memory import OPTIMIZERS
+from parcompiler.pieces import Shard, Span
 from parcompiler.report.alternatives import runner_up
 from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
 from parcompiler.report.division import alarm
@@ -45,14 +46,21 @@ def overview(report: ReportData) -> Table:
 
 def _row_shares(report: ReportData) -> str:
     """Who holds which rows of the inputs."""
-    inputs = defaultdict[tuple[int, int], list[str]](list)
+    inputs = defaultdict[Shard, list[str]](list)
     for item in report.rows:
-        inputs[item.rows, item.own].append(item.key)
-    last = report.mesh.context - 1
+        inputs[Shard(1, (item.rows,), item.zigzag)].append(item.key)
+    n = report.mesh.context
+
+    def has(shard: Shard, rank: int) -> str:
+        first, *more = runs = shard.spans(n, rank)
+        if more and first.start + first.size == more[0].start:  # they meet in the middle
+            runs = (Span(first.start, first.size + more[0].size),)
+        return " and ".join(f"{run.start:,} to {run.start + run.size - 1:,}" for run in runs)
+
     return "; ".join(
-        f"of the {rows:,} rows of {', '.join(keys)} rank 0 has 0 to {own - 1:,}, … rank {last} "
-        f"{last * own:,} to {rows - 1:,}"
-        for (rows, own), keys in inputs.items()
+        f"of the {shard.whole:,} rows of {', '.join(keys)} rank 0 has {has(shard, 0)}, … rank "
+        f"{n - 1} {has(shard, n - 1)}"
+        for shard, keys in inputs.items()
     )
 
 

@@ -15,12 +15,14 @@ accelerators one call does it, with a mask that is no tensor (`causal_lower_righ
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import current
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -32,37 +34,39 @@ def attention_of_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    zigzag: bool = False,
     axis: str = "tensor",
     **more: Any,
 ) -> torch.Tensor:
     """Causal attention of this rank's rows of queries [..., rows here, e]; keys and values are
     whole. What no row attends to is left out, unless dropout draws for all of it."""
-    group, rows = current(axis), query.shape[-2]
-    start = rows * group.rank
+    group, rows, keys = current(axis), query.shape[-2], key.shape[-2]
+    spans = Shard(0, (rows * group.size,), zigzag).spans(group.size, group.rank)
     if more.get("dropout_p"):
-        size = rows, key.shape[-2]
-        mask = torch.ones(size, dtype=torch.bool, device=query.device).tril(start)
+        mask = query.new_ones(rows, keys, dtype=torch.bool)
+        for part, span in zip(mask.chunk(len(spans)), spans, strict=True):
+            part.tril_(span.start)
         return F.scaled_dot_product_attention(query, key, value, mask, **more)
-    return causal(query, key, value, start, **more)
+    return causal(query, key, value, [span.start for span in spans], **more)
 
 
 def causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, **more: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], **more: Any
 ) -> torch.Tensor:
-    """Attention of the rows [..., start : start + rows, e] of a sequence."""
-    end = min(start + query.shape[-2], key.shape[-2])
-    key, value = key[..., :end, :], value[..., :end, :]
-    if start == 0:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **more)
+    """Attention of chunks of rows of a sequence, of one size, that start there."""
     if query.device.type == "cpu" and _has_kernel(query, key, value):
         if torch.is_autocast_enabled("cpu"):  # which knows of the public function alone
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        merged: torch.Tensor = _Merged.apply(query, key, value, start, more.get("scale"))  # type: ignore[no-untyped-call]
+        merged: torch.Tensor = _Merged.apply(query, key, value, starts, more.get("scale"))  # type: ignore[no-untyped-call]
         return merged
-    bias: Any = causal_lower_right(query.shape[-2], end)
-    made: torch.Tensor = F.scaled_dot_product_attention(query, key, value, bias, **more)
-    return made
+    made = []
+    for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
+        end = start + rows.shape[-2]
+        bias: Any = causal_lower_right(rows.shape[-2], end)
+        pair = key[..., :end, :], value[..., :end, :]
+        made.append(F.scaled_dot_product_attention(rows, *pair, bias, **more))
+    return made[0] if len(made) == 1 else torch.cat(made, -2)
 
 
 def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -76,7 +80,7 @@ def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 class _Merged(torch.autograd.Function):
-    """Rows that begin at `start`: with the keys before it, and with those from it."""
+    """Each chunk of rows with the keys before it, and with its own."""
 
     @staticmethod
     def forward(
@@ -84,39 +88,47 @@ class _Merged(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        start: int,
+        starts: Sequence[int],
         scale: float | None,
     ) -> torch.Tensor:
-        parts = [
-            _FORWARD(query, k, v, 0.0, is_causal, scale=scale)
-            for k, v, is_causal in _parts(key, value, start)
-        ]
-        (before, sum_before), (own, sum_own) = parts
-        total = torch.logaddexp(sum_before, sum_own)
-        weights = [(x - total).exp_().unsqueeze(-1) for x in (sum_before, sum_own)]
-        merged: torch.Tensor = (before * weights[0]).add_(own * weights[1]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, merged, total)
-        ctx.start, ctx.scale = start, scale
-        return merged
+        made = []
+        for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
+            parts = [
+                _FORWARD(rows, key[..., span, :], value[..., span, :], 0.0, is_causal, scale=scale)
+                for span, is_causal in _spans(start, rows.shape[-2])
+            ]
+            made.append(parts[0] if len(parts) == 1 else merge(*parts))
+        result, sums = torch.cat([x for x, _ in made], -2), [x for _, x in made]
+        ctx.save_for_backward(query, key, value, result, *sums)
+        ctx.starts, ctx.scale = starts, scale
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, merged, total = ctx.saved_tensors
-        queries, keys, values = zip(
-            *(
-                _BACKWARD(gradients[0], query, k, v, merged, total, 0.0, is_causal, scale=ctx.scale)
-                for k, v, is_causal in _parts(key, value, ctx.start)
-            ),
-            strict=True,
-        )
-        return torch.add(*queries), torch.cat(keys, -2), torch.cat(values, -2), None, None
+        query, key, value, result, *sums = ctx.saved_tensors
+        of_queries, of_keys, of_values = map(torch.zeros_like, (query, key, value))
+        chunks = [x.chunk(len(sums), -2) for x in (of_queries, gradients[0], query, result)]
+        for start, total, own, gradient, rows, y in zip(ctx.starts, sums, *chunks, strict=True):
+            for span, is_causal in _spans(start, rows.shape[-2]):
+                pair = key[..., span, :], value[..., span, :]
+                more = _BACKWARD(gradient, rows, *pair, y, total, 0.0, is_causal, scale=ctx.scale)
+                own += more[0]
+                of_keys[..., span, :] += more[1]
+                of_values[..., span, :] += more[2]
+        return of_queries, of_keys, of_values, None, None
 
 
-def _parts(
-    key: torch.Tensor, value: torch.Tensor, start: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor, bool], ...]:
-    """Keys and values before `start`, and from it; whether rows read those causally."""
-    return (
-        (key[..., :start, :], value[..., :start, :], False),
-        (key[..., start:, :], value[..., start:, :], True),
-    )
+def merge(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys of two parts, from results [..., e] and logarithms of sums of each."""
+    total = torch.logaddexp(one[1], other[1])
+    first, second = ((sums - total).exp_().unsqueeze(-1) for sums in (one[1], other[1]))
+    return (one[0] * first).add_(other[0] * second).to(one[0].dtype), total
+
+
+def _spans(start: int, size: int) -> Iterator[tuple[slice, bool]]:
+    """The keys that rows from `start` read, and whether they read those causally."""
+    if start:
+        yield slice(0, start), False
+    yield slice(start, start + size), True

@@ -52,19 +52,19 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def own_draws(
-    dim: int, sizes: tuple[int, ...] | None = None, axis: str = "tensor"
+    dim: int, sizes: tuple[int, ...] | None = None, axis: str = "tensor", zigzag: bool = False
 ) -> Iterator[None]:
     """Within it, an operator draws random numbers for this rank's piece along `dim`.
 
     `sizes` are those of the segments of the whole dimension; without them, all ranks hold as much.
     """
     if (trace := tracing.active()) is not None:
-        with trace.drawing(partial(own_draws, dim, sizes, axis)):
+        with trace.drawing(partial(own_draws, dim, sizes, axis, zigzag)):
             yield
         return
     group, draws = current_axis(axis), _active.get()
     if draws is not None:
-        with draws.drawing_pieces(group, dim, sizes):
+        with draws.drawing_pieces(group, dim, sizes, zigzag):
             yield
         return
     # Ranks draw as much from what they share, so that afterwards they agree again.
@@ -99,7 +99,8 @@ class SeededDraws(TorchDispatchMode):
         self._numbers = numbers
         self._before: list[torch.Tensor] = []
         self._tokens: list[Token[SeededDraws | None]] = []
-        self._pieces: list[tuple[Axis, int, tuple[int, ...] | None]] = []  # the outer ones first
+        # The outer ones first.
+        self._pieces: list[tuple[Axis, int, tuple[int, ...] | None, bool]] = []
 
     def resumed(self) -> SeededDraws:
         """A copy that makes the same draws from here on."""
@@ -108,9 +109,11 @@ class SeededDraws(TorchDispatchMode):
         return twin
 
     @contextmanager
-    def drawing_pieces(self, axis: Axis, dim: int, sizes: tuple[int, ...] | None) -> Iterator[None]:
+    def drawing_pieces(
+        self, axis: Axis, dim: int, sizes: tuple[int, ...] | None, zigzag: bool
+    ) -> Iterator[None]:
         """Within it, a draw is this rank's piece of the draw for the whole tensor."""
-        self._pieces.append((axis, dim, sizes))
+        self._pieces.append((axis, dim, sizes, zigzag))
         try:
             yield
         finally:
@@ -147,8 +150,8 @@ class SeededDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         part = whole = args[0]
         shards = []
-        for axis, dim, sizes in reversed(self._pieces):
-            shard = Shard(dim, sizes or (whole.shape[dim] * axis.size,))
+        for axis, dim, sizes, zigzag in reversed(self._pieces):
+            shard = Shard(dim, sizes or (whole.shape[dim] * axis.size,), zigzag)
             shards.append((axis, shard))
             if func._schema.is_mutable:  # its values do not matter: they are replaced
                 whole = _alike(whole, shard.shape(whole.shape))

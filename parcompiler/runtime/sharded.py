@@ -145,6 +145,7 @@ def cross_entropy_of_rows(
     label_smoothing: float = 0.0,
     sizes: tuple[int, ...] = (),
     classes: int | None = None,
+    zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
     """This rank's part of the mean of a loss; `logits` [rows here, classes], `target` [rows].
@@ -152,7 +153,7 @@ def cross_entropy_of_rows(
     `sizes` are those of segments of the rows, each of which is split by itself. Of so many
     `classes` tensor ranks have pieces.
     """
-    group, shard = current(axis), Shard(0, sizes or (target.shape[0],))
+    group, shard = current(axis), Shard(0, sizes or (target.shape[0],), zigzag)
     counts = target != ignore_index
     each = counts if weight is None else weight[target.where(counts, 0)].masked_fill(~counts, 0)
     own = shard.take(target, group.size, group.rank)

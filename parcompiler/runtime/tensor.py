@@ -56,11 +56,12 @@ def all_gather(
     sizes: Sizes = None,
     *,
     partial: bool = False,
+    zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
     """The whole of the ranks' pieces along `dim`."""
     group = current(axis)
-    shard = _shard(dim, sizes, x.shape[dim] * group.size)
+    shard = _shard(dim, sizes, x.shape[dim] * group.size, zigzag)
 
     def backward(dy: torch.Tensor) -> torch.Tensor:
         return group.reduce_scatter(dy, shard) if partial else _own(dy, shard, group)
@@ -74,10 +75,11 @@ def take(
     sizes: Sizes = None,
     *,
     partial: bool = False,
+    zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
     """This rank's piece along `dim` of a value that all ranks hold."""
-    group, shard = current(axis), _shard(dim, sizes, x.shape[dim])
+    group, shard = current(axis), _shard(dim, sizes, x.shape[dim], zigzag)
 
     def backward(dy: torch.Tensor) -> torch.Tensor:
         return shard.pad(dy, group.size, group.rank) if partial else group.all_gather(dy, shard)
@@ -86,10 +88,10 @@ def take(
 
 
 def reduce_scatter(
-    x: torch.Tensor, dim: int, sizes: Sizes = None, *, axis: str = "tensor"
+    x: torch.Tensor, dim: int, sizes: Sizes = None, *, zigzag: bool = False, axis: str = "tensor"
 ) -> torch.Tensor:
     """This rank's piece along `dim` of the sum of the ranks' summands."""
-    group, shard = current(axis), _shard(dim, sizes, x.shape[dim])
+    group, shard = current(axis), _shard(dim, sizes, x.shape[dim], zigzag)
     return linear_map(
         x, lambda x: group.reduce_scatter(x, shard), lambda dy: group.all_gather(dy, shard)
     )
@@ -102,12 +104,14 @@ def all_to_all(
     sizes: Sizes = None,
     to_sizes: Sizes = None,
     *,
+    zigzag: bool = False,
+    to_zigzag: bool = False,
     axis: str = "tensor",
 ) -> torch.Tensor:
     """This rank's piece along the dimension `to` of the whole of the ranks' pieces along `dim`."""
     group = current(axis)
-    source = _shard(dim, sizes, x.shape[dim] * group.size)
-    target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to])
+    source = _shard(dim, sizes, x.shape[dim] * group.size, zigzag)
+    target = _shard(to, to_sizes, source.whole if to == dim else x.shape[to], to_zigzag)
     return linear_map(
         x,
         lambda x: group.all_to_all(x, source, target),
@@ -136,11 +140,11 @@ def _own(x: torch.Tensor, shard: Shard, group: Axis) -> torch.Tensor:
     return shard.take(x, group.size, group.rank)
 
 
-def _shard(dim: int, sizes: Sizes, size: int) -> Shard:
+def _shard(dim: int, sizes: Sizes, size: int, zigzag: bool) -> Shard:
     """How a dimension is split; `size` is that of the whole where `sizes` are not given."""
     if sizes is None:
         sizes = size
-    return Shard(dim, (sizes,) if isinstance(sizes, int) else sizes)
+    return Shard(dim, (sizes,) if isinstance(sizes, int) else sizes, zigzag)
 
 
 def linear_map(x: torch.Tensor, forward: LinearMap, backward: LinearMap) -> torch.Tensor:

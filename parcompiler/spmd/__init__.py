@@ -4,6 +4,7 @@ placement     R, I, S(d), P: what each rank holds of a value and of its gradient
 conversions   from one placement to another: collectives, bytes
 formula       the notation of rules
 rules         the strategies of a node: written, or discovered by execution
+rows          rows of causal attention, which context ranks have zigzag
 special       strategies that compute something else than the operator
 simulate      the proof of a strategy on simulated ranks
 shard         a graph and a strategy for each node -> the graph of one rank

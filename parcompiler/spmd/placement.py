@@ -19,6 +19,8 @@ queries, keys and values is one matrix whose rows are three segments.
 S(0: 8 4 4) (8, 32)
 >>> parse(str(placement)) == placement
 True
+
+Rows of context ranks may be dealt `zigzag`, as two chunks from either end: `S(1 zigzag)`.
 """
 
 from __future__ import annotations
@@ -38,18 +40,19 @@ Kind = Literal["R", "I", "S", "P"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The type of a value on one axis; `dim`, not negative, and `segments` are those of `S`."""
+    """The type of a value on one axis; `dim`, not negative, and the rest are those of `S`."""
 
     kind: Kind
     dim: int = -1
     segments: tuple[int, ...] = ()
+    zigzag: bool = False
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
         if self.kind != "S":
             return self.kind
         segments = f": {' '.join(map(str, self.segments))}" if self.segments else ""
-        return f"S({self.dim}{segments})"
+        return f"S({self.dim}{' zigzag' * self.zigzag}{segments})"
 
     @property
     def is_whole(self) -> bool:
@@ -68,14 +71,16 @@ def S(dim: int, segments: Sequence[int] = ()) -> Placement:
     return Placement("S", dim, tuple(segments))
 
 
-_TEXT = re.compile(r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?::(?P<segments>( \d{1,18})+))?\)")
+_TEXT = re.compile(
+    r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?P<zigzag> zigzag)?(?::(?P<segments>( \d{1,18})+))?\)"
+)
 
 
 def parse(text: str) -> Placement:
     """The placement that `text` names.
 
-    >>> [parse(word) for word in ("I", "S(2)")] == [I, S(2)]
-    True
+    >>> [str(parse(word)) for word in ("I", "S(2)", "S(1 zigzag: 8 8)")]
+    ['I', 'S(2)', 'S(1 zigzag: 8 8)']
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -84,7 +89,8 @@ def parse(text: str) -> Placement:
     for whole in (R, I, P):
         if match["kind"] == whole.kind:
             return whole
-    return S(int(match["dim"]), tuple(map(int, (match["segments"] or "").split())))
+    segments = tuple(map(int, (match["segments"] or "").split()))
+    return Placement("S", int(match["dim"]), segments, match["zigzag"] is not None)
 
 
 def shard_of(placement: Placement, size: int) -> Shard:
@@ -92,7 +98,7 @@ def shard_of(placement: Placement, size: int) -> Shard:
     assert placement.kind == "S", f"{placement} has no pieces"
     segments = placement.segments or (size,)
     assert sum(segments) == size, f"segments {segments} of a dimension of {size}"
-    return Shard(placement.dim, segments)
+    return Shard(placement.dim, segments, placement.zigzag)
 
 
 def local_shape(

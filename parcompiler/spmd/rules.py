@@ -29,6 +29,7 @@ from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.formula import Rule, Segments, expand, replicated
 from parcompiler.spmd.placement import I
+from parcompiler.spmd.rows import Rows, zigzag
 from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.spmd.segments import segment_strategies
 from parcompiler.spmd.special import special_strategies
@@ -66,7 +67,7 @@ def strategies(
     differentiable: Container[str] | None = None,
     uneven: bool = True,
     segments: Sequence[Segments] = (),
-    axis: str = "tensor",
+    rows: Rows | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies of a node with `meta["val"]` on `n` ranks, replicated ones first.
 
@@ -74,8 +75,8 @@ def strategies(
     floating ones when it is not given). `uneven` allows pieces that differ by an element, for
     dimensions that `n` does not divide. `segments` are divisions of dimensions that may be split
     within each segment (`segments.segmentations` finds those that a graph makes). The one input of
-    an item of several results is that result. On the context `axis` every rank has a summand of
-    whatever gradient is not in pieces (`R`).
+    an item of several results is that result. On the context axis, where `rows` are given (see
+    `rows`), every rank has a summand of whatever gradient is not in pieces (`R`).
     """
     call = read(node, differentiable)
     if n == 1 or not call.is_plain:
@@ -86,12 +87,14 @@ def strategies(
         possible += expand(rule, call, n, uneven=uneven, segments=segments)
     elif is_unknown(call):
         possible += discovered(call, n)
-    possible += special_strategies(call, n, uneven=uneven, segments=segments, axis=axis)
+    possible += special_strategies(call, n, uneven=uneven, segments=segments, rows=rows)
     possible += segment_strategies(call, n, segments)
     if node.meta.get("arriving"):  # rows of which each expert rank has another number
         possible = [x for x in possible if all((o.kind, o.dim) != ("S", 0) for o in x.outputs)]
-    if axis == "context":
-        possible = [x for x in possible if I not in (*x.inputs, *x.outputs)]
+    if rows is not None:
+        shapes = *call.shapes, *call.result_shapes
+        dealt = (zigzag(x, shapes, rows, n) for x in possible if I not in (*x.inputs, *x.outputs))
+        possible = [x for x in dealt if x is not None]
     return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
 
 

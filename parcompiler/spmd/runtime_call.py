@@ -126,13 +126,15 @@ def conversion_call(
     if source == target or (not carries and row.forward == "nothing"):
         return None
     name, args = _called(source, target, shape, n)
+    sides = (source, "zigzag"), (target, "to_zigzag" if name == "all_to_all" else "zigzag")
+    zigzag = {key: True for side, key in sides if side.zigzag}
     partial = carries and R in (source, target) and name in ("take", "all_gather", "all_reduce")
     call = RuntimeCall(name, shares=name in ("fan_out", "take", "once"))
     forward: Actions = ((row.forward, float(nbytes)),) if row.forward in BYTES else ()
     returns = carries and row.backward in BYTES
     backward: Actions = ((row.backward, float(nbytes)),) if returns else ()
     collectives = NodeCollectives(n, forward, backward)
-    return call, args, {"partial": True} if partial else {}, collectives
+    return call, args, {**({"partial": True} if partial else {}), **zigzag}, collectives
 
 
 def _called(

@@ -33,6 +33,7 @@ from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of, is_random
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
+from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, local_size
 from parcompiler.spmd.special import special_call
@@ -83,6 +84,7 @@ class _Sharding:
         self.n = n
         self.axis = axis
         self.apart = apart
+        self.rows = rows_of(graph, axis)
         self.own_axis = {} if axis == "tensor" else {"axis": axis}  # an argument of the runtime
         self.local = fx.Graph()
         self.effects = effects_of(graph)
@@ -234,7 +236,7 @@ class _Sharding:
 
     def _default(self, node: fx.Node, call: NodeCall) -> Strategy:
         """The strategy of a node that has none: its operands as they are, else whole."""
-        known = strategies(node, self.n, differentiable=self.whole.differentiable, axis=self.axis)
+        known = strategies(node, self.n, differentiable=self.whole.differentiable, rows=self.rows)
         there = [self.types[operand.node] for operand in call.operands]
         for strategy in known:
             pairs = zip(there, strategy.inputs, strict=True)
@@ -301,7 +303,7 @@ class _Sharding:
         shard = shard_of(placement, call.shapes[0][placement.dim])
         sizes = None if shard.even(self.n) and len(shard.sizes) == 1 else shard.sizes
         contexts = made.meta.get("contexts", ())
-        own = ("own_draws", placement.dim, sizes, *self.own_axis.values())
+        own = ("own_draws", placement.dim, sizes, self.axis, shard.zigzag)
         made.meta["contexts"] = (*contexts, own)
 
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from parcompiler.spmd.call import NodeCall, is_random
 from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
+from parcompiler.spmd.rows import Rows
 from parcompiler.spmd.runtime_call import Actions, NodeCollectives, RuntimeCall
 from parcompiler.spmd.segments import Segments
 from parcompiler.spmd.strategy import Draws, Strategy
@@ -45,14 +46,20 @@ class SpecialCall:
 
 
 def special_strategies(
-    call: NodeCall, n: int, *, uneven: bool, segments: Sequence[Segments] = (), axis: str = "tensor"
+    call: NodeCall,
+    n: int,
+    *,
+    uneven: bool,
+    segments: Sequence[Segments] = (),
+    rows: Rows | None = None,
 ) -> Iterator[Strategy]:
-    """The special strategies of a call; `segments` are those of its rows."""
+    """The special strategies of a call; `segments` are those of its rows, and `rows` are given on
+    the context axis."""
     if call.base in _STRATEGIES:
         yield from _STRATEGIES[call.base](call, n, uneven)
-    if axis == "context" and call.base == "scaled_dot_product_attention":
+    if rows is not None and call.base == "scaled_dot_product_attention":
         yield from _row_strategies(call, n)
-    if axis == "context" and call.base == "cross_entropy_loss":
+    if rows is not None and call.base == "cross_entropy_loss":
         for strategy in _loss_strategies(call, n, uneven):
             for division in segments if strategy.special == "own rows" else ():
                 if sum(division) == call.shapes[0][0] and not any(part % n for part in division):
@@ -64,9 +71,11 @@ def special_call(
     strategy: Strategy, call: NodeCall, local: Mapping[str, Any], n: int
 ) -> SpecialCall:
     """The call for a strategy; `local` are the operator's arguments by name, as a rank has them."""
-    made = _CALLS[strategy.special](call, local, n)
-    segments = strategy.inputs[0].segments if strategy.special == "own rows" else ()
-    return replace(made, kwargs={**made.kwargs, "sizes": segments}) if segments else made
+    made, rows = _CALLS[strategy.special](call, local, n), strategy.inputs[0]
+    more: dict[str, Any] = {"zigzag": True} if rows.zigzag else {}
+    if rows.segments and strategy.special == "own rows":
+        more["sizes"] = rows.segments
+    return replace(made, kwargs={**made.kwargs, **more})
 
 
 def _divides(size: int, n: int, uneven: bool) -> bool:
@@ -150,6 +159,7 @@ def _like_loss_of_rows(
     weight: torch.Tensor | None = None,
     sizes: tuple[int, ...] = (),
     classes: int | None = None,
+    zigzag: bool = False,
     **more: Any,
 ) -> torch.Tensor:
     return F.cross_entropy(logits, target[: logits.shape[0]], weight, **more)
@@ -251,8 +261,11 @@ def _rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
 
 
 def _like_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, zigzag: bool = False, **more: Any
 ) -> torch.Tensor:
+    if zigzag:  # the rows of each rank attend to as many keys as those in the middle
+        keys = (key.shape[-2] + query.shape[-2] // 2 + 1) // 2
+        key, value = key[..., :keys, :], value[..., :keys, :]
     return F.scaled_dot_product_attention(query, key, value, **more)
 
 

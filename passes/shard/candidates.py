@@ -18,6 +18,7 @@ from parcompiler.passes.shard.node_costs import NodeWork, ShardCosts
 from parcompiler.passes.shard.templates import FoldedGraph
 from parcompiler.spmd import Placement, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, Shape, read
+from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.segments import segmentations
 
 _NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
@@ -84,7 +85,8 @@ class Candidates:
 
     def _all(self) -> Iterator[NodeChoices]:
         """The strategies of each node that stands for others."""
-        differentiable, n = self.folded.graph.differentiable, self.costs.n
+        graph, n = self.folded.graph, self.costs.n
+        differentiable, rows = graph.differentiable, rows_of(graph, self.costs.axis)
         nodes = [node for template in self.folded.templates for node in template.first.nodes]
         losses = (x for x in nodes if getattr(x.target, "_opname", "") == "cross_entropy_loss")
         classes = {read(loss).shapes[0][-1] for loss in losses}
@@ -93,7 +95,7 @@ class Candidates:
             for node in template.first.nodes:
                 call = read(node, differentiable)
                 known = strategies(
-                    node, n, differentiable=differentiable, segments=segments, axis=self.costs.axis
+                    node, n, differentiable=differentiable, segments=segments, rows=rows
                 )
                 updated = set(mutated_operands(node))
                 offered = (x for x in known if self._is_offered(call, x, classes, updated))

@@ -23,6 +23,7 @@ from parcompiler.problem import Problem
 from parcompiler.spmd import I, Placement, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.conversions import conversion
+from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.rules import is_unknown, written_rule
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.shard import Assignment, stored
@@ -132,14 +133,14 @@ def assigned_by(
     sharding: Sharding, graph: Graph, n: int, axis: str = "tensor"
 ) -> dict[fx.Node, Strategy]:
     """The strategy of every node of a graph on the `n` ranks of an axis; raises as `assignment`."""
-    differentiable = graph.differentiable
+    differentiable, rows = graph.differentiable, rows_of(graph, axis)
     if sharding.level < 1:
         message = f"the plan's sharding has level {sharding.level}: levels count from 1"
         raise PlanError(message)
     assigned: dict[fx.Node, Strategy] = {}
     folded = fold(graph, level=sharding.level)
     for node in folded.prologue:
-        assigned[node] = strategies(node, n, differentiable=differentiable, axis=axis)[0]
+        assigned[node] = strategies(node, n, differentiable=differentiable, rows=rows)[0]
     for template in folded.templates:
         # The lines of an entry have the names of the first block that it is about.
         by_entry: dict[Shards, tuple[Strategy, ...]] = {}
@@ -148,7 +149,7 @@ def assigned_by(
             if entry not in by_entry:
                 segments = segmentations(block.nodes, axis)
                 known = [
-                    strategies(node, n, differentiable=differentiable, segments=segments, axis=axis)
+                    strategies(node, n, differentiable=differentiable, segments=segments, rows=rows)
                     for node in block.nodes
                 ]
                 by_entry[entry] = tuple(_strategies(entry, block.nodes, known))

@@ -22,9 +22,9 @@ class NoMask(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("heads", "start"), [*product((4, 2), (0, 5, 15))])
-def test_rows_attend_to_what_is_before_them(heads: int, start: int) -> None:
-    generator = torch.Generator().manual_seed(start)
+@pytest.mark.parametrize(("heads", "starts"), [*product((4, 2), ((0,), (15,), (5, 10), (0, 15)))])
+def test_rows_attend_to_what_is_before_them(heads: int, starts: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(sum(starts))
 
     def draw(heads: int, rows: int) -> torch.Tensor:
         shape = 2, rows, heads, 8
@@ -33,12 +33,12 @@ def test_rows_attend_to_what_is_before_them(heads: int, start: int) -> None:
 
     query, key, value = operands = draw(4, 20), draw(heads, 20), draw(heads, 20)
     more: dict[str, Any] = {"enable_gqa": heads < 4}
-    own = slice(start, start + 5)
+    own = torch.cat([torch.arange(start, start + 5) for start in starts])
     expected = F.scaled_dot_product_attention(*operands, is_causal=True, scale=0.3, **more)
     gradient = torch.zeros_like(expected)
-    gradient[..., own, :] = torch.randn(2, 4, 5, 8, dtype=torch.float64, generator=generator)
+    gradient[..., own, :] = torch.randn(2, 4, len(own), 8, dtype=torch.float64, generator=generator)
     with NoMask():  # type: ignore[no-untyped-call]
-        found = causal(query[..., own, :], key, value, start, scale=0.3, **more)
+        found = causal(query[..., own, :], key, value, starts, scale=0.3, **more)
     torch.testing.assert_close(found, expected[..., own, :], rtol=1e-12, atol=1e-14)
     for there, here in zip(
         torch.autograd.grad(expected, operands, gradient),
@@ -55,5 +55,5 @@ def test_autocast_lowers_what_rows_attend_to() -> None:
     lowered = query.bfloat16(), key.bfloat16(), value.bfloat16()
     expected = F.scaled_dot_product_attention(*lowered, is_causal=True)[..., 5:10, :]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = causal(query[..., 5:10, :], key, value, 5)
+        found = causal(query[..., 5:10, :], key, value, [5])
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-8)

@@ -1,6 +1,6 @@
 """Collectives inside of compiled layers: an operator of torch that calls the rank's own.
 
-    traced      axis.all_gather(x, shard) ─► exchange(x, "tensor all_gather [[1, [48]]]", shape)
+    traced      axis.all_gather(x, shard) ─► exchange(x, "tensor all_gather [[1, [48], …]]", shape)
     compiled    … kernel ─► exchange ─► kernel ─► exchange …     in the order of the trace
 
 The compiler neither looks inside nor reorders: each exchange waits for the one before, so that all
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import fx
@@ -48,7 +48,8 @@ _library.impl("exchange", _abstract, "Meta")
 def _parsed(call: str) -> tuple[str, str, tuple[Shard, ...]]:
     """The name of a group, that of a method of `Axis`, and its shards."""
     group, method, shards = call.split(" ", 2)
-    return group, method, tuple(Shard(dim, tuple(sizes)) for dim, sizes in json.loads(shards))
+    parsed = (Shard(dim, tuple(sizes), zigzag) for dim, sizes, zigzag in json.loads(shards))
+    return group, method, tuple(parsed)
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class TracedAxis(Axis):
         self, method: str, x: torch.Tensor, shape: list[int], *shards: Shard
     ) -> torch.Tensor:
         """The operator for a collective."""
-        call = f"{self.name} {method} {json.dumps([[s.dim, s.sizes] for s in shards])}"
+        call = f"{self.name} {method} {json.dumps(list(map(astuple, shards)))}"
         result: torch.Tensor = torch.ops.parcompiler.exchange(x, call, list(map(int, shape)))
         return result
 

@@ -1,0 +1,66 @@
+"""Rows that context ranks deal zigzag: those of causal attention, of which later ones cost more.
+
+    rows of attention    0 ── 1 ── 2 ── 3 ── 4 ── 5 ── 6 ── 7        chunks, as dealt to 4 ranks
+    on rank              0    1    2    3    3    2    1    0
+
+A rank has a chunk from either end, so that all ranks attend to as many keys (Llama 3, arXiv
+2407.21783, section 3.3.2). What a rank computes besides does not depend on which rows it has.
+
+>>> from parcompiler.spmd.placement import R, S
+>>> linear, shapes = Strategy((S(1), R), (S(1),)), ((2, 16, 4), (4, 4), (2, 16, 4))
+>>> print(zigzag(linear, shapes, frozenset({16}), 4))
+S(1 zigzag) R -> S(1 zigzag)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from parcompiler.graph import Graph
+from parcompiler.spmd.call import Shape, read
+from parcompiler.spmd.placement import Placement
+from parcompiler.spmd.strategy import Strategy
+
+Rows = frozenset[int]  # the lengths of sequences that are dealt zigzag
+
+
+def rows_of(graph: Graph, axis: str) -> Rows | None:
+    """The lengths of the sequences that attend causally to themselves; None on the tensor axis."""
+    return None if axis == "tensor" else graph.once("causal rows", lambda: Rows(_causal(graph)))
+
+
+def _causal(graph: Graph) -> Iterator[int]:
+    """The numbers of queries of each attention without a mask tensor."""
+    for node in graph.fx_graph.nodes:
+        if getattr(node.target, "_opname", "") == "scaled_dot_product_attention":
+            call = read(node)
+            if call.arguments.get("is_causal") and call.is_plain:
+                queries, keys = (shape[-2] for shape in call.shapes[:2])
+                if queries == keys:
+                    yield queries
+
+
+def is_zigzag(size: int, rows: Rows | None, n: int) -> bool:
+    """Whether a sequence of `size` is dealt zigzag to `n` ranks."""
+    return rows is not None and size in rows and size % (2 * n) == 0
+
+
+def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> Strategy | None:
+    """A strategy with its rows dealt zigzag to `n` ranks; `shapes` are those of operands and
+    results. None where one side has such rows and another has not: their pieces differ."""
+    types = *strategy.inputs, *strategy.outputs
+    split = [(t, s) for t, s in zip(types, shapes, strict=True) if t.kind == "S"]
+    found = {
+        all(is_zigzag(size, rows, n) for size in t.segments or (shape[t.dim],))
+        for t, shape in split
+    }
+    if found != {True}:
+        return strategy if len(found) < 2 else None
+    if strategy.special not in ("", "causal rows", "own rows"):  # heads, as many as there are rows
+        return None
+
+    def dealt(side: Sequence[Placement]) -> tuple[Placement, ...]:
+        return tuple(replace(t, zigzag=True) if t.kind == "S" else t for t in side)
+
+    return replace(strategy, inputs=dealt(strategy.inputs), outputs=dealt(strategy.outputs))
