@@ -26,6 +26,7 @@ def local(problem: Problem, plan: Plan) -> Problem:
     Raises PlanError for a vocabulary or a sharding that the graph cannot have.
     """
     level = problem.options.zero if plan.zero is None else plan.zero
+    given = problem
     # Graphs and costs are the same at every level.
     problem = whole = problem.selectively(False).at_zero("auto")
     choice, n = plan.vocabulary, plan.mesh.tensor
@@ -44,6 +45,8 @@ def local(problem: Problem, plan: Plan) -> Problem:
             return unsplit.anew(graph=made)
 
         problem = unsplit.once(key, sharded)
+    # What is kept may be of a caller with other options.
+    problem = dataclasses.replace(problem, options=given.options, explain=given.explain)
     return problem.selectively(plan.selective, offload=plan.offload).at_zero(level)
 
 
