@@ -125,9 +125,13 @@ def placed(
     for j in stages:
         gradients = [returned(orders[home], k, layers) for k, home in enumerate(homes)]
         common += _sequence(orders[placement[j]], layers, gradients)
+    ends = [
+        next((a for a in reversed(order) if a.kind is not Kind.EMBED_BACKWARD), None)
+        for order in orders
+    ]
     return [
-        list(_merged(order, [_own(line, order, rank, placement) for line in common]))
-        for rank, order in enumerate(orders)
+        list(_merged(order, [_own(line, end, rank, placement) for line in common]))
+        for rank, (order, end) in enumerate(zip(orders, ends, strict=True))
     ]
 
 
@@ -171,14 +175,14 @@ def _sequence(
 
 
 def _own(
-    line: _Line, order: Sequence[Action], rank: int, placement: Sequence[int]
+    line: _Line, end: Action | None, rank: int, placement: Sequence[int]
 ) -> tuple[Collective, Action | None]:
-    """A collective with what a rank has it behind; None for nothing."""
+    """A collective with what a rank has it behind, at last its `end`; None for nothing."""
     meeting, given, one, last = line
     if one is not None and placement[one.stage] == rank:
         given = one
     elif last:
-        given = next((a for a in reversed(order) if a.kind is not Kind.EMBED_BACKWARD), None)
+        given = end
     return meeting, None if given is None else done(given)
 
 
