@@ -132,12 +132,15 @@ class Axis:
         """This rank's piece of the sum over the ranks."""
         if not shard.even(self.size):
             return shard.take(self.all_reduce(summand), self.size, self.rank).contiguous()
-        parts = [shard.take(summand, self.size, rank) for rank in range(self.size)]
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        part = sent.new_empty(parts[0].numel())
-        work = dist.reduce_scatter_single(wire(part), wire(sent), group=self.group, async_op=True)
-        self._finish(work)
-        return part.view(parts[0].shape)
+        shape = list(summand.shape)
+        shape[shard.dim] //= self.size
+        sent = summand.new_empty(self.size, *shape)
+        for rank, part in enumerate(sent):
+            part.copy_(shard.take(summand, self.size, rank))
+        own = sent.new_empty(shape)
+        flat = wire(own.view(-1)), wire(sent.view(-1))
+        self._finish(dist.reduce_scatter_single(*flat, group=self.group, async_op=True))
+        return own
 
     def all_to_all(self, part: torch.Tensor, source: Shard, target: Shard) -> torch.Tensor:
         """The piece by `target` of the whole, from the pieces of all ranks by `source`."""
