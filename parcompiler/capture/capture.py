@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
@@ -71,7 +73,8 @@ def capture(
     hooks = hooks_of(original)
     changed: set[Attribute] = set()
     with ONE_THREAD:
-        exported = _export(original, args, kwargs, changed)
+        with _drawing_with_torch_alone(type(model).__name__):
+            exported = _export(original, args, kwargs, changed)
         if changed:
             with computing_as(alone):
                 check_attributes(original, args, kwargs)
@@ -95,6 +98,28 @@ def capture(
             return capture(model, other, loss, in_float32=in_float32, outputs=outputs)
 
     return replace(captured, hooks=hooks, recapture=recapture)
+
+
+@contextmanager
+def _drawing_with_torch_alone(name: str) -> Iterator[None]:
+    """Refuse a forward that draws from `random` or `numpy.random`: what it drew when it was
+    captured would be a constant of every step."""
+
+    def states() -> dict[str, Any]:
+        numpy = sys.modules.get("numpy")
+        drawn = {} if numpy is None else {"numpy.random": repr(numpy.random.get_state())}
+        return {"random": random.getstate(), **drawn}
+
+    before = states()
+    yield
+    for module, state in states().items():
+        if before.get(module, state) != state:
+            message = (
+                f"cannot capture {name}: its forward draws from {module}, and every step would "
+                "have the number of the first: draw with torch (torch.rand), as each micro-batch "
+                "then does anew"
+            )
+            raise CaptureError(message)
 
 
 def _on_device_of(
