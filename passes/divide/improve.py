@@ -110,15 +110,18 @@ def _shift(
     With side 0 the block behind cut j goes to the stage before it, j - 1; with side 1 the block
     before it goes to the stage behind it, j.
     """
+    at, step = book.at, 1 - 2 * side
+    blocks = [bisect.bisect_left(at, j) - side for j in cuts]
+    # whether a stage keeps a block: as many are moved as to the last that does
+    stays = [0 <= i + step < len(at) and at[i + step] == at[i] for i in blocks]
+    while stays and not stays[-1]:
+        stays.pop()
     moved: list[tuple[int, int]] = []  # blocks and their stages before
     kept = 0
-    for j in cuts:
-        i = bisect.bisect_left(book.at, j) - side
-        moved.append((i, book.at[i]))
+    for j, i, stay in zip(cuts, blocks, stays, strict=False):
+        moved.append((i, at[i]))
         book.move(i, j - 1 + side)
-        emptied = moved[-1][1]
-        neighbour = i + 1 if side == 0 else i - 1
-        if 0 <= neighbour < len(book.at) and book.at[neighbour] == emptied:
+        if stay:
             found = measure(book)
             if found < best:
                 best, kept = found, len(moved)
