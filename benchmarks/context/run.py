@@ -79,8 +79,8 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         set_rotate_method(ctx.method)
 
-        def kernel(*, query: Any, key: Any, value: Any, grad_out: Any, **more: Any) -> Any:
-            return BACKWARD(grad_out, query, key, value, dropout_p=0.0, **more)
+        def kernel(query: Any, key: Any, value: Any, **more: Any) -> Any:
+            return BACKWARD(more.pop("grad_out"), query, key, value, dropout_p=0.0, **more)
 
         world: Any = dist.group.WORLD
         query, key, value, result, sums = ctx.saved_tensors

@@ -10,8 +10,9 @@ of their sums (Rabe and Staats, arXiv 2112.05682; FlashAttention, arXiv 2205.141
     s = log(exp s1 + exp s2)        y = y1 exp(s1 - s) + y2 exp(s2 - s)
 
 The kernel of the backward is given y and s of all keys, and so yields the gradients of any part of
-them: it takes as many keys at a time as a chunk has rows, whose gradients take little memory. On
-accelerators one call does it, with a mask that is no tensor (`causal_lower_right`).
+them: it takes as many keys at a time as a chunk has rows, `SPAN` at least, whose gradients take
+little memory. On accelerators one call does it, with a mask that is no tensor
+(`causal_lower_right`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import current
 
+SPAN = 256  # keys: fewer in a call of the backward take longer in all
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -110,7 +112,7 @@ class _Merged(torch.autograd.Function):
         of_queries, of_keys, of_values = map(torch.zeros_like, (query, key, value))
         chunks = [x.chunk(len(sums), -2) for x in (of_queries, gradients[0], query, result)]
         for start, total, own, gradient, rows, y in zip(ctx.starts, sums, *chunks, strict=True):
-            for span, is_causal in _spans(start, rows.shape[-2], of=rows.shape[-2]):
+            for span, is_causal in _spans(start, rows.shape[-2], max(SPAN, rows.shape[-2])):
                 pair = key[..., span, :], value[..., span, :]
                 more = _BACKWARD(gradient, rows, *pair, y, total, 0.0, is_causal, scale=ctx.scale)
                 own += more[0]
@@ -128,10 +130,10 @@ def merge(
     return (one[0] * first).add_(other[0] * second).to(one[0].dtype), total
 
 
-def _spans(start: int, size: int, of: int | None = None) -> Iterator[tuple[slice, bool]]:
-    """The keys that rows from `start` read, earlier ones in spans `of` so many, and whether they
-    read those causally."""
-    step = of or max(1, start)
+def _spans(start: int, size: int, most: int | None = None) -> Iterator[tuple[slice, bool]]:
+    """The keys that rows from `start` read, earlier ones at `most` so many at once, and whether
+    they read those causally."""
+    step = most or max(1, start)
     for begin in range(0, start, step):
         yield slice(begin, min(begin + step, start)), False
     yield slice(start, start + size), True
