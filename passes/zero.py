@@ -130,13 +130,19 @@ def _lowest(
     def needed() -> float:
         return min(most, math.inf if best is None else (1 - GAIN) * best[0])
 
+    def apart(share: DataShare) -> float:
+        """What is exchanged behind the compute: gathers are a part of it."""
+        return share.exposed if share.level < 3 else 0.0
+
+    # Where the lean plan fits and little is exposed, it is the best of a level.
     known = needed()
-    floors = {level: max(least, bound(trial, known)) for level, trial in at.items()}
-    for share in sorted(shares, key=lambda share: (floors[share.level], -share.level)):
-        apart = share.exposed if share.level < 3 else 0.0  # gathers are a part of compute
-        if share.fits and share.exposed - apart <= GAIN * share.step:
-            continue  # the lean plan is the best of this level
-        below = needed() - apart
+    open_to = [s for s in shares if not s.fits or s.exposed - apart(s) > GAIN * s.step]
+    floors = {
+        share.level: max(least, bound(at[share.level], known) if least < known else 0.0)
+        for share in open_to
+    }
+    for share in sorted(open_to, key=lambda share: (floors[share.level], -share.level)):
+        below = needed() - apart(share)
         if floors[share.level] >= below:
             continue
         try:
