@@ -10,11 +10,11 @@ Subject to  a rank does one thing at once, a link carries one message at once   
             F[j,i] waits for the values, I[j,i] for the gradients that it needs    `timing`
             micro-batches in flight take no more than L[r]                         `has_room`
 
-[1] The schedules given and one made up (`greedy`) are annealed, the most promising for longest
-(`anneal`). [2] What comes out is mostly optimal: often simple bounds say so (`bounds`), else CP-SAT
-tries to prove it or to find better (`programme`). [3] Backwards in two parts become whole where
-that costs nothing (`merge`). All is judged by `timing`, whose arithmetic is the simulator's, so
-that what is found is never longer than what is given.
+[1] The best of the given schedules are annealed, and the best result once more (`anneal`). [2] That
+is mostly optimal: often simple bounds say so (`bounds`), else CP-SAT tries to prove it or to find a
+better order (`programme`). [3] Backwards in two parts become whole where that costs nothing
+(`merge`). All orders are judged by `timing`, whose arithmetic is the simulator's, so that the
+result is never longer than a given schedule.
 
 Ties: a given schedule wins when nothing is strictly shorter, the first of equals.
 """
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from parcompiler.errors import InfeasibleError, InputError
 from parcompiler.passes.search.anneal import Walked, anneal
 from parcompiler.passes.search.bounds import simple_bound
-from parcompiler.passes.search.greedy import greedy
 from parcompiler.passes.search.merge import merged
 from parcompiler.passes.search.programme import prove
 from parcompiler.passes.search.task import SearchTask, Word
@@ -156,7 +155,7 @@ def _improve(task: SearchTask, start: Sequence[Schedule], best: _Incumbent, effo
     One half of the effort is for all starts, the other for what came out best.
     """
     bound = simple_bound(task)
-    starts = list(_starts(task, start))
+    starts = _starts(task, start)
     walked: Walked | None = None
     for _ in range(2):
         walked = _shorter(walked, _walk(task, starts, bound, effort / 2))
@@ -198,14 +197,11 @@ def _shorter(one: Walked | None, other: Walked | None) -> Walked | None:
 
 
 def _starts(task: SearchTask, start: Sequence[Schedule]) -> list[list[Word]]:
-    """The words to begin with: the shortest of the given schedules, and orders made up."""
+    """The orders to anneal: the shortest of the given schedules that fit, or, where none does, one
+    micro-batch after the other."""
     given = [task.words(s) for s in start if s.placement == task.placement]
-    given = [words for words in given if task.has_rooms(words)]
-    made = [task.one_at_a_time(), *greedy(task)]
-    return [
-        *sorted(given, key=task.step_time)[:NAMED],
-        *sorted(made, key=task.step_time)[:1],
-    ]
+    fitting = [words for words in given if task.has_rooms(words)]
+    return sorted(fitting or [task.one_at_a_time()], key=task.step_time)[:NAMED]
 
 
 def _lacking(task: SearchTask) -> bool:

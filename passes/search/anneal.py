@@ -65,10 +65,6 @@ class _Walk:
         self.time = self.scale = self._evaluate()
         self._accept()
 
-    def is_done(self, target: float) -> bool:
-        """Whether the best words reach the target."""
-        return self.best is not None and self.best.step_time <= target * (1 + ROUNDING)
-
     def step(self, temperature: float) -> None:
         """Try one exchange."""
         first, second = self.chance.choice(self.pairs)

@@ -80,14 +80,6 @@ class SearchTask:
         )
 
     @cached_property
-    def largest(self) -> tuple[int, ...]:
-        """By stage, the bytes that it takes at most, but for what is alive for a moment."""
-        return tuple(
-            max(copies + cost.saved, self.left(j)) if self.is_parted(j) else copies + cost.saved
-            for j, (cost, copies) in enumerate(zip(self.costs, self.received, strict=True))
-        )
-
-    @cached_property
     def received(self) -> tuple[int, ...]:
         """By stage, the bytes of the values that it receives for its rank."""
         found = [0] * len(self.costs)
