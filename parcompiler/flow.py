@@ -33,9 +33,10 @@ from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.decide import decide
 from parcompiler.passes.shard.axes import on_axes
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
-from parcompiler.prices import stage_costs, vocabulary_cost
+from parcompiler.prices import stage_costs
 from parcompiler.problem import Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress

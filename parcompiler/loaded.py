@@ -61,7 +61,7 @@ class LoadedProgram:
         from parcompiler.report import Report
 
         try:
-            return Report.from_json(documents.text_of(self.path / "report.json"))
+            return Report.from_json(documents.text_of(self.path / "report.json"), self.plan)
         except InputError as error:
             error.add_note(f"(the report is that of {self.path}: export the program again)")
             raise

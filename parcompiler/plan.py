@@ -212,6 +212,15 @@ class Sharding:
     memory: int | None = None
 
 
+# Fields that JSON has only where they say more: decisions that the mesh or the model does not ask
+# for, costs that follow from the device's figures, and the defaults.
+_LEFT_OUT = {"selective": False, "offload": False} | dict.fromkeys(
+    """
+    context sharding vocabulary costs vocabulary_costs meshes runner_up zero updates
+    """.split()
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision; see the passes for what each field means.
@@ -261,27 +270,9 @@ class Plan:
     def to_json(self) -> str:
         """Sorted, indented JSON; `from_json` reads it back to an equal plan."""
         data = dataclasses.asdict(self)
-        if self.context is None:  # there is no such decision without a context axis
-            del data["context"]
-        if self.sharding is None:  # there is no such decision without a tensor axis
-            del data["sharding"]
-        if self.vocabulary is None:  # nor without a pipeline
-            del data["vocabulary"]
-        if self.costs is None:  # they follow from the device's figures
-            del data["costs"]
-        if self.vocabulary_costs is None:
-            del data["vocabulary_costs"]
-        if self.meshes is None:  # the mesh was given
-            del data["meshes"]
-        if self.runner_up is None:  # nothing was as fast
-            del data["runner_up"]
-        if self.zero is None:  # nor without data ranks
-            del data["zero"]
-        for name in ("selective", "offload"):  # all that is not recomputed is kept
-            if not data[name]:
+        for name, plain in _LEFT_OUT.items():
+            if data[name] == plain:
                 del data[name]
-        if self.updates is None:  # the default: an all-reduce of whole gradients
-            del data["updates"]
         for axis in ("context", "expert"):
             if data["mesh"][axis] == 1:
                 del data["mesh"][axis]

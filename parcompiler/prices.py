@@ -1,7 +1,4 @@
-"""What stages and messages cost, from the costs of their blocks: the simulator's numbers.
-
-An asynchronous program holds versions of the weights of a stage besides the current one.
-"""
+"""What stages and messages cost, from the costs of their blocks: the simulator's numbers."""
 
 from __future__ import annotations
 
@@ -18,24 +15,8 @@ from parcompiler.passes.shard.local import local
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
-from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import StageCost, Timeline, simulate_lowered
-
-__all__ = [
-    "collective_seconds",
-    "left_seconds",
-    "message_seconds",
-    "sent_bytes",
-    "server_load",
-    "simulated",
-    "stage_costs",
-    "staleness",
-    "stashed_bytes",
-    "versions",
-    "vocabulary_cost",
-    "without_recomputation",
-]  # fmt: skip
 
 
 def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
@@ -89,29 +70,6 @@ def without_recomputation(problem: Problem, plan: Plan) -> tuple[int, ...]:
     if not plan.recompute:
         return ()
     return estimate(problem, replace(plan, recompute=())).peak_memory
-
-
-def staleness(lowered: Lowered) -> tuple[int, ...]:
-    """For each stage the most updates between the forward of a micro-batch and its own update."""
-    instructions, some = lowered.instructions, lowered.asynchronous
-    return tuple(
-        stale.staleness(instructions[s.rank], s.index) if some else 0 for s in lowered.stages
-    )
-
-
-def versions(lowered: Lowered) -> tuple[int, ...]:
-    """For each stage the most versions of its weights that are held at once."""
-    instructions, some = lowered.instructions, lowered.asynchronous
-    return tuple(
-        stale.versions(instructions[s.rank], s.index) if some else 1 for s in lowered.stages
-    )
-
-
-def stashed_bytes(lowered: Lowered, stage: int) -> int:
-    """Bytes of the versions of a stage's weights that are held besides the current one."""
-    tensors = [lowered.graph.by_name[name] for name in lowered.stages[stage].tensors]
-    weights = sum(item.nbytes for item in tensors if item.trainable)
-    return (versions(lowered)[stage] - 1) * weights
 
 
 def collective_seconds(problem: Problem, lowered: Lowered) -> Callable[[Instruction], float]:

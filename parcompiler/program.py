@@ -72,7 +72,7 @@ class Program:
         given = self.problem, self.plan, self.lowered, self.timeline
         if not forms:
             return Report.of(*given, meshes=meshes)
-        from parcompiler.symbolic.printed import forms_of, symbols_of
+        from parcompiler.symbolic.costs import forms_of, symbols_of
 
         return Report.of(*given, symbols_of(self.costs), forms_of(self.costs), meshes=meshes)
 
@@ -229,12 +229,7 @@ class Program:
         torch.compile's compiler, once for all that are equal; raises LaunchError where there is no
         C++ compiler (on a GPU: no Triton), and for a layer that cannot be compiled, with its line.
         """
-        from parcompiler.codegen.modules import (
-            count_function,
-            hook_functions,
-            stage_classes,
-            vocabulary_class,
-        )
+        from parcompiler.codegen.modules import functions, stage_classes, vocabulary_class
         from parcompiler.runtime import TIMEOUT, Worker
         from parcompiler.runtime.joining import current_rank
 
@@ -248,11 +243,10 @@ class Program:
             stage_classes(self.lowered, position, device),
             ((name, tensor) for name, tensor in tensors if not tensor.is_meta),
             vocabulary=vocabulary_class(self.lowered, device),
-            hooks=hook_functions(self.lowered, device),
-            counted=count_function(self.lowered, device),
             timeout=TIMEOUT if timeout is None else timeout,
             request=self.request.to_data(),
             compiled=compiled,
+            **functions(self.lowered, device),
         )
 
     def on(self, graph: Graph) -> Program:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 
 from torch import fx
 
@@ -17,7 +19,7 @@ from parcompiler.passes.footprint import NOTHING, Exchanged, Footprint, Summed, 
 from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
-from parcompiler.problem import Problem
+from parcompiler.problem import Found, Problem
 from parcompiler.schedules.planned import outline, planned
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import versions
@@ -135,7 +137,14 @@ def _costs(
     homes = [(rank, b) for rank, own in zip(placement, blocks, strict=True) for b in own]
     seen: set[tuple[int, str]] = set()
     orders = [tuple(sorted(own)) for own in blocks]
-    each = [exchanged(problem, timed, order) for order in orders]
+    alike = "stage cost", plan.granularity, plan.recompute
+    is_kept = not lowered and not outline(plan).asynchronous
+
+    def once(key: tuple[Hashable, ...], find: Callable[[], Found]) -> Found:
+        """Stages that other divisions have too are counted once."""
+        return problem.once((*alike, *key), find) if is_kept else find()
+
+    each = [once((order,), partial(exchanged, problem, timed, order)) for order in orders]
     found = []
     for j, (own, names) in enumerate(zip(blocks, held, strict=True)):
         rank = placement[j]
@@ -150,7 +159,9 @@ def _costs(
             every = [each[k] for k in here]
             later = in_flight(every, done) - in_flight(every)
             exchange = exchange._replace(gathered=(), later=later)
-        cost = _cost(problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange)
+        key = rank, orders[j], tuple(x.name for x in new), frozenset(alone), frozenset(beside)
+        what = problem, plan, j, timed.on(rank), orders[j], new, alone, beside, exchange
+        cost = once(key, partial(_cost, *what))
         found.append(replace(cost, gathered=sum(each[j].gathered) if lowered else 0))
     for rank in dict.fromkeys(placement):
         parts = [each[k] for k, home in enumerate(placement) if home == rank]
@@ -260,6 +271,7 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
             units,
         )
     ]
+    buckets.sort(key=lambda bucket: -bucket.block)
     sent_and_received = 1 + (problem.options.compression is not None)
     largest = max((bucket.size for bucket in buckets), default=0)
     return Exchanged(
@@ -268,7 +280,8 @@ def exchanged(problem: Problem, priced: Priced, blocks: Sequence[int]) -> Exchan
         gathered=tuple(map(problem.unit_bytes, parts)) if problem.gathers else (),
         units=units,
         repeats=problem.mesh.pipeline > 1,
-        buckets=tuple(sorted(buckets, key=lambda bucket: -bucket.block)),
+        buckets=tuple(buckets),
+        gone=tuple(accumulate((bucket.size for bucket in buckets), initial=0)),
         copied=min(problem.bucket, largest) * sent_and_received,
     )
 

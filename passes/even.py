@@ -1,17 +1,17 @@
 """The step of a schedule with perfectly even stages: a cheap estimate before any division.
 
-Even stages are the best case of every named schedule: stages of whole blocks can only take longer.
-Recomputation that memory forces is added as if blocks could be cut anywhere (`divide.relaxed`). A
-schedule whose even step is longer than a step already found need not be divided. All this is for
-the coarsest blocks, usually layers, as the stage pass uses parts of layers only where layers are
-uneven.
+Even stages are the best case of every named schedule: uneven ones can only take longer, as that of
+the fullest rank does, if no block is cut. Recomputation that memory forces is added as if blocks
+could be cut anywhere (`divide.relaxed`). A schedule whose even step is longer than a step already
+found need not be divided. All this is for the coarsest blocks, usually layers, as the stage pass
+uses parts of layers only where layers are uneven.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,51 +29,45 @@ from parcompiler.schedules.planned import identity, outline, trunk
 from parcompiler.timeline import Message, StageCost, step_time, timing
 
 TINY = 1e-9  # sums of the same numbers in another order
+WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
+SLACK = 0.1  # share by which whole blocks may be uneven before the stage pass tries parts of them
 STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 
 
 class Even(NamedTuple):
-    """Seconds of a step with even stages, infinite where they do not fit, and whether memory forces
-    recomputation."""
+    """Seconds of a step with even stages, infinite where they do not fit; whether memory forces
+    recomputation; and whether whole blocks are too uneven, or too large: parts are tried then."""
 
     seconds: float
     is_forced: bool
+    is_coarse: bool
 
 
 def even_step(problem: Problem, plan: Plan) -> float:
     """Seconds of a step with even stages under the plan's schedule, infinite where they do not fit.
 
-    Cached. Work on a vocabulary that all ranks share is added to each rank's; it may run in what
-    would be idle time.
+    A lower bound from few micro-batches: each further one adds the slowest rank's time. Cached.
+    Work on a vocabulary that all ranks share is added to each rank's; it may run in what would be
+    idle time. It may be the step of parts of layers where whole layers are too uneven, or fit on no
+    ranks.
     """
-    return _even_at_first(problem, plan).seconds
+    key = _key("even", problem, plan)
+    return problem.once(key, lambda: min(_steps(problem, plan)))
 
 
 def is_forced(problem: Problem, plan: Plan) -> bool:
     """Whether even stages under the plan's schedule must recompute, or do not fit at all."""
-    return _even_at_first(problem, plan).is_forced
-
-
-def _even_at_first(problem: Problem, plan: Plan) -> Even:
-    """The even step of the coarsest blocks."""
-    level = problem.levels[0]
-    return problem.once(_key("even", problem, plan), lambda: _even(problem, plan, plan, level))
-
-
-def even_bound(problem: Problem, plan: Plan) -> float:
-    """Lower bound of `even_step`, in seconds, from few micro-batches: each further one adds at
-    least the slowest rank's time. Where memory forces layers to be recomputed, it may be the bound
-    of parts of layers."""
-    key = _key("even bound", problem, plan)
-    return problem.once(key, lambda: min(_bounds(problem, plan)))
+    key, level = _key("forced", problem, plan), problem.levels[0]
+    return problem.once(key, lambda: _even(problem, plan, level).is_forced)
 
 
 def roomy_bound(problem: Problem, plan: Plan) -> float:
     """Lower bound of `even_step` with unlimited memory, in seconds, without simulation.
 
     Each rank does its share of the work, and the last waits for the first micro-batch to arrive.
-    Under 1F1B and GPipe the first also waits for its gradients to come back, interleaved schedules
-    for the way through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    Where it is WAITING, the first also waits for its gradients to come back, under interleaved
+    schedules on the way through a part of the stages (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2).
     """
     level = problem.levels[0]
 
@@ -82,7 +76,7 @@ def roomy_bound(problem: Problem, plan: Plan) -> float:
         ranks, pace = plan.mesh.pipeline, float(priced.pace or plan.mesh.pipeline)
         forward, both = sum(priced.forward) / pace, sum((*priced.forward, *priced.backward)) / pace
         spread = vocabulary_cost(problem, plan)
-        there = both if plan.schedule in ("1f1b", "gpipe", "interleaved") else forward
+        there = both if plan.schedule in WAITING else forward
         fill = (ranks - 1) * there * ranks / len(outline(plan).placement)
         shared = spread.compute if spread else 0.0  # it may be done while stages wait
         busy = plan.microbatches * both + max(fill, plan.microbatches * shared)
@@ -100,13 +94,12 @@ def _few(plan: Plan) -> Plan:
     return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
 
 
-def _bounds(problem: Problem, plan: Plan) -> Iterator[float]:
-    """The bounds of ever finer granularities, while these may be smaller."""
-    few = _few(plan)
+def _steps(problem: Problem, plan: Plan) -> Iterator[float]:
+    """The even steps of ever finer granularities, while the stage pass would try these."""
     for level in problem.levels:
-        found = _even(problem, plan, few, level)
+        found = _even(problem, plan, level)
         yield found.seconds
-        if not found.is_forced:
+        if not found.is_coarse:
             return
 
 
@@ -115,34 +108,42 @@ def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
     return what, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
 
 
-def _even(problem: Problem, plan: Plan, few: Plan, level: int) -> Even:
-    """The even step at a granularity, simulated with the micro-batches of `few`; each further one
-    adds the slowest rank's time."""
+def _even(problem: Problem, plan: Plan, level: int) -> Even:
+    """The even step at a granularity. Zero-bubble schedules may do what the fullest rank has more
+    of, where no block is cut, in idle time."""
+    few = _few(plan)
     trial = as_asked(problem, few, level)
     priced = problem.recomputing(level, trial.recompute or ())
     task = division_task(problem, trial, level)
     slowest = least_slowest_rank(task)
     if slowest == math.inf:
-        return Even(math.inf, is_forced=True)
+        return Even(math.inf, is_forced=True, is_coarse=True)
     pace = float(task.pace(range(task.ranks)))  # the ranks, where all are alike
     even = sum((*priced.forward, *priced.backward)) / pace
-    is_forced = slowest - even > even * TINY
-    return Even(_seconds(problem, plan, few, priced, pace, slowest), is_forced)
-
-
-def _seconds(
-    problem: Problem, plan: Plan, few: Plan, priced: Priced, pace: float, slowest: float
-) -> float:
-    """Seconds of a step whose slowest rank takes at least `slowest` for a micro-batch."""
-    even = sum((*priced.forward, *priced.backward)) / pace
+    whole = _fullest([load.seconds for load in task.loads], task.ranks) if task.is_uniform else 0.0
     spread = vocabulary_cost(problem, few)
-    busy = plan.microbatches * (slowest + (spread.compute if spread else 0.0))
+    busy = plan.microbatches * (max(slowest, whole) + (spread.compute if spread else 0.0))
     sums = tuple(map(sum, (priced.forward, priced.backward, priced.weight, priced.hidden)))
     key = "even stages", identity(few), sums, pace  # methods with one order share it
     step = problem.once(key, lambda: _step(problem, few, priced, pace))
     waits = step + (plan.microbatches - few.microbatches) * even
-    least = max(busy, waits + (plan.microbatches - 1) * max(0.0, slowest - even))
-    return least + least_update(problem)
+    more = (max(slowest, whole) if plan.schedule in WAITING else slowest) - even
+    least = max(busy, waits + (plan.microbatches - 1) * max(0.0, more)) + least_update(problem)
+    return Even(least, slowest - even > even * TINY, whole > (1 + SLACK) * even)
+
+
+def _fullest(seconds: Sequence[float], ranks: int) -> float:
+    """Seconds of the slowest of equal ranks at least, if no block is cut: of the longest
+    `k * ranks + 1` blocks one rank has `k + 1`, and these take as long as the shortest of them.
+
+    >>> _fullest([1.0] * 8 + [0.5], 4)
+    2.5
+    """
+    longest = sorted(seconds, reverse=True)
+    return max(
+        math.fsum(longest[k * (ranks - 1) : k * ranks + 1])
+        for k in range((len(longest) - 1) // ranks + 1)
+    )
 
 
 def as_asked(problem: Problem, plan: Plan, level: int) -> Plan:

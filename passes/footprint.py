@@ -23,6 +23,7 @@ whole while it runs, and those of the next unit are being gathered.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,8 +56,8 @@ class Exchanged(NamedTuple):
     Ranks share out what `level` says. `made` are gradients and `gathered` parameters of each block,
     `units` the unit of each (one below ZeRO 3); where a rank `repeats` passes of one kind, the next
     unit may be that at the other end. Gradients go together in `buckets`, in the order of
-    the backward. `copied` is the copy of the last, `later` what more is on its way than `in_flight`
-    when the stage begins to go back.
+    the backward, `gone` are the bytes of the first none, one, two ... of them. `copied` is the copy
+    of the last, `later` what more is on its way than `in_flight` when the stage begins to go back.
     """
 
     level: int = 0
@@ -65,6 +66,7 @@ class Exchanged(NamedTuple):
     units: Sequence[int] = ()
     repeats: bool = False
     buckets: Sequence[Summed] = ()
+    gone: Sequence[int] = (0,)
     copied: int = 0
     later: int = 0
 
@@ -86,9 +88,9 @@ class Exchanged(NamedTuple):
         that wait for their bucket or are being scattered, beyond those `in_flight`."""
         late = self.later
         if self.level >= 2:
-            done = [bucket for bucket in self.buckets if bucket.block > k]
-            gone = sum(bucket.size for bucket in done)
-            late += sum(self.made[k + 1 :]) - gone + self.latest(done) - self.latest()
+            count = bisect_left(self.buckets, -k, key=lambda bucket: -bucket.block)
+            late += sum(self.made[k + 1 :]) - self.gone[count]
+            late += self.latest(self.buckets[:count]) - self.latest()
         return self._whole(k, -1) + late
 
     def own(self, k: int) -> int:
@@ -106,8 +108,9 @@ class Exchanged(NamedTuple):
     def latest(self, done: Sequence[Summed] = ()) -> int:
         """The last buckets on their way, whole and a rank's part, when these of this backward have
         gone."""
-        before = [*self.buckets] * IN_FLIGHT  # of micro-batches before
-        return sum(bucket.size + bucket.part for bucket in [*before, *done][-IN_FLIGHT:])
+        before = [*self.buckets[-IN_FLIGHT:]] * IN_FLIGHT  # of micro-batches before
+        last = [*before, *done[-IN_FLIGHT:]][-IN_FLIGHT:]
+        return sum(bucket.size + bucket.part for bucket in last)
 
 
 NOTHING = Exchanged()

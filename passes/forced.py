@@ -30,7 +30,7 @@ def division_task(
     rank (None: all but what is reserved).
 
     With `is_free` (None: as in the options) the solver chooses which blocks are recomputed; else
-    those of the plan are. Cached: bound, quick division and good division of a schedule share it.
+    those of the plan are. Cached: the bound and the division of a schedule share it.
     """
     if limits is None:
         limits = [memory - reserved(problem, plan) for memory in problem.memories]

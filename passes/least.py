@@ -1,9 +1,9 @@
 """What no plan of a problem is below if its stages are even, whatever is open in the options.
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
-    └── with memory                     `even_bound`: simulated, with what it makes blocks recompute
+    └── with memory                     `even_step`: simulated, with what it makes blocks recompute
         └── level of ZeRO               `roomy_bound`, with what data ranks then exchange
-            └── with its memory         `even_bound`
+            └── with its memory         `even_step`
 
 The lowest bound is made sharper until it is at the leaves, or the answer is known. The passes find
 again what was found here. They take even stages for the best under every schedule that is known by
@@ -21,7 +21,7 @@ from functools import partial
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.base import MARGIN
-from parcompiler.passes.even import even_bound, roomy_bound
+from parcompiler.passes.even import even_step, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES, candidates_for
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
@@ -112,13 +112,13 @@ def _sharded(problem: Problem, plan: Plan) -> Plan:
 
 def _with_memory(problem: Problem, plan: Plan) -> Iterator[Bound]:
     """The bound with the memory of the level of ZeRO, of the highest where that is open."""
-    seconds = even_bound(local(problem, plan), plan)
+    seconds = even_step(local(problem, plan), plan)
     if plan.zero is None and problem.options.zero == "auto" and problem.zero:
         if seconds < math.inf:
             yield seconds, partial(_levels, problem, plan)
         return
     if seconds < math.inf:
-        yield seconds + _exchange(problem, plan), None
+        yield seconds + least_exchange(local(problem, plan), plan), None
     roomy = _roomy(problem, plan)
     if plan.zero is not None and plan.sharding and seconds > (1 + MARGIN) * roomy:
         own = _sharded(problem, dataclasses.replace(plan, sharding=None))
@@ -140,8 +140,6 @@ def _levels(problem: Problem, plan: Plan) -> Iterator[Bound]:
 
 def _roomy(problem: Problem, plan: Plan) -> float:
     """The bound with memory for everything, and what data ranks exchange."""
-    return roomy_bound(local(problem, plan), plan) + _exchange(problem, plan)
-
-
-def _exchange(problem: Problem, plan: Plan) -> float:
-    return least_exchange(local(problem, plan), plan)
+    rank_problem = local(problem, plan)
+    again = problem.options.recompute not in ("auto", "none", "selective")
+    return roomy_bound(rank_problem, plan) + least_exchange(rank_problem, plan, again=again)

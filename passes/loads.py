@@ -72,6 +72,8 @@ def _loads(problem: Problem, priced: Priced, *, versions: bool, left: int) -> It
 
 def _exchanged(problem: Problem, priced: Priced) -> list[int]:
     """Bytes that data ranks exchange during each block's forward or backward; see `footprint`."""
+    if not problem.scatters:
+        return [0] * len(priced.cut.blocks)
     bytes_of = exchanged(problem, priced, range(len(priced.cut.blocks)))
     return [
         max(bytes_of.forward(b), bytes_of.backward(b) + bytes_of.own(b))

@@ -27,7 +27,7 @@ from parcompiler.passes.base import Pass
 from parcompiler.passes.divide import StageDivision, divide, evaluate, memory_parts, spared
 from parcompiler.passes.divide.runs import even_runs, lean_runs
 from parcompiler.passes.estimate import alone, estimate, least_update
-from parcompiler.passes.even import TINY, as_asked
+from parcompiler.passes.even import SLACK, TINY, as_asked
 from parcompiler.passes.forced import division_task, names_of
 from parcompiler.passes.loads import data, data_under, reserved
 from parcompiler.passes.recompute import chosen
@@ -53,7 +53,7 @@ class StagePass(Pass):
     """
 
     name: ClassVar[str] = "stage"
-    slack: float = 0.1
+    slack: float = SLACK
     gain: float = 0.1
 
     def run(self, problem: Problem, plan: Plan) -> Plan:
@@ -438,8 +438,13 @@ def reconsidered(problem: Problem, plan: Plan) -> Plan:
 
     Raises InfeasibleError when a rank does not fit into the memory.
     """
+    assert plan.granularity is not None
+    assert plan.stages is not None
+    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
+    blocks = problem.priced(plan.granularity).cut.blocks
+    stage_of = tuple(home[block.name] for block in blocks)
     try:
-        division = _reevaluated(problem, plan)
+        division = _evaluated(problem, plan, plan.granularity, stage_of)
     except InfeasibleError:
         raise
     except PlanError:  # an order that never ends: the verifier says why
@@ -447,16 +452,6 @@ def reconsidered(problem: Problem, plan: Plan) -> Plan:
     if plan.solution is not None and plan.solution.objective == division.objective:
         return plan
     return dataclasses.replace(plan, solution=_solution(division))
-
-
-def _reevaluated(problem: Problem, plan: Plan) -> StageDivision:
-    """The division of a finished plan, evaluated again."""
-    assert plan.granularity is not None
-    assert plan.stages is not None
-    home = {name: j for j, choice in enumerate(plan.stages) for name in choice.blocks}
-    blocks = problem.priced(plan.granularity).cut.blocks
-    stage_of = tuple(home[block.name] for block in blocks)
-    return _evaluated(problem, plan, plan.granularity, stage_of)
 
 
 def _solution(division: StageDivision) -> Solution:

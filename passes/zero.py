@@ -86,13 +86,6 @@ def weighed(
     if not problem.zero:
         return complete(dataclasses.replace(plan, zero=0), most)
     at = {level: dataclasses.replace(plan, zero=level) for level in LEVELS}
-    if most < math.inf:
-        at = {level: trial for level, trial in at.items() if bound(trial, most) < most}
-    if not at:
-        raise InfeasibleError(_too_long(most))
-    if len(at) == 1:
-        (only,) = at.values()
-        return complete(only, most)
     lean = complete(plan, most)
     if lean.stages is None:
         return dataclasses.replace(lean, zero=0)
@@ -182,24 +175,27 @@ def _too_long(most: float) -> str:
     return f"no level of ZeRO that fits has a step below {most:.6g} s"
 
 
-def least_exchange(problem: Problem, plan: Plan) -> float:
+def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float:
     """Seconds that `_exchanges` has behind the last compute at least, if stages are even, at the
     level of a problem, which is that of a rank. What is gathered and scattered at the third level
-    is a part of what blocks take."""
+    is a part of what blocks take. Blocks may run `again` in the backward, which hides more; not
+    where the step that this is added to is that without: what they hide they also take."""
     mesh, level, m = problem.mesh, problem.zero, plan.microbatches
     if mesh.replicas == 1 or problem.options.asynchronous or level == 3:
         return 0.0
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
     items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
-    size = sum(x.nbytes for x in items if problem.sharers(x) == mesh.replicas) / mesh.pipeline
+    sizes = [x.nbytes for x in items if problem.sharers(x) == mesh.replicas]
+    size = sum(sizes) / mesh.pipeline
+    number = max(1, min(len(sizes) // mesh.pipeline, math.ceil(size / problem.bucket)))
     priced = problem.priced(problem.levels[0])
     forward, backward = (sum(x) / mesh.pipeline for x in (priced.forward, priced.backward))
     action = "reduce-scatter" if level else "all-reduce"
-    sums = collective.joined(mesh, action, size, mesh.grid.replicas([0]))
+    sums = number * collective.joined(mesh, action, size / number, mesh.grid.replicas([0]))
     # the first rank ends with the first of its stages, whose blocks may run twice
     late = max(0.0, sums - forward - backward) * mesh.pipeline / len(outline(plan).placement)
     if level == 2:
-        late += (m - 1) * max(0.0, sums - 2 * forward - backward)
+        late += (m - 1) * max(0.0, sums - (1 + again) * forward - backward)
     return late
 
 

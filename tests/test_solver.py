@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from parcompiler.errors import InfeasibleError, InputError, PlanError
-from parcompiler.solver import (
+from parcompiler.solver.linear import (
     SolverModel,
     SolverResult,
     UndecidedError,
@@ -125,17 +125,6 @@ def test_continuous_variables_are_real() -> None:
     assert solution.status == "optimal"
     assert [solution[x], solution[y]] == pytest.approx([0.875, 1.25])
     assert solution.objective == pytest.approx(13.875)
-
-
-def test_whole_and_continuous_variables_go_together() -> None:
-    model = SolverModel()
-    n, x = model.integer("n", 0, 10), model.continuous("x", high=0.75)
-    model.constrain([(1, n), (1, x)], low=3.5)
-    model.minimize([(2, n), (1, x)])
-    solution = solve(model)
-    assert solution[n] == 3
-    assert solution[x] == pytest.approx(0.5)
-    assert (solution.status, solution.gap) == ("optimal", 0)
 
 
 @pytest.mark.parametrize("model", [partition(16), assignment(5)])

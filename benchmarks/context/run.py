@@ -59,6 +59,11 @@ def by_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return runtime.all_to_all(made, 1, 2, to_zigzag=True, axis="context")
 
 
+def in_a_ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As emitted: keys and values go round."""
+    return runtime.ring_attention(query, key, value, is_causal=True, zigzag=True, axis="context")
+
+
 class Ring(torch.autograd.Function):
     """torch's ring with the kernel of the CPU, as `context_parallel` calls it with others."""
 
@@ -93,6 +98,7 @@ class Ring(torch.autograd.Function):
 VARIANTS: dict[str, Attention] = {
     "parcompiler, by rows": by_rows,
     "parcompiler, by heads": by_heads,
+    "parcompiler, ring": in_a_ring,
     "torch, allgather": lambda *operands: Ring.apply(*operands, "allgather"),
     "torch, alltoall": lambda *operands: Ring.apply(*operands, "alltoall"),
 }

@@ -22,7 +22,7 @@ from rank import ROWS, batch, model
 
 import parcompiler as pc
 from parcompiler import prices
-from parcompiler.verification.data_ranks import trained_apart, trained_in_order
+from parcompiler.verification.data_ranks import DataRanks
 from parcompiler.verification.reference import Original, one_thread
 
 RANKS, RATE = 2, 3e-3
@@ -76,9 +76,9 @@ def repeated(program: pc.Program, text: torch.Tensor, found: dict[str, Any], rat
     optimizer = functools.partial(Clipped, lr=rate)
     with one_thread(), Original(program, 0, None) as original:
         if lowered.updates.way == "local":
-            return trained_apart(original, lowered, batches, optimizer).state
+            return DataRanks(original, lowered, optimizer).apart(batches).state
         order = found["arrivals"]
-        return trained_in_order(original, lowered, batches, optimizer, order).state
+        return DataRanks(original, lowered, optimizer).in_order(batches, order).state
 
 
 def main() -> None:

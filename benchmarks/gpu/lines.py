@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import parcompiler as pc
 from parcompiler.calibrate import calibrate
 from parcompiler.calibrate.machine import find_machine
-from parcompiler.calibrate.request import recognized
+from parcompiler.calibrate.measure import recognized
 from parcompiler.device import Device, device
 from parcompiler.models import llama
 

@@ -79,5 +79,14 @@ def _called(job: dict[str, Any], axis: Axis) -> tuple[torch.Tensor, Verb]:
         "all-gather": lambda piece: axis.all_gather(piece, first),
         "reduce-scatter": lambda summand: axis.reduce_scatter(summand, first),
         "all-to-all": lambda piece: axis.all_to_all(piece, first, second),
+        "rotation": lambda piece: _rotations(axis, piece),
     }
     return torch.ones(n * rows if summed else rows, columns, dtype=dtype), verbs[job["action"]]
+
+
+def _rotations(axis: Axis, piece: torch.Tensor) -> torch.Tensor:
+    """All pieces past this rank, as in attention around a ring."""
+    row = piece.view(-1)
+    for _ in range(axis.size - 1):
+        row = axis.rotated(row)
+    return row

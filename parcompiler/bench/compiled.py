@@ -16,10 +16,10 @@ from parcompiler.runtime.compiled.layers import (
     CompiledLayer,
     Surroundings,
     Template,
-    TensorForm,
     TracedLayer,
     find_extras,
 )
+from parcompiler.runtime.compiled.tracing import TensorForm
 from parcompiler.runtime.stage import Layer
 
 

@@ -23,19 +23,18 @@ import dataclasses
 import hashlib
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from parcompiler.capture.clean import drop_dead, keep_names
+from parcompiler.capture.clean import copied, drop_dead
 from parcompiler.capture.effects import effects_of, overload_name
-from parcompiler.capture.prologue import cone, constants
+from parcompiler.capture.prologue import cone, constants, evaluated
 from parcompiler.graph import Graph
 
 LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
@@ -62,10 +61,7 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
     forms = dict(_forms(graph, on_cpu=on_cpu))
     if not forms:
         return graph
-    nodes: dict[fx.Node, fx.Node] = {}
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph.fx_graph, nodes))
-    keep_names(nodes)
+    made, nodes = copied(graph.fx_graph)
     for node, after in forms.items():
         copy = nodes[node]
         copy.meta["kernel"] = tuple(_words(_arguments(node), after))
@@ -75,11 +71,11 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
             for name, item in after.items()
             if name in _DEFAULTS and item != _DEFAULTS[name]
         }
-    drop_dead(copied)
+    drop_dead(made)
     said = [(node.name, nodes[node].meta["kernel"]) for node in forms]
     digest = hashlib.sha256(f"{graph.fingerprint} {said}".encode())
     return dataclasses.replace(
-        graph, fx_graph=copied, loss=nodes[graph.loss], fingerprint=digest.hexdigest()[:16]
+        graph, fx_graph=made, loss=nodes[graph.loss], fingerprint=digest.hexdigest()[:16]
     )
 
 
@@ -180,26 +176,19 @@ class ConstantMasks:
         numbers in it but theirs are so small that what they do shows among these.
         """
         length, known = 0, mask.meta["val"]
+        read = {operand for node in members for operand in node.all_input_nodes}
         if not all(map(_is_small, members)):
             length = known.shape[-1]
-            read = {operand for node in members for operand in node.all_input_nodes}
             if read - {*members} or not all(_is_formula(node, length) for node in members):
                 return None
-        last = {operand: node for node in members for operand in node.all_input_nodes}
-        values: dict[fx.Node, Any] = {}
         try:
-            with torch.no_grad():
-                for buffer in (mask, *last):
-                    if buffer.op == "placeholder":
-                        values[buffer] = self._buffer(buffer)
-                for node in members:
-                    values[node] = _run(node, values, length)
-                    for operand in node.all_input_nodes:
-                        if last[operand] is node and operand is not mask:
-                            values.pop(operand, None)
+            values = {
+                node: self._buffer(node) for node in read | {mask} if node.op == "placeholder"
+            }
+            value = evaluated(mask, members, values, lambda item: _shorter(item, length))
         except (RuntimeError, NotImplementedError, KeyError, TypeError):
             return None  # what does not run here is left to the ranks
-        value, shape = values[mask], [_shorter(size, length) for size in known.shape]
+        shape = [_shorter(size, length) for size in known.shape]
         same = (list(value.shape), value.dtype) == (shape, known.dtype)
         return value if same else None
 
@@ -239,19 +228,6 @@ def _is_small(node: fx.Node) -> bool:
         and isinstance(sizes, list | tuple)
         and all(isinstance(one, torch.Tensor) and math.prod(one.shape) <= LARGEST for one in sizes)
     )
-
-
-def _run(node: fx.Node, values: Mapping[fx.Node, Any], length: int) -> Any:
-    """The value of a node on the CPU; of `FEW` positions where there are that many."""
-
-    def argument(item: Any) -> Any:
-        if isinstance(item, fx.Node):
-            return values[item]
-        return torch.device("cpu") if isinstance(item, torch.device) else _shorter(item, length)
-
-    args, kwargs = map_aggregate((node.args, node.kwargs), argument)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def _as_flag(mask: torch.Tensor) -> ConstantMask | None:

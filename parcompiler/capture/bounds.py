@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from parcompiler.capture.clean import where
-from parcompiler.capture.effects import effects_of, is_random
+from parcompiler.capture.effects import effects_of, is_random, outside
 from parcompiler.capture.functions import Applied
 from parcompiler.capture.inputs import flat
-from parcompiler.capture.prologue import cone
+from parcompiler.capture.prologue import cone, evaluated
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, shape_of
 
@@ -27,7 +26,6 @@ _PASS_ON = frozenset(
 )
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 _TABLES = ("embedding", "embedding_bag", "_embedding_bag")
-CPU = torch.device("cpu")
 _LARGEST = 1 << 20  # elements of a tensor that is computed to check indices
 # For each operator: the operand that indexes, the table that it indexes, and in which dimension.
 _INDEX = {"embedding": (1, 0, 0)} | dict.fromkeys(_CLASSES, (1, 0, 1))
@@ -95,9 +93,8 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
     as for what has no data, is drawn or large."""
     members = cone(node, effects_of(graph))
     order = [item for item in graph.fx_graph.nodes if item in members]
-    leaves = {leaf for item in order for leaf in item.all_input_nodes} - members
     known: dict[fx.Node, Any] = {}
-    for leaf in leaves if members else {node}:
+    for leaf in outside(order) if members else (node,):
         value = values.get(leaf.name)
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return None
@@ -108,18 +105,9 @@ def _computed(graph: Graph, node: fx.Node, values: Mapping[str, Any]) -> torch.T
     if any(math.prod(shape) > _LARGEST for shape in shapes):
         return None
 
-    def on_cpu(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return known[argument]
-        return CPU if isinstance(argument, torch.device) else argument
-
     try:
-        with torch.no_grad():
-            for item in order:
-                args, kwargs = map_aggregate((item.args, item.kwargs), on_cpu)
-                known[item] = item.target(*args, **kwargs)
+        value = evaluated(node, order, known)
     except Exception:  # whatever an operator raises on another device than it was captured on
         return None
-    value = known[node]
     assert isinstance(value, torch.Tensor)
     return value

@@ -44,7 +44,7 @@ from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspende
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
-from parcompiler.capture.untouched import Attribute, check_attributes, watched
+from parcompiler.capture.untouched import Attribute, check_attributes, untouched, watched
 from parcompiler.errors import CaptureError, InputError, ParcompilerError
 from parcompiler.graph import Graph
 
@@ -216,23 +216,19 @@ def _export(
 
 
 def _check_runs(original: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a model that fails on its inputs when it is simply called; a copy of it is.
+    """Refuse a model that fails on its inputs when it is simply called.
 
     What tensors without data cannot do says nothing about the model.
     """
     try:
-        whole = copy.deepcopy(original)
-    except Exception:  # whatever a user's attributes raise when they are copied
-        return
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with untouched(original), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            whole(*args, **kwargs)
+            original(*args, **kwargs)
     except NotImplementedError:
         return
     except Exception as error:  # whatever a user's model raises
         if not is_data_dependent(error):
-            raise explain(error, whole.model, runs=False) from error
+            raise explain(error, original.model, runs=False) from error
 
 
 def _attempts(

@@ -97,10 +97,14 @@ def _inline(
     graph.erase_node(node)
 
 
-def keep_names(copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Give copies the names of their nodes: `graph_copy` renames inputs called `torch` or `inf`."""
-    for node, copy in copies.items():
-        copy.name = node.name
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, whose nodes have the same names, and the copy of each node."""
+    nodes: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, nodes))
+    for node, copy in nodes.items():
+        copy.name = node.name  # `graph_copy` renames inputs called `torch` or `inf`
+    return made, nodes
 
 
 def drop_objects(graph: fx.Graph) -> None:
@@ -151,7 +155,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase what neither the result, nor an update of a placeholder in place, nor a random draw
     depends on. Updates of other memory stay where what reads that memory after them does."""
     effects = Effects(graph)
-    pending = [node for node in graph.nodes if node.op == "output"]
+    pending = [graph.output_node()]
     for root, writers in effects.writers.items():
         pending += writers if root.op == "placeholder" else ()
     pending += [node for node in graph.nodes if is_random(node) and not any(mutated_operands(node))]
@@ -218,14 +222,11 @@ def simplify(graph: Graph) -> Graph:
     """
 
     def simplified() -> Graph:
-        nodes: dict[fx.Node, fx.Node] = {}
-        copied = fx.Graph()
-        copied.output(copied.graph_copy(graph.fx_graph, nodes))
-        keep_names(nodes)
+        made, nodes = copied(graph.fx_graph)
         _share(graph, nodes)
-        drop_no_operations(copied)
-        output = next(node for node in reversed(copied.nodes) if node.op == "output")
-        return dataclasses.replace(graph, fx_graph=copied, loss=output.args[0][0])
+        drop_no_operations(made)
+        output: Any = made.output_node()
+        return dataclasses.replace(graph, fx_graph=made, loss=output.args[0][0])
 
     return graph.once("simplified", simplified)
 

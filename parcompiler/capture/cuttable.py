@@ -98,14 +98,9 @@ def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
     >>> order_of(torch.empty(2, 3, 4).transpose(0, 1)), order_of(torch.empty(4)[::2])
     ((1, 0, 2), None)
     """
-    strides = list(value.stride())
+    strides = value.stride()
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    expected = 1
-    for dim in reversed(order):
-        if value.shape[dim] != 1 and strides[dim] != expected:
-            return None
-        expected *= value.shape[dim]
-    return tuple(order)
+    return tuple(order) if value.permute(order).is_contiguous() else None
 
 
 def _ordered(graph: fx.Graph, before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:

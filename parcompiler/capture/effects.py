@@ -106,6 +106,13 @@ def _nodes(value: object) -> Iterator[fx.Node]:
             yield from _nodes(item)
 
 
+def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that `nodes` read and that are none of them, by first use."""
+    inside = set(nodes)
+    read = (operand for node in nodes for operand in node.all_input_nodes)
+    return (node for node in dict.fromkeys(read) if node not in inside)
+
+
 def base_of(node: fx.Node) -> fx.Node | None:
     """The operand whose memory a node's value may share; None when the value is new."""
     target = node.target

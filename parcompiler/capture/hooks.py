@@ -106,7 +106,7 @@ def _unfit(graph: fx.Graph, like: torch.Tensor) -> str:
             known = torch.Tag.pointwise in target.tags or target._opname in _OF_ELEMENTS
             if not known or torch.Tag.nondeterministic_seeded in target.tags:
                 return f"{target} is no arithmetic of elements"
-    result = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    result: Any = graph.output_node().args[0]
     value = result.meta["val"]
     if (value.shape, value.dtype) != (like.shape, like.dtype):
         return f"it returns {value.dtype} {tuple(value.shape)}"

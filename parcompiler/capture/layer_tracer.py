@@ -152,24 +152,15 @@ class LayerTracer:
             arguments = key(args), key(tuple(kwargs.items()))
         except TypeError:
             return None
-        arguments_at = {
-            Source("argument", i): self._node(tensor) for i, tensor in enumerate(tensors)
-        }
-        parameters_at = {
-            Source("parameter", name): self._node(tensor) for name, tensor in self._tensors()
-        }
-        nodes = [
-            *arguments_at.values(),
-            *{node for node in parameters_at.values() if node is not None},
-        ]
-        if None in nodes or len(set(nodes)) != len(nodes):
+        sources = [(Source("argument", i), tensor) for i, tensor in enumerate(tensors)]
+        sources += [(Source("parameter", name), tensor) for name, tensor in self._tensors()]
+        nodes = ((source, self._node(tensor)) for source, tensor in sources)
+        known = {source: node for source, node in nodes if node is not None}
+        given = {node for source, node in known.items() if source.kind == "argument"}
+        own = {node for source, node in known.items() if source.kind == "parameter"}
+        if len(given) != len(tensors) or given & own:
             return None
         structure, plain = description
-        known = {
-            source: node
-            for source, node in (arguments_at | parameters_at).items()
-            if node is not None
-        }
         return LayerCall((structure, arguments, _state()), plain, tuple(tensors), known)
 
     def traced(

@@ -19,18 +19,14 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from parcompiler.capture.clean import keep_names
+from parcompiler.capture.clean import copied
 from parcompiler.capture.patches import patched
 from parcompiler.graph import Graph
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
     """`graph` with every floating tensor and every floating cast in `dtype`; a new graph."""
-    nodes: dict[fx.Node, fx.Node] = {}
-    lifted = fx.Graph()
-    result = lifted.graph_copy(graph.fx_graph, nodes)
-    lifted.output(result)
-    keep_names(nodes)
+    lifted, nodes = copied(graph.fx_graph)
     swap = _swap(dtype)
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:  # recorded tensors have no data

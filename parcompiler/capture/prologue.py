@@ -10,10 +10,12 @@ several.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from parcompiler.capture.effects import Effects, effects_of, is_random, viewed
 from parcompiler.graph import Graph, Parameter
@@ -126,6 +128,33 @@ def _free(
         if more <= blocked:
             return free
         blocked |= more
+
+
+def evaluated(
+    node: fx.Node,
+    members: Sequence[fx.Node],
+    values: dict[fx.Node, Any],
+    changed: Callable[[Any], Any] = lambda argument: argument,
+) -> Any:
+    """The value of a node by running the `members` of its cone, in order, on the CPU: from the
+    `values` of what they read outside, with other arguments `changed`. Values that no member reads
+    any more are let go."""
+    last = {operand: member for member in members for operand in member.all_input_nodes}
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return values[item]
+        return torch.device("cpu") if isinstance(item, torch.device) else changed(item)
+
+    with torch.no_grad():
+        for member in members:
+            args, kwargs = map_aggregate((member.args, member.kwargs), argument)
+            assert callable(member.target)
+            values[member] = member.target(*args, **kwargs)
+            for operand in member.all_input_nodes:
+                if last[operand] is member and operand is not node:
+                    values.pop(operand, None)
+    return values[node]
 
 
 def cone(node: fx.Node, effects: Effects) -> set[fx.Node]:

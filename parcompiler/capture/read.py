@@ -137,7 +137,7 @@ class _Placeholders:
 
 def _loss(graph: fx.Graph, outputs: Sequence[str]) -> fx.Node:
     """The loss, which becomes all that the graph returns, with the outputs that are kept."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output: Any = graph.output_node()
     loss, *others = output.args[0]
     kept = others[: len(outputs)]
     for name, node in zip(outputs, kept, strict=True):

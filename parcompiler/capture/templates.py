@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
+from parcompiler.capture.effects import outside
 from parcompiler.graph import Binding, Block, Graph
 
 # Names that emitted code uses itself, so that no variable or class of a model may have them; and
@@ -48,7 +49,7 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
     names: set[str] = set()
     for path, call, nodes, scope in segments:
         inside = set(nodes)
-        inputs = _inputs(graph, nodes, inside)
+        inputs = tuple(node for node in outside(nodes) if node.name not in graph.by_node)
         outputs = tuple(n for n in nodes if any(user not in inside for user in n.users))
         tensors = _tensors(graph, nodes, scope)
         key = _structure(graph, nodes, inputs, outputs, tensors, scope)
@@ -63,26 +64,15 @@ def group(graph: Graph, segments: list[Segment]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _inputs(graph: Graph, nodes: Iterable[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """What a block reads besides its tensors: values of others, of the prologue, of the batch."""
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if operand not in inside and operand.name not in graph.by_node:
-                inputs[operand] = None
-    return tuple(inputs)
-
-
-def _tensors(graph: Graph, nodes: Iterable[fx.Node], scope: str) -> tuple[Binding, ...]:
+def _tensors(graph: Graph, nodes: Sequence[fx.Node], scope: str) -> tuple[Binding, ...]:
     """The parameters and buffers that a block reads, with the attribute each has there."""
     bindings: dict[str, Binding] = {}
     taken = set(ATTRIBUTES)
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            known = graph.by_node.get(operand.name)
-            if known is not None and known.name not in bindings:
-                wish = identifier(relative_name(known.name, scope))
-                bindings[known.name] = Binding(unique(wish, taken), known.name)
+    for node in outside(nodes):
+        known = graph.by_node.get(node.name)
+        if known is not None and known.name not in bindings:
+            wish = identifier(relative_name(known.name, scope))
+            bindings[known.name] = Binding(unique(wish, taken), known.name)
     return tuple(bindings.values())
 
 

@@ -22,7 +22,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.loss import PREFIX, WithLoss
+from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 Attribute = tuple[str, str]  # the path of a module, and a name in its __dict__
@@ -227,17 +228,13 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
         return put
 
     methods = {"__getattribute__": reading, "__setattr__": writing, "register_buffer": writing}
-    before = {(kind, name): vars(kind).get(name) for kind in kinds for name in methods}
-    for kind, name in before:
-        setattr(kind, name, methods[name](getattr(kind, name)))  # of the class: of all instances
     try:
-        yield attributes
+        with ExitStack() as stack:
+            for kind in kinds:  # of the class: of all instances
+                own = {name: change(getattr(kind, name)) for name, change in methods.items()}
+                stack.enter_context(patched(kind, **own))
+            yield attributes
     finally:
-        for (kind, name), method in before.items():
-            if method is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, method)
         read_at = (at for at, lines in read.items() if not lines <= written.get(at, set()))
         attributes.update(at for at in read_at if at in watched)
 

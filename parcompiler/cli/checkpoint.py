@@ -106,12 +106,12 @@ def export_command(
     if faults:
         raise InputError("\n".join(faults))
     kind = None if dtype is None else getattr(torch, dtype)
-    files = pretrained.shards(checkpoint, pretrained.SHARD_SIZE, kind)
+    shards = pretrained.PublishedFiles.of(checkpoint, pretrained.SHARD_SIZE, kind)
     with output.writing(target):
         target.mkdir(parents=True, exist_ok=True)
-        pretrained.write_shards(checkpoint, target, files, kind)
-        pretrained.publish(checkpoint, target, files, kind, config)
-    names = sorted(files)
+        shards.write(target)
+        shards.publish(target, config)
+    names = sorted(shards.files)
     output.result(
         form,
         lambda: f"{target}: weights of step {checkpoint.step} in {', '.join(names)}",

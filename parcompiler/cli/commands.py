@@ -354,7 +354,7 @@ def _errors(errors: Errors) -> dict[str, Any]:
 
 def _summary(device: Device) -> str:
     """The figures of a device, each with where it is from."""
-    from parcompiler.report.units import BYTES, FLOPS, SECONDS, quantity
+    from parcompiler.report.units import BYTES, FLOPS, SECONDS, quantity, rate
 
     rows = [
         (f"peak, {name}", f"{quantity(peak, FLOPS)}FLOP/s", f"flops.{name}")
@@ -362,13 +362,14 @@ def _summary(device: Device) -> str:
     ]
     rows += [
         ("memory", quantity(device.memory, BYTES), "memory"),
-        ("memory bandwidth", _rate(device.memory_bandwidth), "memory_bandwidth"),
+        ("memory bandwidth", f"{rate(device.memory_bandwidth / 1e9)} GB/s", "memory_bandwidth"),
         ("launch of a kernel", quantity(device.launch_overhead, SECONDS), "launch_overhead"),
     ]
     links = {"link": device.link, "network": device.network}
     links |= {"host": device.host} if device.host else {}
     for place, link in links.items():
-        rows.append((f"{place}, bandwidth", _rate(link.bandwidth), f"{place}.bandwidth"))
+        bandwidth = f"{rate(link.bandwidth / 1e9)} GB/s"
+        rows.append((f"{place}, bandwidth", bandwidth, f"{place}.bandwidth"))
         rows.append((f"{place}, latency", quantity(link.latency, SECONDS), f"{place}.latency"))
     sources = dict(device.sources)
     lines = (
@@ -385,12 +386,3 @@ def _origin(source: str) -> str:
     ('measured', 'not measured, as cpu')
     """
     return "measured" if source.startswith("measured ") else source.partition(":")[0]
-
-
-def _rate(bandwidth: float) -> str:
-    """Bytes a second, in powers of ten as data sheets have them.
-
-    >>> _rate(3.35e12)
-    '3,350 GB/s'
-    """
-    return f"{bandwidth / 1e9:,.{0 if bandwidth >= 1e11 else 1}f} GB/s"

@@ -49,7 +49,11 @@ def read(path: Path) -> dict[str, Any]:
             "downloaded (fetch it first, as with 'hf download NAME config.json')"
         )
         raise InputError(message)
-    return _read(path)
+    data = documents.parse(documents.text_of(path), str(path), finite=False)  # Mamba has Infinity
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        message = f"{path} is no configuration of transformers: it has no 'model_type'"
+        raise InputError(message)
+    return data
 
 
 def made(
@@ -66,16 +70,6 @@ def made(
         config = _config(data, path)
         model = _model(config, data, path, "cpu" if real else "meta")
     return model, _inputs(model, config, sequence, rows or 1)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The JSON object of a file, with the type of model that it is of."""
-    text = documents.text_of(path)
-    data = documents.parse(text, str(path), finite=False)  # Mamba has Infinity
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        message = f"{path} is no configuration of transformers: it has no 'model_type'"
-        raise InputError(message)
-    return data
 
 
 def _check_fields(data: dict[str, Any], path: Path, prefix: str) -> None:

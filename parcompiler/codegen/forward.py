@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from parcompiler.codegen.layers import StageLayers
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import Loop, sources
 from parcompiler.lower.lowered import Call, StageProgram
@@ -17,30 +18,21 @@ INDENT = 8
 class Forward:
     """Writes the calls; a result is called as in the user's source where that name is free.
 
-    `taken` are the names of arguments and of the prologue. `paths` has for each block the layer
-    that it runs, `variables` the loop variable of each list of layers.
+    `taken` are the names of arguments and of the prologue.
     """
 
-    def __init__(
-        self,
-        stage: StageProgram,
-        loops: Sequence[Loop],
-        taken: Collection[str],
-        paths: Mapping[str, str],
-        variables: Mapping[str, str],
-    ) -> None:
-        self._loops = loops
-        self._paths = paths
-        self._variables = variables
+    def __init__(self, stage: StageProgram, layers: StageLayers, taken: Collection[str]) -> None:
+        self._loops, self._paths = layers.loops, layers.paths
+        self._variables = layers.variables(taken)
         self._results = [*stage.gives, *([stage.loss] if stage.loss else []), *stage.keeps]
         results = {name for call in stage.calls for name in call.results}
-        self._taken = {*taken, *results, *variables.values()}
+        self._taken = {*taken, *results, *self._variables.values()}
         self._last = {
             name: i
-            for i, loop in enumerate(loops)
+            for i, loop in enumerate(self._loops)
             for call in loop.calls
             for name in call.arguments
-        } | dict.fromkeys(self._results, len(loops))
+        } | dict.fromkeys(self._results, len(self._loops))
         self._names: dict[str, str] = {}
 
     def lines(self) -> Iterator[str]:

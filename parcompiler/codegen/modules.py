@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-
-from torch import Tensor
 
 from parcompiler.codegen.functions import counts_module, hooks_module
 from parcompiler.codegen.stage import StageWriter
@@ -33,19 +30,14 @@ def vocabulary_class(lowered: Lowered, device: str) -> type[Vocabulary] | None:
     return made
 
 
-def hook_functions(lowered: Lowered, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What the model does to gradients, by the name of the parameter."""
-    if not lowered.graph.hooks:
-        return {}
-    functions: dict[str, Any] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
-    return functions
-
-
-def count_function(lowered: Lowered, device: str) -> Callable[..., Tensor] | None:
-    """What counts the targets of a micro-batch, where the loss is a mean over them."""
-    if lowered.graph.counts is None:
-        return None
-    made: Callable[..., Tensor] = _import(counts_module(lowered, device), "counts", "counted")
+def functions(lowered: Lowered, device: str) -> dict[str, Any]:
+    """What a worker gets of models that have it, by its keywords: what hooks do to gradients, by
+    the name of the parameter, and what counts the targets that the loss is a mean over."""
+    made: dict[str, Any] = {}
+    if lowered.graph.hooks:
+        made["hooks"] = _import(hooks_module(lowered.graph, device), "hooks", "HOOKS")
+    if lowered.graph.counts is not None:
+        made["counted"] = _import(counts_module(lowered, device), "counts", "counted")
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from torch import fx
@@ -25,7 +25,7 @@ from parcompiler.codegen.layers import StageLayers
 from parcompiler.codegen.layout import table, wrap
 from parcompiler.codegen.literals import literal, string
 from parcompiler.codegen.quoting import docstring, paragraph
-from parcompiler.graph import Block, Graph, Parameter
+from parcompiler.graph import Block, Parameter
 from parcompiler.lower.lowered import Lowered, StageProgram
 from parcompiler.naming.source import Frame, frames
 from parcompiler.naming.variables import argument_names
@@ -73,9 +73,43 @@ class StageWriter:
             by_template.setdefault(call.block.template, []).append(call.block)
         when = "wait for BACKWARD_WEIGHT" if self.stage.index in self.lowered.split else BESIDE
         for blocks in by_template.values():
-            variables = self.lowered.variables
-            deferring, again = self._deferring(blocks), self._again[blocks[0].template]
-            yield block_class(self.graph, self.effects, blocks, variables, deferring, when, again)
+            yield self._class(blocks, when)
+
+    def _class(self, instances: Sequence[Block], when: str) -> str:
+        """The class of a template, from the blocks that are its instances; `when` says when the
+        gradients of weights come that are left for later."""
+        graph, block = self.graph, instances[0]
+        deferring, again = self._deferring(instances), self._again[block.template]
+        inputs = [item.inputs for item in instances]
+        arguments = argument_names(graph, inputs, self.lowered.variables)
+        tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
+        nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
+        operands = {nodes[name]: text for name, text in tensors.items()} | arguments
+        attributes = BlockAttributes(graph, block, deferring, again)
+        body = Body(graph, self.effects, operands, scope=block.scope, attributes=attributes)
+        lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
+        title, made = _title(instances), attributes.constructor()
+        text = "\n".join([*made, *lines])
+        if deferring:
+            listed = (kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text)
+            kinds = ", ".join(f"`runtime.{kind}`" for kind in listed)
+            title += f" The gradients of weights of {kinds} {when}."
+        if again:
+            title += " What `runtime.again` computes is not kept: it runs again in the backward."
+        results = ", ".join(body.name(node) for node in block.outputs)
+        kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
+        parameters = "".join(f", {name}: Tensor" for name in arguments.values())
+        parts = [
+            f"class {block.template}(runtime.Layer):",
+            f'    """{paragraph(title, 4)}"""',
+            "",
+            *names_table(attributes.names),
+            *constructor(made),
+            wrap(f"def forward(self{parameters}) -> {kind}:", 4),
+            *lines,
+            wrap(f"return {results}" if results else "return ()", 8),
+        ]
+        return "\n".join(parts)
 
     def _deferring(self, instances: Sequence[Block]) -> set[fx.Node]:
         """The nodes of the first of some equal blocks that leave gradients of weights for later;
@@ -125,9 +159,7 @@ class StageWriter:
     def _forward(self, arguments: Sequence[str]) -> Forward:
         """The calls of the layers."""
         kept = [self.lowered.variables[node] for node in self.stage.prologue]
-        taken = {*arguments, *kept, *EMITTED}
-        variables = self.layers.variables(taken)
-        return Forward(self.stage, self.layers.loops, taken, self.layers.paths, variables)
+        return Forward(self.stage, self.layers, {*arguments, *kept, *EMITTED})
 
     def _declarations(self) -> Iterator[str]:
         """The class attributes that the runtime reads."""
@@ -233,52 +265,6 @@ def _tuple(names: Iterable[str]) -> str:
     """`cos, sin`, or `(cos,)`."""
     several = list(names)
     return ", ".join(several) if len(several) > 1 else f"({several[0]},)"
-
-
-def block_class(
-    graph: Graph,
-    effects: Effects,
-    instances: Sequence[Block],
-    variables: Mapping[fx.Node, str],
-    deferring: Collection[fx.Node],
-    when: str,
-    again: Collection[fx.Node] = (),
-) -> str:
-    """The class of a template, from the blocks that are instances of it.
-
-    The gradients of weights of its linear layers that are `deferring` come later: `when`. The nodes
-    in `again` run again in its backward.
-    """
-    block = instances[0]
-    arguments = argument_names(graph, [item.inputs for item in instances], variables)
-    tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
-    nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
-    operands = {nodes[name]: text for name, text in tensors.items()} | arguments
-    attributes = BlockAttributes(graph, block, deferring, again)
-    body = Body(graph, effects, operands, scope=block.scope, attributes=attributes)
-    lines = body.lines(block.nodes, dict.fromkeys(block.outputs))
-    title, made = _title(instances), attributes.constructor()
-    text = "\n".join([*made, *lines])
-    if deferring:
-        listed = (kind for kind in ("Linear", "linear", "addmm") if f"runtime.{kind}(" in text)
-        kinds = ", ".join(f"`runtime.{kind}`" for kind in listed)
-        title += f" The gradients of weights of {kinds} {when}."
-    if again:
-        title += " What `runtime.again` computes is not kept: it runs again in the backward."
-    results = ", ".join(body.name(node) for node in block.outputs)
-    kind = "Tensor" if len(block.outputs) == 1 else "tuple[Tensor, ...]"
-    parameters = "".join(f", {name}: Tensor" for name in arguments.values())
-    parts = [
-        f"class {block.template}(runtime.Layer):",
-        f'    """{paragraph(title, 4)}"""',
-        "",
-        *names_table(attributes.names),
-        *constructor(made),
-        wrap(f"def forward(self{parameters}) -> {kind}:", 4),
-        *lines,
-        wrap(f"return {results}" if results else "return ()", 8),
-    ]
-    return "\n".join(parts)
 
 
 def _title(instances: Sequence[Block]) -> str:

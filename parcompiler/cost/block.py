@@ -40,7 +40,7 @@ from parcompiler.cost.live_memory import (
     free_gradients,
 )
 from parcompiler.cost.operation import EXCHANGE, Operation, describe
-from parcompiler.cost.stand_in import stand_in, storage_of, tensors
+from parcompiler.cost.stand_in import stand_in, storages, tensors
 from parcompiler.graph import dtype_of
 
 Overwritten = Mapping[fx.Node, Collection[fx.Node]]
@@ -139,7 +139,7 @@ def trace_block(
     reads = nodes, inputs, parameters, buffers, differentiable
     with torch.enable_grad():
         outside = boundary(*reads)
-        memory = LiveMemory(_storages(outside.values))
+        memory = LiveMemory(storages(outside.values))
         recorder = Recorder(memory, accelerator=accelerator, again=again)
         variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
         values = outside.values
@@ -202,9 +202,9 @@ def _sizes(
 ) -> dict[str, Any]:
     """The fields of a `BlockCost` that are known between its forward and its backward."""
     values = outside.received | dict(results)
-    touched = [node for node in values if kept & _storages({node: values[node]})]
-    received, produced = _storages(outside.received), _storages(results)
-    saved = kept - received - _storages(outside.parameters) - _storages(outside.buffers)
+    touched = [node for node in values if kept & storages({node: values[node]})]
+    received, produced = storages(outside.received), storages(results)
+    saved = kept - received - storages(outside.parameters) - storages(outside.buffers)
     return {
         "saved": _size(saved),
         "saved_inputs": _size(kept & received),
@@ -252,7 +252,7 @@ def _guess_backward(
     for operation in reversed(forward):
         if operation.kind != EXCHANGE:
             recorder.add(doubled(operation))
-    for node in reversed(nodes):
+    for recorder.place, node in reversed([*enumerate(nodes)]):
         if "exchange" in node.meta:
             recorder.add_exchange(node.meta["exchange"], dtype_of(node), backward=True)
 
@@ -305,7 +305,7 @@ def _first_part(
     if not linear:
         return {}
     outside = boundary(nodes, inputs, parameters, buffers, differentiable)
-    memory = LiveMemory(_storages(outside.values))
+    memory = LiveMemory(storages(outside.values))
     recorder = Recorder(memory, accelerator=accelerator, again=again)
     deferred: list[Left] = []
     values: dict[fx.Node, Any] = outside.values
@@ -319,7 +319,7 @@ def _first_part(
         return {}
     del seed
     kept = {id(x) for _, (x, _) in deferred}  # not the storages, which must end below
-    received = [_storages({node: outside.received.get(node)}) for node in inputs]
+    received = [storages({node: outside.received.get(node)}) for node in inputs]
     places = (i for i, own in enumerate(received) if any(id(each) in kept for each in own))
     return {
         "input_peak": memory.peak,
@@ -349,7 +349,7 @@ def _leaving(
         what, packed = layers[node], scope.pack(values[x])
 
         def left(dy: Tensor) -> None:
-            leave((what, (storage_of(scope.unpack(packed)), storage_of(dy))))
+            leave((what, (scope.unpack(packed).untyped_storage(), dy.untyped_storage())))
 
         values[node].register_hook(left)
 
@@ -366,12 +366,8 @@ def _second_peak(deferred: list[Left], memory: LiveMemory, sizes: Mapping[str, i
     return peak
 
 
-def _storages(values: Mapping[Any, Any]) -> Storages:
-    return {storage_of(tensor) for tensor in tensors(values)}
-
-
-def _size(storages: Storages) -> int:
-    return sum(storage.nbytes() for storage in storages)
+def _size(memory: Storages) -> int:
+    return sum(storage.nbytes() for storage in memory)
 
 
 def _nbytes(values: Mapping[Any, Any]) -> int:

@@ -220,9 +220,10 @@ PAT_PAYLOAD, PAT_STEP, PAT_RANK = 0.75, 14.0 / 3.5 / 22.4, 2.8 / 22.4  # of "PAT
 def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> float:
     """The time in s of a collective about `nbytes` (of the whole value) among some ranks.
 
-    `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast" or "reduce"
-    (to one rank). Where the device has a measured curve of it that says which part of the
-    bandwidth is reached; else those of its "link" and its "network" do, for all collectives.
+    `action` is "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "rotation" (all round,
+    see `ring`), "broadcast" or "reduce" (to one rank). Where the device has a measured curve of it
+    that says which part of the bandwidth is reached; else those of its "link" and its "network" do,
+    for all collectives.
     """
     if ranks.size < 2:
         return 0.0
@@ -237,6 +238,8 @@ def seconds(action: str, nbytes: float, ranks: RankGroup, device: Device) -> flo
     )
     if action == "all-to-all":
         return _direct(nbytes, links)
+    if action == "rotation":  # messages to the next rank, each when the one before is there
+        return (ranks.size - 1) * links.slowest.seconds(nbytes / ranks.size)
     ways = [_ring(action, sent, links, protocol) for protocol in _protocols(device)]
     if action in TWICE or device.is_cpu:
         about = nbytes if action in TWICE else sent

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompiler.again import again
+from parcompiler.capture.effects import outside
 from parcompiler.cost.live_memory import ForwardVariables, LiveMemory
 from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
 from parcompiler.cost.stand_in import CPU, is_differentiable, run, source, stand_in, tensors
@@ -78,13 +79,18 @@ class Recorder(TorchDispatchMode):
                 functions += [before for before, _ in function.next_functions]
 
     def add_exchange(
-        self, exchange: NodeCollectives, dtype: torch.dtype, *, backward: bool = False
+        self,
+        exchange: NodeCollectives,
+        dtype: torch.dtype,
+        *,
+        backward: bool = False,
+        steps: Sequence[Operation] = (),
     ) -> None:
         """Record the collectives of a conversion, of its forward or its backward; beside the first
-        run the products that were left."""
+        run the products that were left, and all `steps` but one of the call that it is in."""
         for action, nbytes in exchange.backward if backward else exchange.forward:
             sent = exchange.sent_by(action, nbytes)
-            beside = tuple(product for product, _ in self.left)
+            beside = *(product for product, _ in self.left), *steps[len(steps) // exchange.n :]
             self.add(
                 Operation(
                     action,
@@ -153,13 +159,6 @@ def boundary(
             )
             raise InputError(message)
     return made
-
-
-def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that `nodes` read and that are none of them, by first use."""
-    inside = set(nodes)
-    read = (argument for node in nodes for argument in node.all_input_nodes)
-    return (node for node in dict.fromkeys(read) if node not in inside)
 
 
 def execute(
@@ -243,14 +242,36 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
         # Not the tensor itself: autograd would take it for an operand, and wait for its own lock.
         make = None if shares else partial(stand_in, node.meta["val"])
         return _Exchanged.apply(value, exchange, recorder, make)  # type: ignore[no-untyped-call]
-    if exchange is not None:
+    if exchange is not None and not exchange.within:
         recorder.add_exchange(exchange, dtype_of(node))
+    count = len(recorder.operations)
     run = _FUSED.get(target, target) if recorder.accelerator else target
     result = run(*args, **kwargs)
-    if exchange is not None and exchange.backward and result.requires_grad:
+    if exchange is not None and exchange.within:
+        recorder.add_exchange(exchange, dtype_of(node), steps=recorder.operations[count:])
+        _follow_steps(result, exchange, recorder)
+    elif exchange is not None and exchange.backward and result.requires_grad:
         returned = partial(recorder.add_exchange, exchange, dtype_of(node), backward=True)
         result.register_hook(lambda _: returned())
     return result
+
+
+def _follow_steps(result: torch.Tensor, exchange: NodeCollectives, recorder: Recorder) -> None:
+    """Record what is exchanged in the backward of a call, beside its own operations."""
+    if not exchange.backward or result.grad_fn is None:
+        return
+    counts: list[int] = []
+
+    def before(_: Any) -> None:
+        counts.append(len(recorder.operations))
+
+    def behind(*_: Any) -> None:
+        steps = recorder.operations[counts.pop() :]
+        recorder.add_exchange(exchange, result_dtype, backward=True, steps=steps)
+
+    result_dtype = result.dtype
+    result.grad_fn.register_prehook(before)
+    result.grad_fn.register_hook(behind)
 
 
 def _attention(

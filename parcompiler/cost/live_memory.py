@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from parcompiler.again import RunningAgain
-from parcompiler.cost.stand_in import stand_in, storage_of, tensors
+from parcompiler.cost.stand_in import stand_in, storages
 
 
 class LiveMemory:
@@ -51,7 +51,7 @@ class LiveMemory:
 
     def record(self, result: Any) -> None:
         """Count the storages of a result that are new, until they end."""
-        for storage in map(storage_of, tensors(result)):
+        for storage in storages(result):
             key = id(storage)
             if key not in self._counted and key not in self._outside:
                 self._counted[key] = weakref.ref(storage, self._ending(key, storage.nbytes()))
@@ -73,7 +73,7 @@ class LiveMemory:
 
     def keep_output(self, gradient: torch.Tensor) -> None:
         """Count the gradient of an output in `outputs` once it is freed here."""
-        storage = storage_of(gradient)
+        storage = gradient.untyped_storage()
         nbytes = storage.nbytes()
 
         def ended() -> None:
@@ -115,7 +115,7 @@ class ForwardVariables:
         self.peak = max(self.peak, self._now + self._memory.operator_peak - self._begin)
         overwritten = [values.pop(other, None) for other in self._overwritten.get(node, ())]
         for value, sign in [(values[node], 1), *((value, -1) for value in overwritten)]:
-            for storage in {id(s): s for s in map(storage_of, tensors(value))}.values():
+            for storage in storages(value):
                 if self._memory.counts(storage):
                     before = self._variables[id(storage)]
                     self._variables[id(storage)] += sign
@@ -139,7 +139,7 @@ class SavedTensors(RunningAgain):
     def storages(self) -> set[torch.UntypedStorage]:
         """Every storage that is still saved, once."""
         alive = (reference() for reference in self._saved)
-        return {storage_of(saved.tensor) for saved in alive if saved is not None}
+        return {saved.tensor.untyped_storage() for saved in alive if saved is not None}
 
     def keep(self, tensor: torch.Tensor) -> _SavedTensor:
         """Note a tensor that is kept."""

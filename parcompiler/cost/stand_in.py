@@ -112,9 +112,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors(list(value.values()))
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory that a tensor would occupy; views share it."""
-    return tensor.untyped_storage()
+def storages(value: Any) -> set[torch.UntypedStorage]:
+    """The memory that the tensors in nested values would occupy; views share it."""
+    return {tensor.untyped_storage() for tensor in tensors(value)}
 
 
 class _Source(torch.autograd.Function):

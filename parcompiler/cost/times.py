@@ -19,8 +19,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from parcompiler.capture.effects import outside
 from parcompiler.cost.block import BlockCost
-from parcompiler.cost.execution import calls, outside
+from parcompiler.cost.execution import calls
 from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import hidden_seconds, seconds
 from parcompiler.cost.stand_in import is_differentiable, tensors

@@ -14,15 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from parcompiler.instruction import COMPUTE, Instruction, Kind
-from parcompiler.lower.lines import with_head, written
 from parcompiler.lower.lowered import Spread, StageProgram, StageValue, TiedTensor
-from parcompiler.schedules import Action
+from parcompiler.schedules.action import NOWHERE, Action
+from parcompiler.timeline.collectives import SharedLayers
+from parcompiler.timeline.embeddings import Moment, inserted, whole_walk
+from parcompiler.timeline.lists import InstructionNames
+from parcompiler.timeline.order import StageLink, walked
 
 Lists = tuple[tuple[Instruction, ...], ...]
+Orders = Sequence[Sequence[Action]]
 
 
 def training(
-    orders: Sequence[Sequence[Action]],
+    orders: Orders,
     stages: Sequence[StageProgram],
     values: Mapping[str, StageValue],
     tied: Sequence[TiedTensor],
@@ -35,12 +39,13 @@ def training(
     An asynchronous step updates the parameters of a stage after each of its backwards. `orders`
     have the head of `spread`, and get its embeddings.
     """
-    share = Instruction(Kind.SHARE_LOSS, peer=_loss_rank(stages, spread))
-    lists = written(orders, stages, values, spread)
+    wiring = _Wiring(stages, values, spread)
+    lists = wiring.written(orders)
     if asynchronous:
         lists = [tuple(_updated(instructions)) for instructions in lists]
     return tuple(
-        (*instructions, *_reductions(rank, tied), share) for rank, instructions in enumerate(lists)
+        (*instructions, *_reductions(rank, tied), wiring.share)
+        for rank, instructions in enumerate(lists)
     )
 
 
@@ -52,7 +57,7 @@ def evaluation(
     spread: Spread | None = None,
 ) -> Lists:
     """The instruction list of every rank for one evaluation: forwards only."""
-    orders: Sequence[Sequence[Action]] = [
+    orders: Orders = [
         [
             Action(Kind.FORWARD, stage.index, i)
             for i in range(microbatches)
@@ -61,11 +66,9 @@ def evaluation(
         ]
         for rank in range(ranks)
     ]
-    share = Instruction(Kind.SHARE_LOSS, peer=_loss_rank(stages, spread))
-    if spread is not None:
-        orders = with_head(orders, stages, values, spread)
-    lists = written(orders, stages, values, spread, training=False)
-    return tuple((*lines, share) for lines in lists)
+    wiring = _Wiring(stages, values, spread)
+    lists = wiring.written(wiring.with_head(orders), training=False)
+    return tuple((*lines, wiring.share) for lines in lists)
 
 
 def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
@@ -81,15 +84,70 @@ def _updated(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
     yield from pending
 
 
-def _loss_rank(stages: Sequence[StageProgram], spread: Spread | None) -> int:
-    """The rank of the stage that computes the loss, or gives what the head takes."""
-    if spread is not None and spread.head is not None:
-        return stages[spread.head.stage].rank
-    return next(stage.rank for stage in stages if stage.loss is not None)
-
-
 def _reductions(rank: int, tied: Sequence[TiedTensor]) -> Iterator[Instruction]:
     """The sums of gradients that a rank takes part in, in the same order on all ranks."""
     for item in tied:
         if rank in item.ranks:
             yield Instruction(Kind.REDUCE_GRADIENTS, value=item.label, ranks=item.ranks)
+
+
+class _Wiring:
+    """What goes between the ranks of stages."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageProgram],
+        values: Mapping[str, StageValue],
+        spread: Spread | None,
+    ) -> None:
+        self._placement = [stage.rank for stage in stages]
+        made = [value for value in values.values() if value.producer != NOWHERE]
+        self._names = [value.name for value in made for _ in _links(value)]
+        self._links = [link for value in made for link in _links(value)]
+        self._untrained = frozenset(stage.index for stage in stages if not stage.trained)
+        self._spread = spread
+        # The loss is on the stage that computes it, or gives what the head takes.
+        losses = (stage.rank for stage in stages if stage.loss is not None)
+        head = None if spread is None else spread.head
+        rank = next(losses) if head is None else self._placement[head.stage]
+        self.share = Instruction(Kind.SHARE_LOSS, peer=rank)
+
+    def written(self, orders: Orders, *, training: bool = True) -> list[tuple[Instruction, ...]]:
+        """The instructions of every rank; `orders` have the head, not the embeddings."""
+        placement, links, spread = self._placement, self._links, self._spread
+        if spread is None:
+            walk = walked(placement, orders, links)
+            return InstructionNames(self._names).lists(walk, self._untrained)
+        embedded = [(item.value, placement[item.stage]) for item in spread.lookups]
+        head = (spread.head.value, placement[spread.head.stage]) if spread.head else ("", NOWHERE)
+        walk = whole_walk(placement, orders, links, _layers(spread, training=training))
+        return InstructionNames(self._names, embedded, head).lists(walk, self._untrained)
+
+    def with_head(self, orders: Orders) -> Orders:
+        """Forwards alone, with what every rank computes of the head behind that of its stage."""
+        spread = self._spread
+        if spread is None or spread.head is None:
+            return orders
+        exact = len(_layers(spread, training=False).exchanges) > 1
+        walk = walked(self._placement, orders, self._links)
+        moments: list[Moment] = [
+            (span[1], Action(kind, NOWHERE, action.microbatch))
+            for order, spans in zip(orders, walk.spans, strict=True)
+            for action, span in zip(order, spans, strict=True)
+            if action.stage == spread.head.stage
+            for kind in ((Kind.S, Kind.NORMALIZE) if exact else (Kind.S,))
+        ]
+        return inserted(orders, walk.spans, moments)
+
+
+def _links(value: StageValue) -> list[StageLink]:
+    """A value as messages say it: to stages from which its gradient comes back, and to others."""
+    users = tuple(j for j in value.consumers if j != NOWHERE and j not in value.detached)
+    links = [StageLink(value.producer, users, value.differentiable)] if users else []
+    return [*links, *([StageLink(value.producer, value.detached, False)] if value.detached else [])]
+
+
+def _layers(spread: Spread, *, training: bool) -> SharedLayers:
+    """The layers of the vocabulary as their collectives say it."""
+    users = tuple(item.stage for item in spread.lookups)
+    return SharedLayers(spread.method, users, spread.head.stage if spread.head else None, training)

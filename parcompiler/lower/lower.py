@@ -9,7 +9,6 @@ from parcompiler.instruction import Kind
 from parcompiler.lower import communicate
 from parcompiler.lower.buckets import buckets, gathered, placed
 from parcompiler.lower.lowered import Lowered
-from parcompiler.lower.spread import spread
 from parcompiler.lower.stages import Division
 from parcompiler.lower.units import in_units, sharded, unit_orders
 from parcompiler.plan import Plan
@@ -27,7 +26,7 @@ def lower(graph: Graph, plan: Plan, cut: Cut) -> Lowered:
     division = Division(graph, choices, cut)
     stages, values, tied = division.stages(), division.values(), division.tied()
     method = plan.vocabulary.method if plan.vocabulary else "whole"
-    everywhere = spread(division, method)
+    everywhere = division.spread(method)
     lists = communicate.training(
         orders, stages, values, tied, everywhere, asynchronous=schedule.asynchronous
     )

@@ -10,8 +10,16 @@ from parcompiler.capture.blocks import Cut
 from parcompiler.capture.effects import Effects
 from parcompiler.capture.prologue import cone
 from parcompiler.cost.selective import running_again
-from parcompiler.graph import Block, Graph, dtype_of, order_of, shape_of
-from parcompiler.lower.lowered import Call, StageProgram, StageValue, TiedTensor
+from parcompiler.graph import Block, EmbeddingLookup, Graph, dtype_of, order_of, shape_of
+from parcompiler.lower.lowered import (
+    Call,
+    Spread,
+    SpreadHead,
+    SpreadLookup,
+    StageProgram,
+    StageValue,
+    TiedTensor,
+)
 from parcompiler.lower.names import variables
 from parcompiler.plan import Plan
 from parcompiler.schedules.action import NOWHERE
@@ -89,6 +97,37 @@ class Division:
             TiedTensor(f"tied_{k}", name, tuple(sorted(holders[name])))
             for k, name in enumerate(shared)
         )
+
+    def spread(self, method: str) -> Spread | None:
+        """The layers of the vocabulary on all ranks: who uses them, what they read; None when every
+        layer is on a stage."""
+        found, by_name = self.graph.vocabulary, self.graph.by_name
+        if found is None:
+            return None
+        sizes = {item.weight: by_name[item.weight].shape[0] for item in found.lookups}
+        head = None
+        if (item := found.head) is not None:
+            size = by_name[item.weight].shape[0]
+            own = (item.weight, item.bias, item.class_weight)
+            sizes |= {name: size for name in own if name}
+            head = SpreadHead(
+                self.variables[item.x], item, self.stage_of[item.x], self._read(item.targets)
+            )
+        return Spread(
+            method, tuple(map(self._lookup, found.lookups)), head, tuple(sizes),
+            tuple(sizes.values()),
+        )  # fmt: skip
+
+    def _lookup(self, item: EmbeddingLookup) -> SpreadLookup:
+        """A lookup with the stage that uses it: its users are in one block."""
+        (stage,) = {self.stage_of[user] for user in item.node.users if user in self.stage_of}
+        return SpreadLookup(self.variables[item.node], item, stage, self._read(item.indices))
+
+    def _read(self, small: fx.Graph) -> tuple[str, ...]:
+        """The tensors of the batch that a small graph reads."""
+        read = [node.name for node in small.nodes if node.op == "placeholder"]
+        inputs = {node.name: self.variables[node] for node in self.inputs}
+        return tuple(inputs[name] for name in read if name in inputs)
 
     def _stage(self, j: int) -> StageProgram:
         """The program of stage `j`."""

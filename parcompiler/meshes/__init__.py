@@ -20,7 +20,8 @@ is the plainest plan of its mesh, which is taken (`decide.plainest`).
 Degrees of context ranks are as many again for each mesh, and what they exchange is found out for
 each. So they come behind the meshes without, and once there is an answer only its neighbours are
 weighed, in which one prime factor is at home on another axis: where its ranks recompute, or have
-fewer micro-batches than the pipeline has ranks.
+fewer micro-batches than the pipeline has ranks. The same goes for neighbours of the mesh with the
+lowest sharp bound, or step: to go from one to the next by bounds costs a tenth of plans.
 
 The bound `even` takes for granted, as the schedule pass does, that no stages are better than even
 ones. An interrupt (Ctrl-C) ends the search with the answer so far, if there is one.
@@ -235,22 +236,31 @@ class MeshSearch:
     @property
     def _eligible(self) -> list[Unweighed]:
         """What is open: before there is an answer the shallow meshes, which are soonest bounded and
-        planned; then, of rare ones, the neighbours of it, those with context ranks if its ranks
-        lack room for activations, or micro-batches to be busy."""
+        planned; then, of rare ones, the neighbours of it and of the mesh in the lead, those with
+        context ranks if ranks lack room for activations, or micro-batches to be busy."""
         if not self.planned:
             near = [x for x in self.open if not self._is_wide(x.candidate)]
             plain = [x for x in near if x.candidate.mesh.context == 1] or near
             return [x for x in plain if x.candidate.mesh.pipeline <= SHALLOW] or plain
-        best = self._best
+        best, lead = self._best, self._lead
         mesh, plan = best.candidate.mesh, best.plan
         short = plan.recompute or plan.selective or plan.microbatches < mesh.pipeline
-        cramped = mesh.context > 1 or short
+        cramped = lead.context > 1 or mesh.context > 1 or short
 
-        def counts(other: Candidate) -> bool:
-            useful = cramped or other.mesh.context == 1
-            return not self._is_rare(other) or bool(useful and are_neighbours(other.mesh, mesh))
+        def counts(item: Unweighed) -> bool:
+            other = item.candidate.mesh
+            near = are_neighbours(other, mesh) or are_neighbours(other, lead)
+            useful = near and (cramped or other.context == 1)
+            return not self._is_rare(item.candidate) or item.is_sharp or bool(useful)
 
-        return [item for item in self.open if counts(item.candidate)]
+        return [item for item in self.open if counts(item)]
+
+    @property
+    def _lead(self) -> Mesh:
+        """The mesh with the shortest step, as far as that is known: planned, or a sharp bound."""
+        known = [(one.seconds, one.candidate) for one in self.planned]
+        known += [(item.bound, item.candidate) for item in self.open if item.is_sharp]
+        return min(known, key=lambda pair: pair[0])[1].mesh
 
     def _is_rare(self, candidate: Candidate) -> bool:
         """Whether a mesh is of a kind that seldom pays, and has many: it is weighed beside an
@@ -269,9 +279,7 @@ class MeshSearch:
 
         def rank(item: Unweighed) -> tuple[float, ...]:
             is_rare = self._is_rare(item.candidate)
-            if is_rare and item.is_sharp:  # a plan leaves few of the others
-                return 1, item.bound
-            return 2 * is_rare, *_plainness(item.candidate)
+            return (1, item.bound) if is_rare else (0, *_plainness(item.candidate))
 
         return min(first, key=rank, default=None)
 

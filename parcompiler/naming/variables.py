@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import is_statement, mutated_operands
+from parcompiler.capture.effects import is_statement, mutated_operands, outside
 from parcompiler.capture.templates import EMITTED, unique
 from parcompiler.graph import Graph
 from parcompiler.naming.source import candidate_names, spoken_name
@@ -65,8 +65,7 @@ def overwritten(
     >>> overwritten(nodes[1:], {x: "x"}, nodes[-1:])
     {relu_default_1: [relu_default], relu_default_2: [relu_default_1]}
     """
-    read = {operand for node in nodes for operand in node.all_input_nodes}.difference(nodes)
-    operands = {node: f"self.{node.name}" for node in read}
+    operands = {node: f"self.{node.name}" for node in outside(nodes)}
     operands |= arguments
     variables = Variables(nodes, dict.fromkeys(outputs), operands)
     values: dict[str, list[fx.Node]] = defaultdict(list)  # of each variable

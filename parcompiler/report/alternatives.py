@@ -18,9 +18,9 @@ SHOWN = 10  # meshes; the last row counts the others
 
 def schedules(report: ReportData) -> Table:
     """The schedules that were considered, and why the others lost."""
-    weighed, choices = report.weighed, report.choices
-    plan = choices.schedule, choices.virtual_stages
-    chosen = [(item.schedule, item.virtual_stages) == plan for item in weighed]
+    plan, weighed = report.plan, report.plan.weighed or ()
+    own = plan.schedule, plan.virtual_stages
+    chosen = [(item.schedule, item.virtual_stages) == own for item in weighed]
     seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
     return table(
         "Schedules considered",
@@ -34,8 +34,9 @@ def schedules(report: ReportData) -> Table:
 
 def methods(report: ReportData) -> Table:
     """The methods of the vocabulary that were considered, and why the others lost."""
-    weighed = report.vocabulary.weighed if report.vocabulary else ()
-    chosen = [report.vocabulary and item.method == report.vocabulary.method for item in weighed]
+    choice = report.plan.vocabulary
+    weighed = choice.weighed or () if choice else ()
+    chosen = [choice and item.method == choice.method for item in weighed]
     seconds = _as_predicted([item.seconds for item in weighed], chosen, report)
     return table(
         "Vocabulary methods considered",
@@ -51,7 +52,7 @@ def methods(report: ReportData) -> Table:
 def levels(report: ReportData) -> Table:
     """What data ranks would hold and exchange with the stages of the plan at each level of ZeRO."""
     shares = report.levels
-    chosen, steps = report.choices.zero, [share.step for share in shares]
+    chosen, steps = report.plan.zero, [share.step for share in shares]
     here = [share.level == chosen for share in shares]
     return table(
         f"Levels of ZeRO with these stages, on {report.mesh.replicas}",
@@ -71,7 +72,7 @@ def owned(report: ReportData) -> Table:
     """Who updates which parameters, where the optimizer takes whole ones."""
     parts = report.owned
     return table(
-        f"Whole parameters, as {report.choices.optimizer} takes them, by their data rank",
+        f"Whole parameters, as {report.plan.optimizer} takes them, by their data rank",
         number("rank", (part.rank for part in parts)),
         number("data\nrank", (part.data for part in parts)),
         number("count", (len(part.names) for part in parts)),
@@ -111,7 +112,8 @@ def _place(share: DataShare, chosen: int | None) -> str:
 
 def meshes(report: ReportData) -> Table:
     """The best ten meshes, what their steps consist of, and how many others there are and why."""
-    best, others = report.meshes[:SHOWN], Counter(map(_loss, report.meshes[SHOWN:]))
+    every = [*(report.plan.meshes or ())]
+    best, others = every[:SHOWN], Counter(map(_loss, every[SHOWN:]))
     seconds = [item.seconds for item in best]
     steps = scaled("step", seconds, SECONDS)
     memory = scaled("fullest\nrank", (item.memory for item in best), BYTES)
@@ -127,7 +129,7 @@ def meshes(report: ReportData) -> Table:
                 [True],
             ),
         ),
-        *_degrees(report.meshes, best),
+        *_degrees(every, best),
         number(
             "micro-\nbatches\n× rows",
             (
@@ -182,7 +184,7 @@ def _part(heading: str, parts: Sequence[float | None], seconds: Sequence[float |
 
 def runner_up(report: ReportData) -> str:
     """The fastest plan beside that of the report, and by how much it differs."""
-    other, step = report.runner_up, report.step.seconds
+    other, step = report.plan.runner_up, report.step.seconds
     if other is None or not other.seconds:
         return NOTHING
     by = f"{percent(abs(other.seconds / step - 1))} "

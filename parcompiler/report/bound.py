@@ -4,10 +4,16 @@
 
 Seconds of compute instructions are divided as the roofline divides the operators of their blocks;
 those between them, by what the rank waits for.
+
+A neighbouring mesh, on which the same batch would train faster, is planned as `compile` would. It
+has half of the ranks along one axis and twice as many along another. Those are tried first that
+halve an axis on which the busiest rank loses much time and double one that costs little.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,13 +28,20 @@ from parcompiler.cost.roofline import operation_seconds
 from parcompiler.device import Device
 from parcompiler.errors import ParcompilerError
 from parcompiler.instruction import BUCKETED, COMPUTE, MESSAGES, SHARDING, TRANSFERS, Kind
-from parcompiler.lower import Lowered
+from parcompiler.lower import Lowered, lower
+from parcompiler.mesh import AXES, Mesh
 from parcompiler.naming.source import frames
+from parcompiler.passes import DEFAULT
+from parcompiler.passes.decide import decide
+from parcompiler.passes.shard.axes import on_axes
+from parcompiler.passes.shard.context import LONG, positions
+from parcompiler.passes.shard.local import local
 from parcompiler.passes.zero import share_of
 from parcompiler.plan import Plan
 from parcompiler.priced import Priced
+from parcompiler.prices import simulated
 from parcompiler.problem import LEVELS, Problem
-from parcompiler.report.data import OptionGain, SourceLine, StepShare
+from parcompiler.report.data import NamedTime, OptionGain, SourceLine
 from parcompiler.schedules import ASYNCHRONOUS, SCHEDULES, stages_per_rank
 from parcompiler.timeline import Timeline
 from parcompiler.timeline.timeline import WORK
@@ -41,6 +54,12 @@ PARTS = (
 )  # fmt: skip
 WORTH = 0.01  # of the step: smaller changes are below what the model can tell
 SHOWN = 3
+
+# The seconds that an axis loses, by the parts of the step.
+LOST = {"data": (DATA,), "pipeline": (WAITING, MESSAGE), "tensor": ("tensor ranks",)}
+MORE = {"data": 0.5, "pipeline": 1.0, "tensor": 1.0}  # of that, what twice the ranks add
+UNKNOWN = 0.05  # of the step: what an axis that is not divided may cost once it is
+TRIED = 2  # neighbours: planning one takes a fraction of compile
 
 # What a gap in the compute of a rank is: the first of these that goes on in it.
 WAITS = {
@@ -57,7 +76,7 @@ def busiest(timeline: Timeline) -> int:
 
 def parts(
     lowered: Lowered, priced: Priced, timeline: Timeline, device: Device
-) -> tuple[StepShare, ...]:
+) -> tuple[NamedTime, ...]:
     """Where the seconds of the busiest rank go, which add up to the step; longest first.
 
     `priced` are the blocks of one tensor rank, `device` is that of the rank.
@@ -89,7 +108,7 @@ def parts(
     for name, time in _waits(timeline, rank, spans):
         seconds[name] += time
     longest = sorted(seconds.items(), key=lambda part: -part[1])
-    return tuple(StepShare(name, time) for name, time in longest if time > 0)
+    return tuple(NamedTime(name, time) for name, time in longest if time > 0)
 
 
 def lines(priced: Priced, device: Device) -> tuple[SourceLine, ...]:
@@ -181,7 +200,7 @@ def _waits(
 
 
 def changes(
-    problem: Problem, plan: Plan, found: Iterable[StepShare], device: Device
+    problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
 ) -> tuple[OptionGain, ...]:
     """The changes of one option that would train most samples a second, at most three.
 
@@ -200,7 +219,7 @@ def by_gain(found: Iterable[OptionGain]) -> tuple[OptionGain, ...]:
 
 
 def _narrowed(
-    problem: Problem, plan: Plan, found: Iterable[StepShare], device: Device
+    problem: Problem, plan: Plan, found: Iterable[NamedTime], device: Device
 ) -> Iterator[OptionGain]:
     """16 bits for a model in 32, where the device computes faster in them: half of all traffic."""
     wide, narrow = torch.float32, torch.bfloat16
@@ -252,3 +271,65 @@ def _reordered(problem: Problem, plan: Plan, seconds: float) -> Iterator[OptionG
         if share.fits:
             gain = trial.microbatches * before / (plan.microbatches * share.step) - 1
             yield OptionGain(option, value, gain, share.step * seconds / before)
+
+
+def other_mesh(
+    problem: Problem, plan: Plan, parts: Iterable[NamedTime], seconds: float
+) -> tuple[OptionGain, ...]:
+    """The first of the neighbours tried that gains more on a step of `seconds` than the cost model
+    can tell, if one does.
+
+    `problem` is that of the whole model. Nothing is tried where more than the mesh would have to
+    change: stages by number, measured costs, context and expert ranks, several devices.
+    """
+    mesh, options = problem.mesh, problem.options
+    chosen = (
+        not isinstance(options.stages, str) or plan.orders is not None or plan.updates is not None
+    )
+    if chosen or problem.bench is not None or not mesh.is_uniform or mesh.context * mesh.expert > 1:
+        return ()
+    rows = 1 if problem.graph.kept else positions(problem.graph)
+    short = rows >= LONG and rows % 2 == 0 and bool(plan.recompute or plan.selective)
+    neighbours = _neighbours(mesh, plan.microbatches, parts, seconds, context=short)
+    for other, count in itertools.islice(neighbours, TRIED):
+        named = dataclasses.replace(options, microbatches=count)
+        try:
+            trial = on_axes(problem.anew(mesh=other, options=named, explain=False))
+            step = _step(trial, decide(trial, DEFAULT))
+        except ParcompilerError:
+            continue  # it does not fit, or has more stages than the model has blocks
+        if seconds / step - 1 > WORTH:
+            degrees = ((axis, getattr(other, axis)) for axis in AXES)
+            sizes = ",".join(f"{axis}={degree}" for axis, degree in degrees if degree > 1)
+            text = sizes if count == plan.microbatches else f"{sizes} --microbatches {count}"
+            return (OptionGain("mesh", text, seconds / step - 1, step),)
+    return ()
+
+
+def _neighbours(
+    mesh: Mesh, microbatches: int, parts: Iterable[NamedTime], step: float, *, context: bool
+) -> Iterator[tuple[Mesh, int]]:
+    """Meshes beside this one with their micro-batches on a data rank, the most promising first;
+    with `context` ranks where rows are long and memory is short."""
+    spent = {part.name: part.seconds for part in parts}
+    lost = {axis: sum(spent.get(name, 0.0) for name in names) for axis, names in LOST.items()}
+    added = {axis: MORE[axis] * seconds if getattr(mesh, axis) > 1 else UNKNOWN * step
+             for axis, seconds in lost.items()}  # fmt: skip
+    pairs = [*itertools.permutations(LOST, 2), *((axis, "context") for axis in LOST if context)]
+    added["context"] = 0.0  # they make the room that is paid for with time
+    for less, more in sorted(pairs, key=lambda pair: added[pair[1]] - lost[pair[0]]):
+        half, odd = divmod(getattr(mesh, less), 2)
+        if odd:
+            continue
+        other = dataclasses.replace(mesh, **{less: half, more: 2 * getattr(mesh, more)})
+        count, rest = divmod(microbatches * mesh.data, other.data)
+        if count and not rest:
+            yield other, count
+
+
+def _step(problem: Problem, plan: Plan) -> float:
+    """The simulated seconds of a step."""
+    assert plan.granularity is not None, "the passes decide it"
+    rank_problem = local(problem, plan)
+    lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
+    return simulated(problem, plan, lowered).step_time

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from parcompiler.data_updates import DataUpdates
 from parcompiler.passes.zero import DataShare
-from parcompiler.plan import MeshChoice, Method, Weighed
+from parcompiler.plan import Plan
 from parcompiler.report.events import MeasuredStep, Trail
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class TrainedModel:
     says whether an operator draws random numbers. `evaluating` are the outermost modules that were
     in evaluation mode when it was captured ("" is the model itself), in which so many modules would
     drop elements in training (`dropouts`), or update running statistics (`norms`). `attention` has
-    what the compiler made of attention, and how often.
+    what the compiler made of attention, and how often. `templates` counts the distinct blocks.
     """
 
     name: str
@@ -38,6 +37,7 @@ class TrainedModel:
     dropouts: int = 0
     norms: int = 0
     attention: tuple[AttentionForm, ...] = ()
+    templates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,44 +109,6 @@ class DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What the plan decides. `virtual_stages` are those of each rank.
-
-    `blocks` are counted at the granularity, `templates` are the distinct ones; `recompute` are
-    those whose forward runs again in the backward, `without` the bytes of each rank if they did
-    not; with `selective` the others run cheap operators again. Where what they keep is offloaded
-    instead, `host` are the bytes of each rank that its host holds. `zero` is what data ranks share,
-    None where there is one; `updates` how they bring together what they learn; of a parameter
-    server the bytes that go through its link in a step, and those of its states (`server`)."""
-
-    microbatches: int
-    precision: str | None
-    optimizer: str
-    schedule: str
-    virtual_stages: int
-    granularity: int
-    blocks: int
-    templates: int
-    recompute: tuple[str, ...] = ()
-    selective: bool = False
-    without: tuple[int, ...] = ()
-    host: tuple[int, ...] = ()
-    zero: int | None = None
-    updates: DataUpdates | None = None
-    server: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Solver:
-    """How far the division is proved: seconds of the step it found, and the least possible."""
-
-    status: str
-    objective: float | None
-    bound: float | None
-    gap: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class VocabularyTable:
     """A table [size, width] of the vocabulary, of which every rank has `own` rows.
 
@@ -161,8 +123,9 @@ class VocabularyTable:
 
 
 @dataclass(frozen=True, slots=True)
-class PassTime:
-    """A pass of every rank for the vocabulary, or a collective: seconds for one micro-batch."""
+class NamedTime:
+    """Seconds that go where `name` says: of a step of the busiest rank, or into a pass of every
+    rank for the vocabulary, or a collective for it, for one micro-batch."""
 
     name: str
     seconds: float
@@ -170,30 +133,14 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class VocabularySplit:
-    """How the layers of the vocabulary are computed. `kept` are layers that stay whole, and why.
+    """What every rank has of the layers of the vocabulary, and does for them.
 
     `state` are bytes on each rank: rows, their gradients and optimizer states.
     """
 
-    method: str
     tables: tuple[VocabularyTable, ...] = ()
-    kept: tuple[str, ...] = ()
-    weighed: tuple[Method, ...] = ()
-    passes: tuple[PassTime, ...] = ()
+    passes: tuple[NamedTime, ...] = ()
     state: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """How the tensor ranks hold the tensors of a template, and which of its nodes are not split.
-
-    `blocks` are named where only some of the template's are meant.
-    """
-
-    template: str
-    blocks: tuple[str, ...]
-    tensors: tuple[str, ...]
-    whole: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +196,8 @@ class PredictedStep:
     rows: int | None
     tokens: int | None
     period: float = 0.0
-    parts: tuple[StepShare, ...] = ()
+    parts: tuple[NamedTime, ...] = ()
     changes: tuple[OptionGain, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepShare:
-    """Seconds of a step of the busiest rank that go where `name` says."""
-
-    name: str
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +267,19 @@ class Stale:
 @dataclass(frozen=True, slots=True)
 class Rank:
     """A rank: the fraction of the step that it does not compute, and its largest memory. Of that,
-    what it keeps of parameters, of gradients and of optimizer states, in bytes."""
+    what it keeps of parameters, of gradients and of optimizer states, in bytes.
+
+    `without` are the bytes that it would need if nothing were recomputed or offloaded, `host` those
+    of blocks that are offloaded, which its host holds.
+    """
 
     idle: float
     peak_memory: int
     parameters: int = 0
     gradients: int = 0
     states: int = 0
+    without: int | None = None
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,16 +379,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All figures of a report. `weighed` and `meshes` are the alternatives that the plan lists, and
-    `runner_up` the fastest that it was preferred to; `levels` those of ZeRO with its stages,
-    `experts` the numbers of experts of which expert ranks have pieces."""
+    """A plan, and all figures of its report. `levels` are those of ZeRO with its stages, `experts`
+    the numbers of experts of which expert ranks have pieces, `server` the bytes that go through the
+    link of a parameter server in a step, and those of its states."""
 
+    plan: Plan
     model: TrainedModel
     mesh: DeviceMesh
-    choices: Choices
-    solver: Solver | None
-    search: Solver | None
-    weighed: tuple[Weighed, ...]
     step: PredictedStep
     stages: tuple[StageSummary, ...]
     ranks: tuple[Rank, ...]
@@ -456,18 +398,16 @@ class ReportData:
     measurement: MeasuredStep | None = None
     staleness: tuple[Stale, ...] = ()
     averaged: tuple[Averaged, ...] = ()
-    sharded: tuple[Sharded, ...] = ()
     exchanged: tuple[TensorCollective, ...] = ()
     rows: tuple[RowShare, ...] = ()
     experts: tuple[int, ...] = ()
     vocabulary: VocabularySplit | None = None
-    meshes: tuple[MeshChoice, ...] = ()
-    runner_up: MeshChoice | None = None
     levels: tuple[DataShare, ...] = ()
     owned: tuple[OwnedParameters, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     forms: tuple[Form, ...] = ()
     lines: tuple[SourceLine, ...] = ()
+    server: tuple[int, ...] = ()
     version: int = VERSION
 
     @property

@@ -1,4 +1,5 @@
-"""The sections about stages: what they hold, how long they take, what they keep in memory."""
+"""The sections about stages: what they hold, how long they take, what they keep in memory; and what
+blocks and stages cost in the sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from parcompiler.report.data import ReportData
 from parcompiler.report.names import ranges
-from parcompiler.report.table import Cell, Column, Table, number, scaled, table, words
+from parcompiler.report.table import Cell, Column, Table, facts, number, scaled, short, table, words
 from parcompiler.report.units import (
     BYTES,
     COUNT,
@@ -30,7 +31,7 @@ def stages(report: ReportData) -> Table:
     stages, names = report.stages, [device.name for device in report.mesh.devices]
     devices = [words("device", (names[stage.rank] for stage in stages))] if names else []
     return table(
-        "Units of stages, gathered one by one" if report.choices.zero == 3 else "Stages",
+        "Units of stages, gathered one by one" if report.plan.zero == 3 else "Stages",
         number("stage", range(len(stages))),
         number("rank", (stage.rank for stage in stages)),
         *devices,
@@ -135,7 +136,7 @@ def kept(report: ReportData) -> Table:
     """What a data or context rank keeps, by rank of the pipeline; empty without such ranks."""
     ranks = report.ranks if report.mesh.copies > report.mesh.tensor else ()
     return table(
-        f"Kept on each of {report.mesh.replicas} (zero {report.choices.zero or 0})",
+        f"Kept on each of {report.mesh.replicas} (zero {report.plan.zero or 0})",
         number("rank", range(len(ranks))),
         scaled("parameters", (rank.parameters for rank in ranks), BYTES),
         scaled("gradients", (rank.gradients for rank in ranks), BYTES),
@@ -167,6 +168,29 @@ def measured(report: ReportData) -> Table:
         number("stage", range(len(report.stages))),
         *_beside("forward", [stage.forward for stage in report.stages], step.forward),
         *_beside("backward", [stage.backward for stage in report.stages], step.backward),
+    )
+
+
+def symbols(report: ReportData) -> Table:
+    """What the letters of the closed forms stand for."""
+    rows = (
+        (item.letter, f"{item.word}{', from 2 on' * (item.letter == 'b')}, here {item.now:,}")
+        if item.now is not None
+        else (item.word, f"as captured: {item.reason}")
+        for item in report.symbols
+    )
+    return facts("Symbols in the closed forms", rows)
+
+
+def forms(report: ReportData) -> Table:
+    """What a block, or a stage, costs for one micro-batch on a rank."""
+    forms = report.forms
+    return table(
+        "Closed forms",
+        words("of", (form.name for form in forms)),
+        number("blocks", (f"× {form.blocks}" if form.blocks else "" for form in forms)),
+        short("what", (form.what for form in forms)),
+        words("for one micro-batch", (form.value.replace("**", "^") for form in forms)),
     )
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import Instruction, Kind
+
+if TYPE_CHECKING:
+    from parcompiler.runtime.interpreter import InstructionTime
 
 _FORWARD = {Kind.FORWARD}
 _BACKWARD = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -116,28 +119,9 @@ class MeasuredStep:
     events: tuple[StepEvent, ...] = ()
 
 
-class Recorded(Protocol):
-    """A measured instruction; seconds since the step began, `waited` of them for messages.
-
-    `worker.trace()` gives these.
-    """
-
-    @property
-    def instruction(self) -> Instruction: ...
-
-    @property
-    def begin(self) -> float: ...
-
-    @property
-    def end(self) -> float: ...
-
-    @property
-    def waited(self) -> float: ...
-
-
 def measured_step(
     seconds: float,
-    trace: Sequence[Iterable[Recorded]] | None,
+    trace: Sequence[Iterable[InstructionTime]] | None,
     stages: int,
     ranks: int,
     replicas: int,
@@ -173,7 +157,7 @@ def measured_step(
 
 
 def _means(
-    records: Iterable[Recorded], kinds: Collection[Kind], stages: int
+    records: Iterable[InstructionTime], kinds: Collection[Kind], stages: int
 ) -> Iterator[float | None]:
     """For each stage the mean time of its micro-batches; None where there is none.
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from math import isfinite
 from statistics import fmean
 
 import torch
-from torch import fx
 
 from parcompiler import pieces, prices
 from parcompiler.capture.prologue import constants
-from parcompiler.cost import WHOLE, BlockCost, Operation, hidden_seconds, seconds
+from parcompiler.cost import WHOLE, Operation, hidden_seconds, seconds
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.device import Device
 from parcompiler.graph import Graph, dtype_of, nbytes_of, shape_of
 from parcompiler.instruction import COMPUTE, Instruction, Kind
 from parcompiler.lower import Lowered, StageProgram
 from parcompiler.passes.zero import DataShare, share_of, tensors
-from parcompiler.plan import Plan, Solution
+from parcompiler.plan import Plan
 from parcompiler.priced import Priced
 from parcompiler.problem import LEVELS, Problem
 from parcompiler.report import data, events
+from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.spmd.rows import is_zigzag, rows_of
-from parcompiler.spmd.runtime_call import NodeCollectives, RuntimeCall
+from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.timeline import StageCost, Timeline, VocabularyCost
 
 FAN_OUT = RuntimeCall("fan_out", shares=True)
@@ -47,8 +45,8 @@ PASSES = {
 }
 
 
-def model(graph: Graph) -> data.TrainedModel:
-    """The model, on all tensor ranks together."""
+def model(graph: Graph, priced: Priced) -> data.TrainedModel:
+    """The model, on all tensor ranks together; its blocks as they are `priced`."""
     parameters = [item.whole for item in graph.parameters if not item.buffer]
     forms = Counter(text for node in graph.fx_graph.nodes for text in node.meta.get("kernel", ()))
     return data.TrainedModel(
@@ -62,6 +60,7 @@ def model(graph: Graph) -> data.TrainedModel:
         dropouts=graph.modes.dropouts,
         norms=graph.modes.norms,
         attention=tuple(data.AttentionForm(text, count) for text, count in forms.items()),
+        templates=len({block.template for block in priced.cut.blocks}),
     )
 
 
@@ -80,32 +79,6 @@ def mesh(problem: Problem) -> data.DeviceMesh:
         margin=problem.options.memory_margin,
         peak=fmean(one.peak for one in devices) if len(set(devices)) > 1 else devices[0].peak,
         devices=() if shape.is_uniform else tuple(devices),
-    )
-
-
-def choices(
-    problem: Problem, plan: Plan, priced: Priced, lowered: Lowered, costs: Sequence[StageCost]
-) -> data.Choices:
-    """What the plan decides; `problem` is that of one tensor rank."""
-    assert plan.schedule is not None
-    assert plan.granularity is not None
-    served = lowered.updates.way in ("parameter-server", "asynchronous")
-    return data.Choices(
-        microbatches=plan.microbatches,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        granularity=plan.granularity,
-        blocks=len(priced.cut.blocks),
-        templates=len({block.template for block in priced.cut.blocks}),
-        recompute=plan.recompute or (),
-        selective=plan.selective,
-        without=prices.without_recomputation(problem, plan),
-        host=_hosted(lowered, costs) if plan.offload else (),
-        zero=plan.zero,
-        updates=plan.updates,
-        server=prices.server_load(problem, lowered) if served else (),
     )
 
 
@@ -138,25 +111,27 @@ def owned(plan: Plan, lowered: Lowered) -> tuple[data.OwnedParameters, ...]:
     return tuple(found)
 
 
-def ranks(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[data.Rank, ...]:
+def ranks(
+    problem: Problem, plan: Plan, lowered: Lowered, costs: Sequence[StageCost], timeline: Timeline
+) -> tuple[data.Rank, ...]:
     """What each rank does not compute, and what it holds."""
-    pairs = zip(timeline.bubble, timeline.peak_memory, tensors(problem, plan), strict=True)
-    return tuple(
-        data.Rank(idle, peak, *map(sum, zip(*map(problem.kept_bytes, parts), strict=True)))
-        for idle, peak, parts in pairs
-    )
+    without = prices.without_recomputation(problem, plan) or [None] * lowered.size
+    host = [0] * lowered.size  # waits in the host's memory, at most
+    for stage, cost in zip(lowered.stages, costs, strict=True):
+        in_flight = _in_flight(lowered.instructions[stage.rank], stage.index)
+        host[stage.rank] += cost.host * in_flight if plan.offload else 0
+    ranks = []
+    for r, parts in enumerate(tensors(problem, plan)):
+        parameters, gradients, states = map(sum, zip(*map(problem.kept_bytes, parts), strict=True))
+        held = parameters, gradients, states, without[r], host[r]
+        ranks.append(data.Rank(timeline.bubble[r], timeline.peak_memory[r], *held))
+    return tuple(ranks)
 
 
-def solver(solution: Solution | None) -> data.Solver | None:
-    """How far an answer is proved; what the user gave has no bound."""
-    if solution is None:
-        return None
-    proved = solution.status != "given"
-    figures = (solution.objective, solution.bound, solution.gap)
-    objective, bound, gap = (float(f) if isfinite(f) else None for f in figures)
-    return data.Solver(
-        solution.status, objective, bound if proved else None, gap if proved else None
-    )
+def server(problem: Problem, lowered: Lowered) -> tuple[int, ...]:
+    """What goes through the link of a parameter server in a step, and its states, in bytes."""
+    served = lowered.updates.way in ("parameter-server", "asynchronous")
+    return prices.server_load(problem, lowered) if served else ()
 
 
 def step(
@@ -214,6 +189,7 @@ def stages(
         again = [traced[call.block.name] for call in stage.calls if call.recompute]
         tensors = [lowered.graph.by_name[name] for name in stage.tensors]
         parameters = [item for item in tensors if not item.buffer]
+        sent, sent_back = _sent(lowered, stage)
         summary = data.StageSummary(
             rank=stage.rank,
             blocks=tuple(call.block.name for call in stage.calls),
@@ -227,8 +203,8 @@ def stages(
             state=cost.resident,
             activations=cost.saved,
             in_flight=_in_flight(lowered.instructions[stage.rank], stage.index),
-            sent=_sent(lowered, stage),
-            sent_back=_sent_back(lowered, stage),
+            sent=sent,
+            sent_back=sent_back,
         )
         summaries.append(summary)
     return tuple(summaries)
@@ -238,11 +214,14 @@ def staleness(lowered: Lowered) -> tuple[data.Stale, ...]:
     """How old the weights of each stage get; nothing where all steps end with their updates."""
     if not lowered.asynchronous:
         return ()
-    pairs = zip(prices.staleness(lowered), prices.versions(lowered), strict=True)
-    return tuple(
-        data.Stale(updates, count, prices.stashed_bytes(lowered, j))
-        for j, (updates, count) in enumerate(pairs)
-    )
+    stages = []
+    for stage in lowered.stages:
+        own = lowered.instructions[stage.rank], stage.index
+        tensors = (lowered.graph.by_name[name] for name in stage.tensors)
+        weights = sum(item.nbytes for item in tensors if item.trainable)
+        count = stale.versions(*own)
+        stages.append(data.Stale(stale.staleness(*own), count, (count - 1) * weights))
+    return tuple(stages)
 
 
 def averaged(lowered: Lowered, timeline: Timeline) -> tuple[data.Averaged, ...]:
@@ -353,71 +332,41 @@ def estimated(priced: Priced) -> tuple[data.Estimated, ...]:
     )
 
 
-def sharded(plan: Plan) -> tuple[data.Sharded, ...]:
-    """How each template's tensors are placed, and which of its nodes are not split."""
-    return tuple(
-        data.Sharded(shards.template, shards.blocks, shards.tensors, shards.whole)
-        for shards in (plan.sharding.templates if plan.sharding else ())
-    )
-
-
 def exchanged(
     priced: Priced, lowered: Lowered, device: Device
 ) -> tuple[data.TensorCollective, ...]:
-    """The collectives of each template, in order; `priced` are the blocks of one tensor rank."""
+    """The collectives of each template, by the nodes that they are in; `priced` are the blocks of
+    one tensor rank. Micro-batches add to the gradients of parameters, so that these are exchanged
+    once a step."""
     trained = set() if lowered.asynchronous else {item.node for item in lowered.graph.parameters}
     counts = Counter(block.template for block in priced.cut.blocks)
-    first = {
-        block.template: (block, cost)
-        for block, cost in zip(priced.cut.blocks[::-1], priced.costs[::-1], strict=True)
-    }
-    return tuple(
-        _timed(collective, first[template][1], device)
-        for template, count in counts.items()
-        for node in first[template][0].nodes
-        for collective in _collectives(node, trained, template, count)
-    )
-
-
-def _timed(
-    collective: data.TensorCollective, cost: BlockCost, device: Device
-) -> data.TensorCollective:
-    """The collective with its seconds: the mean of those alike, which its block has."""
-    alike = [
-        item
-        for item in (cost.backward if collective.backward else cost.forward)
-        if (item.kind, item.name) == (EXCHANGE, collective.action)
-        and round(item.nbytes) == collective.sent
-    ]
-    if not alike:
-        return collective
-    exposed = seconds(alike, device) / len(alike)
-    hidden = hidden_seconds(alike, device) / len(alike)
-    return dataclasses.replace(collective, seconds=exposed + hidden, exposed=exposed)
-
-
-def _collectives(
-    node: fx.Node, trained: Container[str], template: str, blocks: int
-) -> Iterator[data.TensorCollective]:
-    """The collectives in a node. Micro-batches add to the gradients of the parameters `trained`,
-    so that these are exchanged once a step."""
-    exchange = node.meta.get("exchange")
-    if not isinstance(exchange, NodeCollectives):
-        return
-    value = node.all_input_nodes[0]
-    for backward, actions in ((False, exchange.forward), (True, exchange.backward)):
-        for action, nbytes in actions:
-            yield data.TensorCollective(
-                template=template,
-                blocks=blocks,
-                action=action,
-                value=value.name,
-                shape=shape_of(value),
-                sent=round(exchange.sent_by(action, nbytes)),
-                backward=backward,
-                once=node.target == FAN_OUT and value.name in trained,
-                axis=str(node.kwargs.get("axis", "tensor")),
+    first = {block.template: b for b, block in reversed([*enumerate(priced.cut.blocks)])}
+    collectives = []
+    for template, count in counts.items():
+        nodes, cost = priced.cut.blocks[first[template]].nodes, priced.costs[first[template]]
+        passes = ((one, side) for side in ("forward", "backward") for one in getattr(cost, side))
+        sent = [(one.place, side == "backward", one) for one, side in passes
+                if one.kind == EXCHANGE and one.place is not None]  # fmt: skip
+        for place, backward, one in sorted(sent, key=lambda item: item[:2]):
+            ring = one.name == "rotation"  # of keys and values, the last operands
+            value = nodes[place].all_input_nodes[-1 if ring else 0]
+            exposed = seconds([one], device)
+            collectives.append(
+                data.TensorCollective(
+                    template=template,
+                    blocks=count,
+                    action=one.name,
+                    value=value.name,
+                    shape=shape_of(value),
+                    sent=round(one.nbytes),
+                    backward=backward,
+                    once=nodes[place].target == FAN_OUT and value.name in trained,
+                    seconds=exposed + hidden_seconds([one], device),
+                    exposed=exposed,
+                    axis=one.axis,
+                )
             )
+    return tuple(collectives)
 
 
 def row_shares(problem: Problem) -> tuple[data.RowShare, ...]:
@@ -435,16 +384,12 @@ def vocabulary(
     plan: Plan, lowered: Lowered, cost: VocabularyCost | None
 ) -> data.VocabularySplit | None:
     """How the vocabulary is computed under a plan; None where nothing was decided about it."""
-    choice = plan.vocabulary
-    if choice is None:
+    if plan.vocabulary is None:
         return None
     took = {name: getattr(cost, field) for field, name in PASSES.items()} if cost else {}
     return data.VocabularySplit(
-        method=choice.method,
         tables=tuple(_tables(lowered)),
-        kept=choice.kept,
-        weighed=choice.weighed or (),
-        passes=tuple(data.PassTime(name, time) for name, time in took.items() if time),
+        passes=tuple(data.NamedTime(name, time) for name, time in took.items() if time),
         state=cost.resident if cost else 0,
     )
 
@@ -474,14 +419,6 @@ def _flops(operations: Iterable[Operation]) -> float:
     return sum((operation.flops for operation in operations), 0.0)
 
 
-def _hosted(lowered: Lowered, costs: Sequence[StageCost]) -> tuple[int, ...]:
-    """Bytes of each rank that wait in the host's memory, at most."""
-    found = [0] * lowered.size
-    for stage, cost in zip(lowered.stages, costs, strict=True):
-        found[stage.rank] += cost.host * _in_flight(lowered.instructions[stage.rank], stage.index)
-    return tuple(found)
-
-
 def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
     """The most micro-batches whose forward has begun and whose backward has not ended."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
@@ -489,29 +426,18 @@ def _in_flight(instructions: Iterable[Instruction], stage: int) -> int:
     return max(accumulate(steps), default=0)
 
 
-def _sent(lowered: Lowered, stage: StageProgram) -> int:
-    """Bytes of values that a stage gives to other stages' ranks; once to each rank."""
-    stages = lowered.stages
-    return sum(
-        value.nbytes * len({stages[j].rank for j in value.consumers if j != NOWHERE} - {stage.rank})
-        for value in lowered.values.values()
-        if value.producer == stage.index
-    )
-
-
-def _sent_back(lowered: Lowered, stage: StageProgram) -> int:
-    """Bytes of gradients that a stage gives back; the first user on a rank does it for all."""
-    stages = lowered.stages
-    received = (lowered.values[name] for name in stage.receives)
-    return sum(
-        value.nbytes
-        for value in received
-        if value.differentiable
-        and stage.index not in value.detached
-        and value.producer != NOWHERE
-        and stages[value.producer].rank != stage.rank
-        and stage.index == min(j for j in value.consumers if stages[j].rank == stage.rank)
-    )
+def _sent(lowered: Lowered, stage: StageProgram) -> tuple[int, int]:
+    """Bytes of the values that a stage gives to other ranks for a micro-batch, and of the gradients
+    that it gives back: those of a value from the first of its users on a rank."""
+    sent = [0, 0]
+    for line in lowered.instructions[stage.rank]:
+        if line.kind is Kind.SEND and line.microbatch == 0:
+            value = lowered.values[line.value or ""]
+            users = (j for j in value.consumers if j != NOWHERE)
+            own = (j for j in users if lowered.stages[j].rank == stage.rank)
+            if (min(own) if line.gradient else value.producer) == stage.index:
+                sent[line.gradient] += value.nbytes
+    return sent[0], sent[1]
 
 
 def _rows(graph: Graph) -> int | None:

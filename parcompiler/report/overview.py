@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from parcompiler.cost.memory import OPTIMIZERS
+from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard, Span
+from parcompiler.plan import Solution
 from parcompiler.report.alternatives import runner_up
-from parcompiler.report.data import DeviceMesh, ReportData, Solver, TrainedModel
+from parcompiler.report.data import DeviceMesh, ReportData, TrainedModel
 from parcompiler.report.division import alarm
 from parcompiler.report.names import clean, ranges
 from parcompiler.report.table import Cell, Table, facts, number, scaled, table, words
@@ -26,7 +28,6 @@ from parcompiler.report.units import (
     rate,
     ratio,
 )
-from parcompiler.report.updates import meaning
 
 SHARED = (
     "every data rank holds everything",
@@ -36,6 +37,7 @@ SHARED = (
 )
 
 
+DIGITS = {"bf16": 8, "fp16": 11}  # bits of a significand
 SOONER = 0.01  # of a step: less is not said
 
 
@@ -78,7 +80,7 @@ def _expert_shares(report: ReportData) -> str:
 def _exchange(report: ReportData, axis: str) -> str:
     """What a rank exchanges along an axis inside of blocks in a step, in the mean of stages."""
     items = [item for item in report.exchanged if item.axis == axis]
-    steps, ranks = report.choices.microbatches, report.mesh.pipeline
+    steps, ranks = report.plan.microbatches, report.mesh.pipeline
     times = [item.blocks * (1 if item.once else steps) / ranks for item in items]
 
     def total(each: Iterable[float]) -> float:
@@ -97,12 +99,12 @@ def title(report: ReportData) -> str:
 
 def _of_masters(report: ReportData) -> float:
     """Bytes that masters and optimizer states in float32 would add to the rank that has most."""
-    kept = OPTIMIZERS[report.choices.optimizer]  # states like each parameter, in 16 bits
+    kept = OPTIMIZERS[report.plan.optimizer]  # states like each parameter, in 16 bits
     return max(r.states * (1 + 2 / kept) if kept else 2.0 * r.parameters for r in report.ranks)
 
 
 def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
-    model, mesh, choices = report.model, report.mesh, report.choices
+    model, mesh, plan = report.model, report.mesh, report.plan
     frozen = f", {quantity(model.frozen, COUNT)} of them not trained" if model.frozen else ""
     size = f"{quantity(model.parameters, COUNT)} ({quantity(model.parameter_bytes, BYTES)})"
     axes = " × ".join(f"{name} {size}" for name, size in mesh.axes.items())
@@ -117,45 +119,82 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     if mesh.expert > 1:
         yield "experts", f"{_expert_shares(report)}; {_exchange(report, 'expert')}"
     each = " on each data rank" if mesh.data > 1 else ""
-    yield "micro-batches", f"{choices.microbatches} a step{each}"
+    yield "micro-batches", f"{plan.microbatches} a step{each}"
     own = f"{model.dtype}, as the model is"
     if model.dtype in ("bfloat16", "float16"):
         name = {"bfloat16": "bf16", "float16": "fp16"}[model.dtype]
         more = quantity(_of_masters(report), BYTES)
         own += f"; --precision {name} would keep float32 masters and states (+{more} a rank)"
-    yield "precision", choices.precision or own
-    yield "optimizer", choices.optimizer
+    yield "precision", plan.precision or own
+    yield "optimizer", plan.optimizer
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
-    if choices.zero is not None:
+    if plan.zero is not None:
         but = " (experts: among those with the same ones)" * (mesh.expert > 1)
-        yield "zero", f"{choices.zero}: {SHARED[choices.zero]}{but}"
-    if choices.updates is not None:
-        yield "updates", meaning(choices.updates, choices.server)
-    several = f", {choices.virtual_stages} stages on each rank" * (choices.virtual_stages > 1)
-    yield "schedule", choices.schedule + several
+        yield "zero", f"{plan.zero}: {SHARED[plan.zero]}{but}"
+    if plan.updates is not None:
+        yield "updates", _meaning(plan.updates, report.server)
+    several = f", {plan.virtual_stages} stages on each rank" * (plan.virtual_stages > 1)
+    yield "schedule", f"{plan.schedule}{several}"
     if report.staleness:
         yield "staleness", _oldest(report)
-    different = f"{choices.templates} different, granularity {choices.granularity}"
-    yield "blocks", f"{choices.blocks} ({different})"
-    if choices.recompute:
-        count, names = len(choices.recompute), ranges(choices.recompute)
+    different = f"{model.templates} different, granularity {plan.granularity}"
+    yield "blocks", f"{sum(len(stage.blocks) for stage in report.stages)} ({different})"
+    if plan.recompute:
+        count, names = len(plan.recompute), ranges(plan.recompute)
         blocks = f"{count} block{'s' * (count > 1)}"
         listed = f"{names.removesuffix(f' ({count})')} ({blocks})"
-        if choices.host:
-            most = quantity(max(choices.host), BYTES)
+        if plan.offload:
+            most = quantity(max(rank.host for rank in report.ranks), BYTES)
             listed += f", up to {most} of a rank in its host's memory"
-        yield "offloaded" if choices.host else "recomputed", listed
-        if choices.without:
-            yield "no offload" if choices.host else "no recompute", _without(choices.without, mesh)
-    if choices.selective:
+        yield "offloaded" if plan.offload else "recomputed", listed
+        without = [rank.without for rank in report.ranks if rank.without is not None]
+        if without:
+            yield "no offload" if plan.offload else "no recompute", _without(without, mesh)
+    if plan.selective:
         yield "runs again", "norms, gates and gathers, whose results are not kept (selective)"
-    if report.runner_up is not None:
+    if plan.runner_up is not None:
         yield "runner-up", runner_up(report)
     yield "random operators", "yes" if model.random else "no"
-    for name, solver in (("solver", report.solver), ("search", report.search)):
+    for name, solver in (("solver", plan.solution), ("search", plan.search)):
         if solver is not None:
             yield name, ", ".join(_proof(solver))
+
+
+def _meaning(updates: DataUpdates, server: tuple[int, ...] = ()) -> str:
+    """What data ranks do, and how far the numbers are those of one process; of a `server` the
+    bytes through its link and those of its states."""
+    link, states = (quantity(size, BYTES) for size in server or (0, 0))
+    load = f"data rank 0 has {link} through its link in a step, and states of {states}, others none"
+    match updates.compression:
+        case "bf16" | "fp16" as name:
+            return (
+                f"all-reduce in {name}: gradients, and their sums, are rounded to {DIGITS[name]} "
+                "bits, so the numbers are near those of one process"
+            )
+    if updates.rank:
+        return (
+            f"all-reduce of factors of rank {updates.rank} for each matrix, with error feedback: "
+            "what a step leaves out is added to the next; near the numbers of one process over "
+            "many steps, not in each"
+        )
+    if updates.way == "local":
+        rate, momentum = updates.outer
+        step = f"as a step with learning rate {rate:g} and Nesterov's momentum {momentum:g}"
+        how = "as they are" if updates.averages else step
+        return (
+            f"local: each data rank steps by its own gradients, and every {updates.every} steps "
+            f"weights are averaged, {how}; other numbers than those of one process, repeatable"
+        )
+    if updates.way == "parameter-server":
+        return f"parameter-server: {load}; the numbers of one process, as with an all-reduce"
+    if updates.way == "asynchronous":
+        return (
+            f"asynchronous: {load}; each gradient counts as it arrives, of data ranks that are at "
+            f"most {updates.staleness} steps ahead of the slowest; other numbers in each run, "
+            "repeatable from worker.arrivals"
+        )
+    return "all-reduce: the numbers of one process"
 
 
 def _mode(model: TrainedModel) -> str:
@@ -184,13 +223,12 @@ def _oldest(report: ReportData) -> str:
     return f"{age}, {stages[j].versions} versions, {size} for the old ones"
 
 
-def _proof(solver: Solver) -> Iterator[str]:
-    """The status of a solution, and how far it is proved."""
+def _proof(solver: Solution) -> Iterator[str]:
+    """The status of a solution, and how far it is proved; what the user gave has no bound."""
     yield solver.status
-    if solver.gap is not None:
+    if solver.status != "given":
         yield f"gap {percent(solver.gap)}"
-    if solver.objective is not None:
-        yield f"by its own estimate of {quantity(solver.objective, SECONDS)}"
+    yield f"by its own estimate of {quantity(solver.objective, SECONDS)}"
 
 
 def step(report: ReportData) -> Table:
@@ -232,7 +270,7 @@ def bounded(report: ReportData) -> str:
 def following(report: ReportData) -> str:
     """What would train more samples a second, in a sentence."""
     mesh = report.mesh
-    given = not report.meshes and mesh.pipeline * mesh.copies > 1
+    given = not report.plan.meshes and mesh.pipeline * mesh.copies > 1
     given = given and not any(change.option == "mesh" for change in report.step.changes)
     others = "; --mesh auto weighs other meshes" if given else ""
     if not report.step.changes:
@@ -300,10 +338,10 @@ def tiles(report: ReportData) -> Iterator[Tile]:
 
 def subtitle(report: ReportData) -> str:
     """Model, mesh and schedule in a sentence."""
-    model, mesh, choices = report.model, report.mesh, report.choices
+    model, mesh, plan = report.model, report.mesh, report.plan
     named = [f"{name} {size}" for name, size in mesh.axes.items() if size > 1] or ["one rank"]
     each = " on each data rank" if mesh.data > 1 else ""
     return clean(
         f"{quantity(model.parameters, COUNT)} parameters on {' × '.join(named)}: schedule "
-        f"{choices.schedule}, {choices.microbatches} micro-batches a step{each}"
+        f"{plan.schedule}, {plan.microbatches} micro-batches a step{each}"
     )

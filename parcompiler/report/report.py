@@ -15,19 +15,23 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parcompiler import documents
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
-from parcompiler.prices import stage_costs, vocabulary_cost
+from parcompiler.prices import stage_costs
 from parcompiler.problem import Problem
 from parcompiler.report import bound, events, gather, render, serial, web
 from parcompiler.report.data import VERSION, Form, ReportData, Symbol
-from parcompiler.report.other_mesh import other_mesh
 from parcompiler.report.trace import trace_text
 from parcompiler.timeline import Timeline
+
+if TYPE_CHECKING:
+    from parcompiler.runtime.interpreter import InstructionTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +72,16 @@ class Report(ReportData):
         parts = bound.parts(lowered, priced, timeline, device)
         changes = bound.changes(rank_problem, plan, parts, device)
         if meshes and not plan.meshes:
-            changes = bound.by_gain((*changes, *other_mesh(problem, plan, parts, step.seconds)))
+            changes = bound.by_gain(
+                (*changes, *bound.other_mesh(problem, plan, parts, step.seconds))
+            )
         report = cls(
-            model=gather.model(problem.graph),
+            plan=plan,
+            model=gather.model(problem.graph, priced),
             mesh=gather.mesh(problem),
-            choices=gather.choices(rank_problem, plan, priced, lowered, costs),
-            solver=gather.solver(plan.solution),
-            search=gather.solver(plan.search),
-            weighed=plan.weighed or (),
             step=dataclasses.replace(step, parts=parts, changes=changes),
             stages=gather.stages(lowered, priced, costs),
-            ranks=gather.ranks(rank_problem, plan, timeline),
+            ranks=gather.ranks(rank_problem, plan, lowered, costs, timeline),
             values=gather.values(lowered, plan),
             recomputed=gather.recomputed(lowered),
             shared=gather.shared(lowered),
@@ -87,20 +90,18 @@ class Report(ReportData):
             trail=gather.trail(timeline),
             staleness=gather.staleness(lowered),
             averaged=gather.averaged(lowered, timeline),
-            sharded=gather.sharded(plan),
             exchanged=gather.exchanged(priced, lowered, problem.slowest_device),
             rows=gather.row_shares(problem),
             experts=tuple(sorted({item.experts for item in lowered.graph.parameters} - {0})),
             vocabulary=gather.vocabulary(plan, lowered, vocabulary),
             symbols=symbols,
             forms=forms,
-            meshes=plan.meshes or (),
-            runner_up=plan.runner_up,
             levels=gather.levels(rank_problem, plan),
             owned=gather.owned(plan, lowered),
             lines=bound.lines(priced, device),
+            server=gather.server(rank_problem, lowered),
         )
-        return serial.rounded(report)
+        return dataclasses.replace(serial.rounded(report), plan=plan)
 
     def __str__(self) -> str:
         """One screen for standard output: coloured on a terminal, plain ASCII in a pipe."""
@@ -115,12 +116,21 @@ class Report(ReportData):
         return serial.to_json(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Read a report. Raises InputError that names the field and what was expected there."""
-        report = documents.value(cls, documents.parse(text, "report"), "report")
-        if report.version != VERSION:
-            message = f"the report has version {report.version}; this release reads {VERSION}"
+    def from_json(cls, text: str, plan: Plan | None = None) -> Report:
+        """Read a report from its `text`. Raises InputError that names the field and what was
+        expected there.
+
+        `plan` is that of an export: its report has none itself if it is of version 1.
+        """
+        data = documents.parse(text, "report")
+        if plan is not None:
+            data = serial.upgraded(data, plan)
+        version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
+        if type(version) is int and version != VERSION:
+            message = f"the report has version {version}; this release reads {VERSION}"
+            message += ": export the program again"
             raise InputError(message)
+        report = documents.value(cls, data, "report")
         serial.check(report)
         return report
 
@@ -142,7 +152,7 @@ class Report(ReportData):
         return web.fragment(self)
 
     def measured(
-        self, seconds: float, trace: Sequence[Iterable[events.Recorded]] | None = None
+        self, seconds: float, trace: Sequence[Iterable[InstructionTime]] | None = None
     ) -> Report:
         """This report with a measured step of so many `seconds` beside the predicted one.
 

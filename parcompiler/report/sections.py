@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from parcompiler.report import alternatives, division, forms, overview, traffic
+from parcompiler.report import alternatives, division, overview, traffic
 from parcompiler.report.data import ReportData
 from parcompiler.report.gantt import gantt
 from parcompiler.report.table import Drawing, Table
@@ -43,7 +43,7 @@ TABLES: dict[str, tuple[Callable[[ReportData], Table], ...]] = {
         traffic.unread,
         traffic.estimated,
     ),
-    "Closed forms": (forms.symbols, forms.forms),
+    "Closed forms": (division.symbols, division.forms),
 }
 
 

@@ -1,13 +1,13 @@
 """Reports as JSON; `documents` reads it back field by field, and `check` says what else must hold.
 
-A value that can parse itself from a line of text is written as that line. Floats keep `DIGITS`
-significant digits: the rest is rounding, and differs between releases of Python.
+A value that can parse itself from a line of text is written as that line. `rounded` keeps `DIGITS`
+significant digits of floats: the rest is rounding, and differs between releases of Python.
 
 >>> @dataclasses.dataclass(frozen=True)
 ... class Point:
 ...     x: float
 ...     name: str | None = None
->>> text = to_json(Point(1 / 3))
+>>> text = to_json(rounded(Point(1 / 3)))
 >>> text.split()
 ['{', '"name":', 'null,', '"x":', '0.333333333', '}']
 """
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import COMPUTE, Kind
+from parcompiler.plan import Plan
 from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 
@@ -59,7 +60,7 @@ def _rounded(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """What the json module writes."""
     if hasattr(value, "parse"):
-        return str(_rounded(value))
+        return str(value)
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {
@@ -67,7 +68,25 @@ def _plain(value: Any) -> Any:
             for field, item in fields
             if item != () or field.default != ()  # reading puts that back
         }
-    return [*map(_plain, value)] if isinstance(value, tuple) else _rounded(value)
+    return [*map(_plain, value)] if isinstance(value, tuple) else value
+
+
+def upgraded(data: Any, plan: Plan) -> Any:
+    """The data of a report of version 1, which repeats fields of the plan, with the plan instead;
+    of another version as it is."""
+    if not isinstance(data, dict) or data.get("version") != 1:
+        return data
+    kept = {name: item for name, item in data.items() if name not in _OF_PLANS}
+    if isinstance(kept.get("vocabulary"), dict):
+        kept["vocabulary"] = {k: v for k, v in kept["vocabulary"].items() if k not in _OF_CHOICES}
+    match data:
+        case {"model": dict(model), "choices": {"templates": templates}}:
+            kept["model"] = model | {"templates": templates}
+    return kept | {"plan": json.loads(plan.to_json()), "version": 2}
+
+
+_OF_PLANS = {"choices", "solver", "search", "weighed", "sharded", "meshes", "runner_up"}
+_OF_CHOICES = {"method", "kept", "weighed"}
 
 
 def check(report: ReportData) -> None:

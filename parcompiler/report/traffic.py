@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parcompiler.plan import Shards
 from parcompiler.report.data import Recomputed, ReportData, SentValue
 from parcompiler.report.names import numbers, ranges
 from parcompiler.report.table import Column, Table, number, scaled, short, table, words
@@ -107,7 +108,7 @@ def placements(report: ReportData) -> Table:
     """How the tensors of each template are placed on the ranks of the tensor axis."""
     lines = [
         (item.template if number == 0 else "", line)
-        for item in report.sharded
+        for item in _sharded(report)
         for number, line in enumerate(item.tensors)
     ]
     return table(
@@ -119,7 +120,7 @@ def placements(report: ReportData) -> Table:
 
 def collectives(report: ReportData) -> Table:
     """Collectives inside of blocks: bytes and seconds of each, and bytes in a step."""
-    items, steps = report.exchanged, report.choices.microbatches
+    items, steps = report.exchanged, report.plan.microbatches
     total = (item.sent * item.blocks * (1 if item.once else steps) for item in items)
     axes = [item.axis for item in items]
     several = [words("axis", axes)] if set(axes) - {"tensor"} else []
@@ -140,7 +141,7 @@ def collectives(report: ReportData) -> Table:
 
 def unsplit(report: ReportData) -> Table:
     """Nodes that no rule splits."""
-    lines = [(item.template, line) for item in report.sharded for line in item.whole]
+    lines = [(item.template, line) for item in _sharded(report) for line in item.whole]
     return table(
         "Not split: computed whole on every tensor rank",
         words("template", (template for template, _ in lines)),
@@ -151,7 +152,8 @@ def unsplit(report: ReportData) -> Table:
 def vocabulary(report: ReportData) -> Table:
     """The tables that are spread over all ranks, and the layers that stay whole, and why."""
     tables = report.vocabulary.tables if report.vocabulary else ()
-    whole = [line.partition(": ") for line in report.vocabulary.kept] if report.vocabulary else []
+    kept = report.plan.vocabulary.kept if report.plan.vocabulary else ()
+    whole = [line.partition(": ") for line in kept]
     nothing, blank = [NOTHING] * len(whole), [""] * len(tables)
     return table(
         "Vocabulary",
@@ -172,6 +174,11 @@ def vocabulary_passes(report: ReportData) -> Table:
         words("on every rank", (item.name for item in passes)),
         scaled("of a\nmicro-batch", (item.seconds for item in passes), SECONDS),
     )
+
+
+def _sharded(report: ReportData) -> tuple[Shards, ...]:
+    """What tensor ranks split, by template."""
+    return report.plan.sharding.templates if report.plan.sharding else ()
 
 
 def _tensors(values: Sequence[SentValue | Recomputed]) -> tuple[Column, ...]:

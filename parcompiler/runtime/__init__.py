@@ -17,7 +17,7 @@ from parcompiler.again import again
 from parcompiler.data_updates import DataUpdates
 from parcompiler.pieces import Shard
 from parcompiler.runtime.axis import piece
-from parcompiler.runtime.causal import attention_of_rows
+from parcompiler.runtime.causal import attention_of_rows, ring_attention
 from parcompiler.runtime.deferred import Linear, addmm, linear
 from parcompiler.runtime.experts import combine, dispatch, expert_arrivals, expert_ends
 from parcompiler.runtime.files import loading
@@ -101,6 +101,7 @@ __all__ = [
     "rank_device",
     "recomputed",
     "reduce_scatter",
+    "ring_attention",
     "rows",
     "run",
     "sync_batch_norm",

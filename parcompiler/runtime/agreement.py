@@ -67,9 +67,15 @@ def difference_of_calls(program: RankProgram, calls: Sequence[WorkerCall]) -> st
     for rank, call in enumerate(calls):
         if call[:3] != calls[0][:3]:
             return f"all ranks must make the same call (rank 0: {calls[0]}; rank {rank}: {call})"
-        data = program.grid.coordinate(rank).data
-        first = program.grid.rank(0, data)
-        if call.digest != calls[first].digest:
+    return difference_of_batches(program, [call.digest for call in calls])
+
+
+def difference_of_batches(program: RankProgram, digests: Sequence[int]) -> str:
+    """Which ranks of a batch were given different ones; empty where they agree."""
+    for rank, digest in enumerate(digests):
+        data = program.grid.batch_of(program.grid.coordinate(rank).data)
+        first = program.grid.leaders[data]
+        if digest != digests[first]:
             return (
                 f"ranks {first} and {rank} were given different batches: give all ranks of a data "
                 f"coordinate ({data}) the same"

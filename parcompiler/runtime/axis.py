@@ -151,22 +151,10 @@ class Axis:
         shapes = [list(parts[self.rank].shape) for _ in range(n)]
         for rank, shape in enumerate(shapes):
             shape[source.dim] = source.length(n, rank)
-        sizes, sizes_received = (
-            [part.numel() for part in parts],
-            [math.prod(shape) for shape in shapes],
-        )
+        sizes = [math.prod(shape) for shape in shapes]
         sent = torch.cat([part.reshape(-1) for part in parts])
-        received = sent.new_empty(sum(sizes_received))
-        work = dist.all_to_all_single(
-            wire(received), wire(sent), sizes_received, sizes, self.group, async_op=True
-        )
-        self._finish(work)
-        return source.join(
-            [
-                part.view(shape)
-                for part, shape in zip(received.split(sizes_received), shapes, strict=True)
-            ]
-        )
+        received = self.exchange(sent, [part.numel() for part in parts], sizes).split(sizes)
+        return source.join([x.view(shape) for x, shape in zip(received, shapes, strict=True)])
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """The rows that all ranks send to this one, by rank; of its own go `sent` to each."""
@@ -177,6 +165,28 @@ class Axis:
         )
         self._finish(work)
         return arriving
+
+    def rotate(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to send a row of numbers to the next rank, and the last one's to the first; what is
+        returned waits for that of the rank before."""
+        arriving, n = torch.empty_like(row), self.size
+        received, sent = (
+            [row.numel() * (rank == (self.rank + step) % n) for rank in range(n)]
+            for step in (-1, 1)
+        )
+        work = dist.all_to_all_single(
+            wire(arriving), wire(row), received, sent, self.group, async_op=True
+        )
+
+        def wait() -> torch.Tensor:
+            self._finish(work)
+            return arriving
+
+        return wait
+
+    def rotated(self, row: torch.Tensor) -> torch.Tensor:
+        """The row of numbers of the rank before."""
+        return self.rotate(row)()
 
     def agreed(self, number: int) -> int:
         """The number of rank 0, on every rank."""

@@ -4,15 +4,10 @@
     rows       all of the earlier │ own, causal     │ not read
 
 A mask over all keys would shut out the kernels that skip what no row attends to. On the CPU rows
-attend to the earlier keys and to their own in two calls, whose results are merged by the logarithms
-of their sums (Rabe and Staats, arXiv 2112.05682; FlashAttention, arXiv 2205.14135, section 3.1):
-
-    s = log(exp s1 + exp s2)        y = y1 exp(s1 - s) + y2 exp(s2 - s)
-
-The kernel of the backward is given y and s of all keys, and so yields the gradients of any part of
-them: it takes as many keys at a time as a chunk has rows, `SPAN` at least, whose gradients take
+attend to the earlier keys and to their own in two calls, whose results are merged (see `ring`). The
+backward takes as many keys at a time as a chunk has rows, `SPAN` at least, whose gradients take
 little memory. On accelerators one call does it, with a mask that is no tensor
-(`causal_lower_right`).
+(`causal_lower_right`). `ring_attention` needs no more than the rank's own keys and values.
 """
 
 from __future__ import annotations
@@ -25,11 +20,10 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from parcompiler.pieces import Shard
+from parcompiler.ring import BACKWARD, FORWARD, RingAttention, has_kernel, lowered, merge, widened
 from parcompiler.runtime.axis import current
 
 SPAN = 256  # keys: fewer in a call of the backward take longer in all
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def attention_of_rows(
@@ -53,15 +47,32 @@ def attention_of_rows(
     return causal(query, key, value, [span.start for span in spans], **more)
 
 
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    zigzag: bool = False,
+    axis: str = "tensor",
+) -> torch.Tensor:
+    """Attention of this rank's rows of queries [b, heads, rows here, e] to the keys and values of
+    all ranks, of which each has its own rows, and perhaps fewer heads."""
+    group = current(axis)
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in lowered(query, key, value))
+    settings = (group.rank, group.size), group.rotate, is_causal, zigzag, scale
+    made: torch.Tensor = RingAttention.apply(*rows, *settings)  # type: ignore[no-untyped-call]
+    return made
+
+
 def causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], **more: Any
 ) -> torch.Tensor:
     """Attention of chunks of rows of a sequence, of one size, that start there."""
-    if query.device.type == "cpu" and _has_kernel(query, key, value):
-        if torch.is_autocast_enabled("cpu"):  # which knows of the public function alone
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        merged: torch.Tensor = _Merged.apply(query, key, value, starts, more.get("scale"))  # type: ignore[no-untyped-call]
+    if query.device.type == "cpu" and has_kernel(query, key, value):
+        operands = lowered(query, key, value)
+        merged: torch.Tensor = _Merged.apply(*operands, starts, more.get("scale"))  # type: ignore[no-untyped-call]
         return merged
     made = []
     for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
@@ -70,16 +81,6 @@ def causal(
         pair = key[..., :end, :], value[..., :end, :]
         made.append(F.scaled_dot_product_attention(rows, *pair, bias, **more))
     return made[0] if len(made) == 1 else torch.cat(made, -2)
-
-
-def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel takes these: it has no other shapes than [samples, heads, rows, e]."""
-    return (
-        query.dim() == key.dim() == value.dim() == 4
-        and query.shape[0] == key.shape[0] == value.shape[0]
-        and query.shape[-1] == value.shape[-1]
-        and all(x.stride(-1) == 1 for x in (query, key, value))
-    )
 
 
 class _Merged(torch.autograd.Function):
@@ -97,11 +98,13 @@ class _Merged(torch.autograd.Function):
         made = []
         for rows, start in zip(query.chunk(len(starts), -2), starts, strict=True):
             parts = [
-                _FORWARD(rows, key[..., span, :], value[..., span, :], 0.0, is_causal, scale=scale)
+                FORWARD(rows, key[..., span, :], value[..., span, :], 0.0, is_causal, scale=scale)
                 for span, is_causal in _spans(start, rows.shape[-2])
             ]
-            made.append(parts[0] if len(parts) == 1 else merge(*parts))
-        result, sums = torch.cat([x for x, _ in made], -2), [x for _, x in made]
+            made.append(parts[0] if len(parts) == 1 else widened(parts[0]))
+            for part in parts[1:]:
+                merge(made[-1], part)
+        result, sums = torch.cat([x for x, _ in made], -2).to(query.dtype), [x for _, x in made]
         ctx.save_for_backward(query, key, value, result, *sums)
         ctx.starts, ctx.scale = starts, scale
         return result
@@ -114,20 +117,11 @@ class _Merged(torch.autograd.Function):
         for start, total, own, gradient, rows, y in zip(ctx.starts, sums, *chunks, strict=True):
             for span, is_causal in _spans(start, rows.shape[-2], max(SPAN, rows.shape[-2])):
                 pair = key[..., span, :], value[..., span, :]
-                more = _BACKWARD(gradient, rows, *pair, y, total, 0.0, is_causal, scale=ctx.scale)
+                more = BACKWARD(gradient, rows, *pair, y, total, 0.0, is_causal, scale=ctx.scale)
                 own += more[0]
                 of_keys[..., span, :] += more[1]
                 of_values[..., span, :] += more[2]
         return of_queries, of_keys, of_values, None, None
-
-
-def merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the keys of two parts, from results [..., e] and logarithms of sums of each."""
-    total = torch.logaddexp(one[1], other[1])
-    first, second = ((sums - total).exp_().unsqueeze(-1) for sums in (one[1], other[1]))
-    return (one[0] * first).add_(other[0] * second).to(one[0].dtype), total
 
 
 def _spans(start: int, size: int, most: int | None = None) -> Iterator[tuple[slice, bool]]:

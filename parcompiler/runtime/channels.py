@@ -11,8 +11,9 @@ the verifier has proved that before anything starts.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,7 @@ from parcompiler.runtime.collective_queue import (
     Started,
     queue_on,
 )
-from parcompiler.runtime.compression import DTYPES, Addends, CastSums, sum_in_order
+from parcompiler.runtime.compression import DTYPES, scattered, sum_in_order
 from parcompiler.runtime.joining import backend_of
 from parcompiler.runtime.program import RankProgram, Value
 
@@ -63,18 +64,13 @@ class Channels:
         self._to: dict[int, dist.ProcessGroup] = {}  # by peer
         self._from: dict[int, dist.ProcessGroup] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self.axis: Axis | None = None  # the tensor-parallel group, if it has others
-        self.context: Axis | None = None  # those that share a batch, if there are others
-        self.expert: Axis | None = None  # those that share out the experts, if there are others
-        self.row: Axis | None = None  # the data ranks, if layers exchange something with them
+        self.axes: dict[str, Axis] = {}  # what layers exchange with, where an axis has others
         self._plane: dist.ProcessGroup | None = None  # all ranks that hold rows of the vocabulary
         self._queue: CollectiveQueue | None = None  # of its collectives
         self._beside: dist.ProcessGroup | None = None  # all ranks, for messages to servers
-        self._side: dist.ProcessGroup | None = (
-            None  # of this data coordinate, if it steps by itself
-        )
+        self._side: dist.ProcessGroup | None = None  # this data coordinate, if it steps by itself
         self.beside: CollectiveQueue | None = None  # of compressed sums
-        self._cast: CastSums | None = None  # of gradients over the data ranks
+        self._cast: torch.dtype | None = None  # of gradients between the data ranks
         self._all: dist.ProcessGroup | None = None
         self._pending: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
 
@@ -90,44 +86,36 @@ class Channels:
                 self._open_direction(*(grid.rank(position, *column) for position in pair))
         for ranks in self._program.summing():
             self._shared[ranks] = self._group(ranks)
-        if grid.tensor > 1:
-            groups = [self._group(ranks) for ranks in grid.lines()]
-            group = next(group for group in groups if group is not None)
-            self.axis = Axis(self._program.coordinate.tensor, grid.tensor, group, self.device)
-        self.context = self._neighbours("context", grid.context)
-        self.expert = self._neighbours("expert", grid.expert)
-        if self._program.synchronized:
-            groups = [self._group(ranks) for ranks in grid.rows()]
-            row = next(group for group in groups if group is not None)
-            self.row = Axis(self._program.coordinate.data, grid.data, row, self.device, name="data")
+        at, synchronized = self._program.coordinate, self._program.synchronized
+        self._open_axis("tensor", grid.tensor, at.tensor, grid.lines())
+        for name, count in (
+            ("context", grid.context), ("expert", grid.expert),
+            ("data", grid.data if synchronized else 1),
+        ):  # fmt: skip
+            self._open_axis(name, count, at.data % count, grid.runs(count))
+        planes = [grid.plane(data) for data in range(grid.data)]
         if self._program.updates.separate:
-            groups = [self._group(grid.plane(data)) for data in range(grid.data)]
-            self._side = groups[self._program.coordinate.data]
+            self._side = self._own_group(planes)
         if self._program.updates.way == "asynchronous":
             self._beside = self._group(None, "gloo")
         compression = self._program.updates.compression
         if compression is not None:
             self.beside = queue_on(self.device, self._failed)
-            if compression in DTYPES:
-                self._cast = CastSums(DTYPES[compression], self.beside)
+            self._cast = DTYPES.get(compression)
         if self._program.rows:
-            groups = [self._group(grid.plane(data)) for data in range(grid.data)]
-            self._plane = groups[self._program.coordinate.data]
+            self._plane = self._own_group(planes)
             self._queue = queue_on(self.device, self._failed)
 
-    def _neighbours(self, name: str, count: int) -> Axis | None:
-        """This rank's group of `count` neighbours along the data axis; None of one alone."""
-        if count == 1:
-            return None
-        groups = [self._group(ranks) for ranks in self._program.grid.runs(count)]
-        group = next(group for group in groups if group is not None)
-        rank = self._program.coordinate.data % count
-        return Axis(rank, count, group, self.device, name=name)
+    def _open_axis(self, name: str, count: int, rank: int, sets: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups along an axis of `count` ranks, of which this one is number `rank`."""
+        if count > 1:
+            group = self._own_group(sets)
+            self.axes[name] = Axis(rank, count, group, self.device, name=name)
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The groups that layers exchange with, as each axis has others."""
-        return tuple(axis for axis in (self.axis, self.context, self.expert) if axis is not None)
+    def _own_group(self, sets: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
+        """This rank's group, of those that all ranks make of disjoint sets of ranks."""
+        groups = [self._group(ranks) for ranks in sets]
+        return next(group for group in groups if group is not None)
 
     def _open_direction(self, source: int, target: int) -> None:
         """Make the direction from one rank to another if this rank is at an end of it.
@@ -237,8 +225,14 @@ class Channels:
         """Start adding up a tensor over `ranks`, in place: gradients, so what goes between data
         ranks alone may go in 16 bits."""
         group = self._shared[ranks]
-        if self._cast is not None and all(map(self._program.is_near, ranks)):
-            return self._cast.sum(tensor, group)
+        if (dtype := self._cast) is not None and all(map(self._program.is_near, ranks)):
+
+            def start() -> Started:
+                sum_in_order(tensor, group, dtype)
+                return tensor, None
+
+            assert self.beside is not None
+            return self.beside.put(start)
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return work
@@ -246,12 +240,9 @@ class Channels:
     def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""
         group = self._shared[ranks]
-        if self._by_gloo:  # whose reduce-scatter is an all-reduce of a copy: twice the bytes
-            assert group is not None
-            dtype = None if self._cast is None else self._cast.dtype
-            return Addends(real(segments), real(own), group, dtype)
-        if self._cast is not None:
-            return self._cast.scatter(segments, own, group)
+        # Gloo's reduce-scatter is an all-reduce of a copy: twice the bytes.
+        if self._by_gloo or self._cast is not None:
+            return scattered(real(segments), real(own), group, self._cast)
         return dist.reduce_scatter_single(
             real(own).view(-1), real(segments).view(-1), group=group, async_op=True
         )
@@ -307,6 +298,27 @@ class Channels:
         parts[self._rank].copy_(torch.tensor(data, dtype=torch.uint8))
         self.total(whole)
         return [bytes(part.tolist()).decode() for part in parts]
+
+    def collect(
+        self, items: Sequence[tuple[Any, torch.Tensor]]
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """On rank 0 the tensors of all ranks, on the CPU and rank by rank, each with what is said
+        of it (JSON-able); nothing elsewhere. A collective of all ranks."""
+        kinds = [[fact, list(t.shape), str(t.dtype).removeprefix("torch.")] for fact, t in items]
+        texts = self.gather_texts(json.dumps(kinds))
+        for _, tensor in items if self._rank else ():
+            if tensor.numel():
+                self.send_now(in_memory(tensor.detach().to(self.device)), 0)
+        for source, text in enumerate(() if self._rank else texts):
+            for k, (fact, shape, dtype) in enumerate(json.loads(text)):
+                tensor = (
+                    items[k][1].detach()
+                    if source == 0
+                    else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                )
+                if source and tensor.numel():
+                    self.receive_now(tensor, source)
+                yield fact, tensor.cpu()
 
     def send_now(self, tensor: torch.Tensor, peer: int) -> None:
         """Send a tensor that no instruction names, and wait until it is out."""
@@ -378,7 +390,7 @@ class Channels:
         groups, self._groups = self._groups, []
         self._to, self._from, self._shared = {}, {}, {}
         self._plane = self._side = self._beside = self._all = None
-        for axis in (*self.axes, *([self.row] if self.row else ())):
+        for axis in self.axes.values():
             axis.close()
         for group in groups:
             if dist.is_initialized():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -44,6 +44,29 @@ class Receipt:
         if self.work is not None:
             self.work.wait()
         return self.tensor
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A collective on its way, with so many bytes of memory; `wait` does `then` when it has ended,
+    once."""
+
+    works: Sequence[Any]
+    then: Callable[[], object] | None = None
+    nbytes: int = 0
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Wait for it."""
+        for work in self.works:
+            work.wait()
+        then, self.works, self.then = self.then, (), None
+        if then is not None:
+            with torch.no_grad():
+                then()
 
 
 class _Future(Future[Any]):

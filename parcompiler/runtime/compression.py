@@ -12,13 +12,12 @@ summands are added in the order of the ranks: so any process can repeat it to th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parcompiler.runtime.axis import real
-from parcompiler.runtime.collective_queue import CollectiveQueue, Pending
+from parcompiler.runtime.collective_queue import Arrival
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,90 +35,47 @@ def summed(summands: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     return total.to(dtype).to(kind)
 
 
-class CastSums:
-    """Sums over ranks in `dtype`, one after another, beside the compute."""
+def scattered(
+    segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None = None,
+) -> Arrival:  # fmt: skip
+    """Start a reduce-scatter: segment r of the [ranks, n] of every rank goes to rank r, which adds
+    them up into `own`, in the order of the ranks, when it waits. With a `dtype` the segments and
+    their sum are rounded to that."""
+    assert group is not None
+    me, last = group.rank(), group.size() - 1
+    own, segments = own.view(-1), (segments if dtype is None else segments.to(dtype)).flatten(1)
+    sizes = [segments.shape[1]] * (last + 1)
+    given, mine = segments, list[torch.Tensor]()
+    if me in (0, last):  # the others' lie together, and its own need go nowhere
+        given = segments[1:] if me == 0 else segments[:last]
+        sizes[me], mine = 0, [segments[me]]
+    received = torch.empty_like(given)
+    work = dist.all_to_all_single(
+        received.view(-1), given.reshape(-1), sizes, sizes, group, async_op=True
+    )
 
-    def __init__(self, dtype: torch.dtype, queue: CollectiveQueue) -> None:
-        self.dtype, self._queue = dtype, queue
-
-    def sum(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-        """Start adding up a tensor over a group, in place."""
-
-        def start() -> tuple[torch.Tensor, None]:
-            sum_in_order(tensor, group, self.dtype)
-            return tensor, None
-
-        return self._queue.put(start)
-
-    def scatter(
-        self, segments: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
-    ) -> Pending:
-        """Start adding up segments [ranks, n] over a group, each rank of which gets its `own`."""
-
-        def start() -> tuple[torch.Tensor, None]:
-            flat = real(segments).view(dist.get_world_size(group), -1)
-            real(own).view(-1).copy_(_own_sum(flat.to(self.dtype), flat.dtype, group))
-            return own, None
-
-        return self._queue.put(start)
-
-
-class Addends:
-    """A reduce-scatter on its way: segment r of the [ranks, n] of every rank goes to rank r, which
-    adds them up into `own`, in the order of the ranks, when it waits. With a `dtype` the segments
-    and their sum are rounded to that."""
-
-    def __init__(
-        self,
-        segments: torch.Tensor,
-        own: torch.Tensor,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        me, last = group.rank(), group.size() - 1
-        self._own, self._dtype = own.view(-1), dtype
-        segments = (segments if dtype is None else segments.to(dtype)).flatten(1)
-        sizes = [segments.shape[1]] * (last + 1)
-        given, self._mine = segments, list[torch.Tensor]()
-        if me in (0, last):  # the others' lie together, and its own need go nowhere
-            given = segments[1:] if me == 0 else segments[:last]
-            sizes[me], self._mine = 0, [segments[me]]
-        self._at, self._received = me, torch.empty_like(given)
-        work = dist.all_to_all_single(
-            self._received.view(-1), given.reshape(-1), sizes, sizes, group, async_op=True
-        )
-        assert work is not None
-        self._work: dist.Work = work
-
-    def is_completed(self) -> bool:
-        """Whether all have come."""
-        return bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Wait for them, and add them up."""
-        self._work.wait()
-        rows = [*self._received]
-        rows[self._at : self._at] = self._mine
-        first, second, *others = (row.to(self._own.dtype) for row in rows)
-        torch.add(first, second, out=self._own)
+    def add_up() -> None:
+        rows = [*received]
+        rows[me:me] = mine
+        first, second, *others = (row.to(own.dtype) for row in rows)
+        torch.add(first, second, out=own)
         for row in others:
-            self._own.add_(row)
-        if self._dtype is not None:
-            self._own.copy_(self._own.to(self._dtype))
+            own.add_(row)
+        if dtype is not None:
+            own.copy_(own.to(dtype))
+
+    return Arrival([work], add_up)
 
 
 def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
-    """Add up a tensor over a group, in place and in the order of its ranks. A collective."""
+    """Add up a tensor over a group, in place and in the order of its ranks, as `summed` does. A
+    collective."""
     flat, size = real(tensor).view(-1), dist.get_world_size(group)
-    segments = flat.new_zeros(-(-flat.numel() // size) * size, dtype=dtype)
-    segments[: flat.numel()].copy_(flat)
-    own = _own_sum(segments.view(size, -1), flat.dtype, group)
-    dist.all_gather_single(segments, own, group)
-    flat.copy_(segments[: flat.numel()])
-
-
-def _own_sum(segments: torch.Tensor, kind: torch.dtype, group: Any) -> torch.Tensor:
-    """The sum of this rank's segments [ranks, n], added up in `kind`."""
-    received = torch.empty_like(segments)
-    dist.all_to_all_single(received, segments, group=group)
-    return summed([row.to(kind) for row in received], segments.dtype).to(segments.dtype)
+    segments = flat.new_zeros(size, -(-flat.numel() // size), dtype=dtype)
+    whole = segments.view(-1)[: flat.numel()]
+    whole.copy_(flat)
+    own = flat.new_empty(segments.shape[1])
+    scattered(segments, own, group, dtype).wait()
+    dist.all_gather_single(segments.view(-1), own.to(dtype), group)
+    flat.copy_(whole)

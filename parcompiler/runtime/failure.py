@@ -372,28 +372,22 @@ def explain(
 
     An error of the network is another rank's failure: the watch knows which.
     """
-    explained = _explained(error, rank, place, stages, watch)
-    if watch.written is not None:
-        explained.add_note(f"the last instructions of rank {rank} are in {watch.written}")
-    return explained
-
-
-def _explained(
-    error: Exception, rank: int, place: str, stages: Iterable[nn.Module], watch: Watch
-) -> Exception:
-    """The exception for an error, once the others have been told."""
+    explained: Exception
     if isinstance(error, RuntimeError) and (watch.cause or _is_network(error)):
         late = "timed out" in str(error).lower()
         lost = f"rank {rank} {_LATE if late else _BROKEN} {place}: {_line(error)}"
         cause = watch.lose(lost)
-        if cause == lost:
-            return LaunchError(lost)
-        return LaunchError(f"rank {rank} stopped {place} because {cause}")
-    module = _module_of(error, stages)
-    where = f"{place} in module {module!r}" if module else place
-    failed = f"rank {rank} failed {where}: {named(error)}"
-    watch.fail(failed)
-    return error if isinstance(error, ParcompilerError) else LaunchError(failed)
+        stopped = f"rank {rank} stopped {place} because {cause}"
+        explained = LaunchError(lost if cause == lost else stopped)
+    else:
+        module = _module_of(error, stages)
+        where = f"{place} in module {module!r}" if module else place
+        failed = f"rank {rank} failed {where}: {named(error)}"
+        watch.fail(failed)
+        explained = error if isinstance(error, ParcompilerError) else LaunchError(failed)
+    if watch.written is not None:
+        explained.add_note(f"the last instructions of rank {rank} are in {watch.written}")
+    return explained
 
 
 def named(error: BaseException) -> str:

@@ -297,7 +297,8 @@ class Interpreter:
 
     def _overlaps(self, j: int) -> bool:
         """Whether collectives of a stage's backward run beside the products for its weights."""
-        return bool(all_active()) and j not in self._split and self._versions is None
+        axes = any(axis.name != "data" for axis in all_active())
+        return axes and j not in self._split and self._versions is None
 
     def _backward(self, state: StepState, instruction: Instruction) -> None:
         """Gradients of a stage's inputs and parameters for one micro-batch."""

@@ -19,7 +19,7 @@ from parcompiler.pieces import Shard, own_rows
 from parcompiler.runtime import head
 from parcompiler.runtime.axis import in_memory, wire
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.program import KeptOutput, RankProgram
+from parcompiler.runtime.program import KeptOutput, RankProgram, Value
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
 Kept = Mapping[str, Mapping[int, torch.Tensor]]  # by value and micro-batch
@@ -89,42 +89,26 @@ class Predictions:
             whole = torch.stack([self._whole(output, made[i]) for i in range(count)])
         if output.head:
             assert self._head is not None
-            x = self._sent(whole, source, self._rows.ranks, shape, self._head.weight.dtype)
-            return self._logits(output, x, home)
-        moved = self._sent(whole, source, (home,), shape, output.dtype)
-        return moved if program.rank == home else None
+            value = Value(shape, self._head.weight.dtype)
+            pending = self._channels.broadcast_value(whole, value, source)
+            return self._logits(output, pending.wait(), home)
+        if home != source and program.rank == source:
+            assert whole is not None
+            self._channels.send_now(wire(in_memory(whole)), home)
+        elif home != source and program.rank == home:
+            whole = torch.empty(shape, dtype=output.dtype, device=self._channels.device)
+            self._channels.receive_now(wire(whole), source)
+        return whole if program.rank == home else None
 
     def _whole(self, output: KeptOutput, part: torch.Tensor) -> torch.Tensor:
         """An output of a micro-batch from what this tensor rank has of it."""
-        axis = self._channels.axis
+        axis = self._channels.axes.get("tensor")
         if axis is None or (output.dim is None and not output.partial):
             return part
         if output.partial:
             return axis.all_reduce(part)
         assert output.dim is not None
         return axis.all_gather(part, Shard(output.dim, output.sizes))
-
-    def _sent(
-        self,
-        tensor: torch.Tensor | None,
-        source: int,
-        targets: Sequence[int],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """A tensor of rank `source` on each of `targets`; anything elsewhere."""
-        rank = self._program.rank
-        if rank == source:
-            assert tensor is not None
-            for target in targets:
-                if target != source:
-                    self._channels.send_now(wire(in_memory(tensor)), target)
-            return tensor
-        if rank not in targets:
-            return torch.empty(0)
-        received = torch.empty(shape, dtype=dtype, device=self._channels.device)
-        self._channels.receive_now(wire(received), source)
-        return received
 
     def _logits(self, output: KeptOutput, x: torch.Tensor, home: int) -> torch.Tensor | None:
         """The logits of all rows, joined at `home`; x [..., h] is there on all ranks."""

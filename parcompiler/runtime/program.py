@@ -155,6 +155,11 @@ class RankProgram:
         """The tensors of which this rank has only a part."""
         return frozenset({*self.shards, *self.rows, *self.experts})
 
+    @cached_property
+    def summed(self) -> dict[str, tuple[str, ...]]:
+        """The tensors by the labels that sums of gradients, gathers and averages have for them."""
+        return {**self.buckets, **{label: (tied.name,) for label, tied in self.tied.items()}}
+
     def own_experts(self, name: str) -> Span:
         """The piece of the experts that this rank has of a tensor."""
         return piece(self.experts[name], self.expert, self.coordinate.data % self.expert)

@@ -55,7 +55,7 @@ class Reduction:
         self._pieces = parts is not None and program.zero > 1
         lines = program.instructions
         self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
-        self._names = [_names(program, line) for line in self.lines]
+        self._names = [program.summed[line.value or ""] for line in self.lines]
         self._tensors = [[tensors[name] for name in names] for names in self._names]
         self._tied = [line.value in program.tied for line in self.lines]
         self._number = {line: k for k, line in enumerate(self.lines)}
@@ -70,8 +70,6 @@ class Reduction:
     def begin(self, channels: Summing) -> None:
         """Begin a step: no gradient is final."""
         self._channels = channels
-        if self._parts is not None:
-            self._parts.reduced.clear()
         self._pending = list(map(len, self._tensors))
         self._works = []
         self._started = 0
@@ -142,13 +140,6 @@ class Reduction:
                     self._parts.take_gradients(names)
             self._works.append((k, work))
         self._started += 1
-
-
-def _names(program: RankProgram, line: Instruction) -> tuple[str, ...]:
-    """The tensors of a sum."""
-    assert line.value is not None
-    tied = program.tied.get(line.value)
-    return program.buckets[line.value] if tied is None else (tied.name,)
 
 
 def _behind(

@@ -38,8 +38,7 @@ class Rounds:
         at = program.coordinate
         self._ranks = program.grid.replicas((at.pipeline,), at.tensor)
         lines = [x for x in program.instructions if x.kind is Kind.AVERAGE_PARAMETERS]
-        names = {**program.buckets, **{x: (tied.name,) for x, tied in program.tied.items()}}
-        self._names = {line: names[line.value or ""] for line in lines}
+        self._names = {line: program.summed[line.value or ""] for line in lines}
         self.anchors: dict[str, nn.Parameter] = {}
         self._outer: torch.optim.SGD | None = None
         if weights and not program.updates.averages:

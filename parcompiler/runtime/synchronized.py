@@ -10,28 +10,13 @@ this rank's part of them: they are averaged with those of all other parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from parcompiler.pieces import Shard
-from parcompiler.runtime.axis import Axis
-
-_group: ContextVar[Axis | None] = ContextVar("data group", default=None)
-
-
-@contextmanager
-def together(group: Axis) -> Iterator[None]:
-    """Within it, batch norms count the batches of all ranks of `group`."""
-    token = _group.set(group)
-    try:
-        yield
-    finally:
-        _group.reset(token)
+from parcompiler.runtime.axis import Axis, active
 
 
 def sync_batch_norm(
@@ -48,7 +33,7 @@ def sync_batch_norm(
 
     input [b, c, ...], the same shape on every rank; running statistics, weight and bias [c].
     """
-    group = _group.get()
+    group = active("data")
     if group is None or not training:
         normed: torch.Tensor = F.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps

@@ -15,9 +15,8 @@ One number is summed over all ranks, and every rank has the same norm to the bit
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.vocabulary import VocabularyRows
-from parcompiler.runtime.zero import ELEMENTWISE, DataParts, copy_into, is_elementwise
+from parcompiler.runtime.zero import ELEMENTWISE, DataParts, is_elementwise
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
@@ -109,11 +108,7 @@ class Updates:
             raise InputError(message)
         own = Groups(groups, self.trained(), gather)
         if self._parts is not None and not self._parts.suits(elementwise=elementwise):
-            masters = self.whole_masters()
-            self._parts.turn()
-            self._share_out()
-            for name, master in masters.items():
-                self.fill_master(name, self._parameters[name], functools.partial(copy_into, master))
+            self._turn(self._parts)
 
         def make() -> torch.optim.Optimizer:
             optimizer = kind(own.made(self.weights()), **options)
@@ -206,80 +201,28 @@ class Updates:
         return {name: weight for name, weight in own.items() if weight.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of this rank by name: unscaled, in float32 where masters are. A collective
-        of the data ranks where each has rows of them."""
-        narrow = self._program.narrow
-        found = dict(self._raw())
-        if narrow is not None:
-            wide = {n: torch.promote_types(g.dtype, torch.float32) for n, g in found.items()}
-            found = {n: gradient.to(wide[n]) * self._factor for n, gradient in found.items()}
-        if self._parts is None:
-            return found
-        dtypes = {name: self._parameters[name].dtype for name in self._parts.reduced}
-        if narrow is not None:
-            dtypes = {n: torch.promote_types(dtype, torch.float32) for n, dtype in dtypes.items()}
-        return self._alone(found) | self._parts.joined(found, dtypes)
-
-    def whole_masters(self) -> dict[str, torch.Tensor]:
-        """The masters of this rank by name. A collective of the data ranks where each has rows of
-        them."""
-        if self._parts is None:
-            return dict(self.masters.by_name)
-        narrow, shared = self._program.narrow, self._parts.parameters.items()
-        trained = [name for name, p in shared if p.dtype == narrow and p.requires_grad]
-        masters = self.masters.by_name
-        wholes = self._parts.joined(masters, dict.fromkeys(trained, torch.float32))
-        return self._alone(masters) | wholes
-
-    def _alone(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters that are not sharded."""
-        shared = () if self._parts is None else self._parts.parameters
-        return {name: tensor for name, tensor in tensors.items() if name not in shared}
+        """The gradients of what this rank updates, by name: unscaled, in float32 where masters
+        are."""
+        if self._program.narrow is None:
+            return dict(self._raw())
+        wide = ((n, g.to(torch.promote_types(g.dtype, torch.float32))) for n, g in self._raw())
+        return {name: gradient * self._factor for name, gradient in wide}
 
     def in_pieces(self, name: str) -> bool:
         """Whether each data rank has rows of a parameter, and nothing else of it."""
         return self._parts is not None and name in self._parts.in_pieces
 
-    def wholes(self) -> dict[str, torch.Tensor]:
-        """The masters of this rank, and its parameters of which each data rank has rows, by name.
-        Where that is so, a collective of the data ranks; those but the first get none of them."""
-        if self._parts is None or self._parts.level < 3:
-            return self.whole_masters()
-        rows = {**self._parts.parts, **self.masters.by_name}
-        narrow = self._program.narrow
-        dtypes = {
-            name: torch.float32 if p.dtype == narrow and p.requires_grad else p.dtype
-            for name, p in self._parts.parameters.items()
-            if name in self._parts.in_pieces or p.dtype == narrow
-        }
-        keep = self._program.coordinate.data < self._program.expert
-        return self._alone(self.masters.by_name) | self._parts.joined(rows, dtypes, keep=keep)
-
     @torch.no_grad()
-    def fill(
-        self, name: str, parameter: torch.Tensor, write: Callable[[torch.Tensor], object]
-    ) -> None:
-        """Fill a parameter or buffer and its master, as `write` fills a tensor of its form, with
-        as much of it as this rank has."""
-        if self._parts is not None and self.in_pieces(name):
-            self._parts.fill(name, write)
-        else:
-            write(parameter)
-        self.fill_master(name, parameter, write)
-
-    @torch.no_grad()
-    def fill_master(
-        self, name: str, parameter: torch.Tensor, write: Callable[[torch.Tensor], object]
-    ) -> None:
-        """Fill the master of a parameter, if this rank has any of it, as `write` fills a tensor of
-        the parameter's form."""
-        master = self.masters.by_name.get(name)
-        if master is None:
-            return
-        whole = torch.zeros_like(parameter, dtype=master.dtype)
-        write(whole)
-        shared = self._parts is not None and name in self._parts.parameters
-        master.copy_(self._parts.rows(name, whole) if self._parts and shared else whole)
+    def _turn(self, parts: DataParts) -> None:
+        """Share the parameters out whole, or in rows again; their masters keep their values."""
+        before, narrow = self.masters.by_name, self._program.narrow
+        trained = (n for n, p in parts.parameters.items() if p.dtype == narrow and p.requires_grad)
+        wholes = parts.joined(before, dict.fromkeys(trained, torch.float32))
+        parts.turn()
+        self._share_out()
+        for name, master in self.masters.by_name.items():
+            shared = name in parts.parameters
+            master.copy_(parts.rows(name, wholes[name]) if shared else before[name])
 
     def _check_whole(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
         """Raise InputError where an optimizer would take a piece of a parameter for the whole."""
@@ -307,10 +250,22 @@ class Updates:
         return finite
 
     def _measured(self) -> torch.Tensor:
-        """The norm of the gradients as they are now; the first one of a step is kept in `norm`."""
+        """The 2-norm of the model's gradients as they are now, a float64 scalar; the first one of a
+        step is kept in `norm`. A collective.
+
+        Each tensor's norm is computed in float32 (float64 for float64), their squares are added in
+        float64. Rows that pad a vocabulary have zeros where data ranks have rows of their own.
+        """
+        program, rows = self._program, VocabularyRows(self._program)
         parts = () if self._parts is None else self._parts.parts
-        raw = gradient_norm(self._program, dict(self._raw()), self._device, self._total, parts)
-        size = raw if self._program.narrow is None else raw * self._factor
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for name, gradient in self._raw():
+            shared = name in parts
+            if _counts(program, name, part=shared):
+                part = gradient if shared else rows.unpadded(name, gradient)
+                squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
+        self._total(squares)
+        size = squares.sqrt() if program.narrow is None else squares.sqrt() * self._factor
         self.norm = size if self.norm is None else self.norm
         return size
 
@@ -354,29 +309,6 @@ def _counts(program: RankProgram, name: str, *, part: bool) -> bool:
     ties = [tied.ranks for tied in program.tied.values() if tied.name == name]
     first = all(at.pipeline == min(ranks) for ranks in ties)
     return first and (at.tensor == 0 or name in program.shards)
-
-
-def gradient_norm(
-    program: RankProgram,
-    gradients: Mapping[str, torch.Tensor],
-    device: torch.device,
-    total: Callable[[torch.Tensor], None],
-    parts: Collection[str] = (),
-) -> torch.Tensor:
-    """The 2-norm of the model's gradients, a float64 scalar; `gradients` are this rank's by name.
-
-    `total` adds a tensor up over all ranks, in place; of `parts` each data rank has rows of its own
-    (those that pad a vocabulary have zeros). A collective. Each tensor's norm is computed
-    in float32 (float64 for float64), their squares are added in float64.
-    """
-    rows, squares = VocabularyRows(program), torch.zeros((), dtype=torch.float64, device=device)
-    for name, gradient in gradients.items():
-        shared = name in parts
-        if _counts(program, name, part=shared):
-            part = gradient if shared else rows.unpadded(name, gradient)
-            squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
-    total(squares)
-    return squares.sqrt()
 
 
 @torch.no_grad()

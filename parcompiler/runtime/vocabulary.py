@@ -140,35 +140,6 @@ class VocabularyRows:
         span = pieces.own_rows(self.sizes[name], len(self.ranks), self._index)
         return tensor.narrow(self._dim(name, tensor), 0, span.size)
 
-    def of_whole(self, name: str, tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-        """The rows of this rank of a whole tensor; a tensor of another shape as it is.
-
-        `padded` is the tensor of this rank.
-        """
-        size = self.sizes.get(name)
-        if size is None or tensor.dim() != padded.dim():
-            return tensor
-        dim = self._dim(name, padded)
-        if tensor.shape[dim] != size:
-            return tensor
-        span = pieces.own_rows(size, len(self.ranks), self._index)
-        return tensor.narrow(dim, span.start, span.size)
-
-    def joined(self, name: str, padded: Iterator[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, on the CPU, from those of all ranks in their order."""
-        whole: torch.Tensor | None = None
-        size = self.sizes[name]
-        for index, part in enumerate(padded):
-            dim = self._dim(name, part)
-            if whole is None:
-                whole = torch.empty(
-                    (*part.shape[:dim], size, *part.shape[dim + 1 :]), dtype=part.dtype
-                )
-            span = pieces.own_rows(size, len(self.ranks), index)
-            whole.narrow(dim, span.start, span.size).copy_(part.narrow(dim, 0, span.size))
-        assert whole is not None
-        return whole
-
     def _dim(self, name: str, padded: torch.Tensor) -> int:
         """The dimension of a tensor that its rows lie along: a bias may be [1, V] in the model."""
         return padded.shape.index(pieces.rows(self.sizes[name], len(self.ranks)))

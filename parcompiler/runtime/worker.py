@@ -26,6 +26,7 @@ from parcompiler.errors import InputError, LaunchError
 from parcompiler.runtime.agreement import (
     WorkerCall,
     check_programs,
+    difference_of_batches,
     difference_of_calls,
     difference_of_weights,
     digest_of_batch,
@@ -33,7 +34,8 @@ from parcompiler.runtime.agreement import (
 from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.batch import microbatches, padded, samples_of_batch
 from parcompiler.runtime.channels import Channels
-from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankLayout, RankState
+from parcompiler.runtime.checkpoint import SHARD_SIZE, Checkpoints, RankState, RankTensors
+from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys
 from parcompiler.runtime.failure import Watch, explain, named
 from parcompiler.runtime.files import Fingerprint, fingerprint, request_of, stored
 from parcompiler.runtime.flight import FlightRecorder
@@ -44,8 +46,6 @@ from parcompiler.runtime.predicting import Predictions
 from parcompiler.runtime.program import RankProgram, of_first
 from parcompiler.runtime.rounds import Rounds
 from parcompiler.runtime.stage import Stage, Unfilled
-from parcompiler.runtime.state_dict import IncompatibleKeys, RankTensors, concluded
-from parcompiler.runtime.synchronized import together
 from parcompiler.runtime.updates import Updates
 from parcompiler.runtime.vocabulary import Vocabulary, VocabularyRows
 
@@ -155,10 +155,7 @@ class Worker:
             if compiled:
                 from parcompiler.runtime.compiled.build import CompiledStages
 
-                self.compiled = CompiledStages(
-                    program, self._stages, self.device, self._channels.axes, self._channels.row,
-                    self._interpreter.defers,
-                )  # fmt: skip
+                self.compiled = CompiledStages(self._interpreter)
             self._updates = Updates(
                 program,
                 {n: p for n, p in self._interpreter.tensors.items() if isinstance(p, nn.Parameter)},
@@ -176,20 +173,15 @@ class Worker:
                     self._watch, self._explained,
                 )  # fmt: skip
             self._interpreter.update = self._updates.apply
-            for axis in self._channels.axes:
-                self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
-            self._tensors = RankTensors(
-                program, self._interpreter.tensors, self._updates, self._channels
-            )
+            for axis in self._channels.axes.values():
+                if axis.name != "data":  # whose ranks draw by themselves
+                    self._interpreter.seed = axis.agreed(self._interpreter.seed % 2**62)
             self._predictions = Predictions(program, self._channels, self._vocabulary)
-            layout = RankLayout(program)
-            state = RankState(program, self._interpreter, self._updates, layout, self._calls)
+            state = RankState(program, self._interpreter, self._updates, self._calls)
+            self._tensors = RankTensors(state)
             if folder is not None:
                 request = request_of(folder)
-            self._checkpoints = Checkpoints(
-                program, state, layout, self._channels, store, lambda: self._watch.cause,
-                request or {},
-            )  # fmt: skip
+            self._checkpoints = Checkpoints(state, store, self._watch, request or {})
             self._tensors.load(tensors if folder is None else stored(folder, program))
             if folder is not None:
                 self._tensors.loaded = None  # checksums are compared
@@ -348,31 +340,21 @@ class Worker:
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise InputError(text if rank == program.rank else f"rank {rank}: {text}")
-        firsts = program.grid.leaders
-        for rank, (_, other, _) in enumerate(said):
-            first = firsts[program.grid.batch_of(program.grid.coordinate(rank).data)]
-            if other != said[first][1]:
-                message = (
-                    f"ranks {first} and {rank} were given different batches: give all ranks of a "
-                    "data coordinate the same"
-                )
-                raise InputError(message)
-        return leaves, [said[rank][0] for rank in firsts]
+        if text := difference_of_batches(program, [own for _, own, _ in said]):
+            raise InputError(text)
+        return leaves, [said[rank][0] for rank in program.grid.leaders]
 
     def _predicted(
         self, parts: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int]
     ) -> dict[str, torch.Tensor] | None:
         """The outputs of all data coordinates on rank 0."""
-        program = self.program
-        firsts = program.grid.leaders
-        if program.rank not in firsts:
-            return None
-        own = self._predictions.joined(parts, counts[self.data_rank])
-        if program.rank:
-            self._tensors.send(own)
-            return None
-        others = [self._tensors.receive(rank) for rank in firsts[1:]]
-        return {name: torch.cat([t, *(other[name] for other in others)]) for name, t in own.items()}
+        own: Mapping[str, torch.Tensor] = {}
+        if self.rank in self.program.grid.leaders:
+            own = self._predictions.joined(parts, counts[self.data_rank])
+        joined: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in self._channels.collect([*own.items()]):
+            joined.setdefault(name, []).append(tensor)
+        return None if self.rank else {name: torch.cat(each) for name, each in joined.items()}
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -518,9 +500,9 @@ class Worker:
         if not isinstance(state, Mapping):
             message = f"a state dict is needed: names and tensors ({type(state).__name__} given)"
             raise InputError(message)
-        with self._failing_together("load_state_dict"):
-            accounts = self._channels.gather_texts(self._tensors.account(state))
-        keys = concluded(accounts, state, strict=strict)
+        with self._failing_together("load_state_dict", InputError):
+            faults = self._tensors.faults(state)
+            keys = self._checkpoints.conclude(state, faults, strict=strict)
         self._tensors.load(state.items())
         self._restart()
         return keys
@@ -533,8 +515,8 @@ class Worker:
         16-bit program are the masters, in float32; frozen ones have none and are in 16 bits.
         """
         self._settle()
-        tensors = self._interpreter.tensors
-        state = self._gather(lambda: {**tensors, **self._updates.wholes()})
+        with self._failing_together("gather"):
+            state = self._checkpoints.gather()
         if state is not None:
             state |= {a: state[name] for a, name in self.program.aliases.items() if name in state}
             left_out = () if everything else self.program.unsaved
@@ -546,7 +528,8 @@ class Worker:
 
         Of a 16-bit program they are in float32, and without the scale of the loss.
         """
-        return self._gather(self._updates.gradients)
+        with self._failing_together("gather"):
+            return self._checkpoints.gather(gradients=True)
 
     @property
     def step_count(self) -> int:
@@ -866,11 +849,9 @@ class Worker:
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
         """Within it, layers find this rank's groups along the axes, and the data ranks."""
-        row = self._channels.row
         with ExitStack() as stack:
-            for axis in self._channels.axes:
+            for axis in self._channels.axes.values():
                 stack.enter_context(axis.active())
-            stack.enter_context(nullcontext() if row is None else together(row))
             yield
 
     @contextmanager
@@ -944,13 +925,6 @@ class Worker:
         if self.program.asynchronous:
             message = "pipedream updates parameters inside the step: call train_step"
             raise InputError(message)
-
-    def _gather(
-        self, tensors: Callable[[], Mapping[str, torch.Tensor]]
-    ) -> dict[str, torch.Tensor] | None:
-        """All ranks' tensors on rank 0."""
-        with self._failing_together("gather"):
-            return self._tensors.gather(tensors())
 
 
 def _timedelta(timeout: timedelta | float) -> timedelta:

@@ -32,8 +32,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +42,7 @@ from parcompiler.instruction import Instruction, Kind
 from parcompiler.pieces import Span, dealt, piece
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.channels import Channels
+from parcompiler.runtime.collective_queue import Arrival
 from parcompiler.runtime.program import RankProgram
 
 ELEMENTWISE = frozenset(
@@ -82,38 +82,12 @@ class _Place(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
-class Arrival:
-    """A collective on its way, with so many bytes of memory; `wait` does `then` when it has ended,
-    once."""
-
-    works: Sequence[Any]
-    then: Callable[[], object]
-    nbytes: int = 0
-    _waits: bool = True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Wait for it."""
-        if self._waits:
-            self._waits = False
-            for work in self.works:
-                work.wait()
-            with torch.no_grad():
-                self.then()
-            self.works, self.then = (), _nothing
-
-
 class DataParts:
     """What each data rank has of the parameters of a rank, by their names.
 
     `parts` are the rows that this data rank updates: views of the parameters, or all that it has
-    of those `in_pieces`. A parameter of which it has none has no part. `reduced` are the names of
-    those that have gradients in this step, `whole` says whether parameters are shared out
-    undivided.
+    of those `in_pieces`. A parameter of which it has none has no part. `whole` says whether
+    parameters are shared out undivided.
     """
 
     def __init__(
@@ -131,8 +105,7 @@ class DataParts:
         self._every = _Sharers(grid.replicas((at.pipeline,), at.tensor), at.data)
         of_experts = grid.replicas((at.pipeline,), at.tensor, expert)
         self._alike = _Sharers(of_experts, at.data // program.expert)  # those with its experts
-        alone = {label: (item.name,) for label, item in program.tied.items()}
-        buckets = {**program.buckets, **(alone if self.level == 1 else {})}
+        buckets = program.summed if self.level == 1 else program.buckets
         lines = [x for x in program.instructions if x.kind is Kind.GATHER_PARAMETERS]
         self._behind = {line: buckets[line.value or ""] for line in lines}
         shared = dict.fromkeys(name for names in buckets.values() for name in names)
@@ -163,7 +136,6 @@ class DataParts:
             for item in program.tied.values()
         }
         self.whole = self._served
-        self.reduced: set[str] = set()
         self._share_out()
         for name in self.in_pieces:
             self._free(name)
@@ -193,9 +165,8 @@ class DataParts:
         wholes = self.joined(self.parts, dtypes)
         self.whole = not self.whole
         self._share_out()
-        with torch.no_grad():
-            for name, tensor in wholes.items():
-                self.fill(name, functools.partial(copy_into, tensor))
+        for name in wholes.keys() & self.parts.keys():
+            self.parts[name].data.copy_(self.rows(name, wholes[name]))
 
     def rows(self, name: str, tensor: torch.Tensor, data: int | None = None) -> torch.Tensor:
         """The rows of a data rank (this one) of a tensor like the parameter `name`: a view."""
@@ -210,13 +181,6 @@ class DataParts:
     def is_first(self, name: str) -> bool:
         """Whether no data rank before this one updates rows of a parameter."""
         return not any(span.size for span in self._spans[name][: self._sharers(name).place])
-
-    def fill(self, name: str, write: Callable[[torch.Tensor], object]) -> None:
-        """Fill the part of a parameter in pieces, as `write` fills a tensor of its form."""
-        whole = torch.zeros_like(self.parameters[name])
-        write(whole)
-        if name in self.parts:
-            self.parts[name].data.copy_(self.rows(name, whole))
 
     def unshard(self, j: int) -> None:
         """Start getting the parameters of a stage whole. A collective of the data ranks."""
@@ -237,7 +201,7 @@ class DataParts:
             return None
         first, self._arriving = self._arriving[: behind[-1] + 1], self._arriving[behind[-1] + 1 :]
         arrivals = [arrival for _, arrival in first]
-        return Arrival(arrivals, _nothing)
+        return Arrival(arrivals)
 
     def reshard(self, j: int) -> None:
         """Let go of the parameters of a stage, but for the rows of this data rank."""
@@ -264,18 +228,16 @@ class DataParts:
         at this data coordinate."""
         part = self.parts.get(name)
         if part is None:
-            return Arrival((), _nothing)
-        self.reduced.add(name)
+            return Arrival(())
         gradient = torch.zeros_like(part) if part.grad is None else part.grad
         part.grad = in_memory(gradient)
-        return Arrival([self._channels.sum(part.grad, self._ties[name])], _nothing)
+        return Arrival([self._channels.sum(part.grad, self._ties[name])])
 
     def scatter(self, names: Sequence[str]) -> Arrival:
         """Start summing the gradients of a bucket over the data ranks, for which parameters have
         none any more; then the sums are added to the gradients of parts."""
         found = [name for name in names if self.parameters[name].grad is not None]
         ranks, index = self._sharers(names[0])
-        self.reduced.update(found)
         if self.whole:
             add_up = self._channels.reduce if self._served else self._channels.sum
             work = add_up(flat([self.parameters[n] for n in names]), ranks)
@@ -312,10 +274,8 @@ class DataParts:
         none."""
         for name in names:
             parameter, part = self.parameters[name], self.parts.get(name)
-            if parameter.grad is not None:
-                self.reduced.add(name)
-                if part is not None:
-                    part.grad = self.rows(name, parameter.grad)
+            if parameter.grad is not None and part is not None:
+                part.grad = self.rows(name, parameter.grad)
             parameter.grad = None
 
     def gather(self) -> Iterator[Instruction]:
@@ -337,19 +297,16 @@ class DataParts:
                 earlier.wait()
                 room, first = room + earlier.nbytes, first + 1
 
-    def joined(
-        self, rows: Tensors, dtypes: Mapping[str, torch.dtype], *, keep: bool = True
-    ) -> dict[str, torch.Tensor]:
+    def joined(self, rows: Tensors, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Whole tensors of the form of parameters from the `rows` that each data rank has of them,
-        in these dtypes; nothing for a rank that does not `keep` them. A collective of the data
-        ranks."""
+        in these dtypes. A collective of the data ranks."""
         found: dict[str, torch.Tensor] = {}
         for bucket in self._buckets:
             names = [name for name in bucket if name in dtypes]
             whole = {n: torch.empty_like(self.parameters[n], dtype=dtypes[n]) for n in names}
             if names:
                 self._exchange(names, rows, whole).wait()
-            found |= whole if keep else {}
+            found |= whole
         return found
 
     @torch.no_grad()
@@ -519,15 +476,6 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if targets:
         torch._foreach_copy_(targets, gradients)
     return bucket
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor into another."""
-    target.copy_(source)
 
 
 def _view(segments: torch.Tensor, place: _Place, like: torch.Tensor) -> torch.Tensor:

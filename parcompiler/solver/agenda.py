@@ -31,8 +31,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from parcompiler.errors import InfeasibleError, InputError
-from parcompiler.solver.linear import EFFORT, Status, UndecidedError
+from parcompiler.errors import InfeasibleError
+from parcompiler.solver.linear import EFFORT, PROPAGATE, Status, UndecidedError, run
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -93,18 +93,7 @@ def agree(agenda: Agenda, *, effort: float = EFFORT) -> Agreement:
 
     target = cp_model.CpModel()
     begins, makespan = _model(target, agenda)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # it would leave the default handler behind
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.cp_model_presolve = False
-    solver.parameters.linearization_level = 0
-    status = solver.solve(target)
-    if status == cp_model.MODEL_INVALID:
-        reason = " ".join(target.validate().split())
-        message = f"the solver refuses the agenda ({reason}): use smaller numbers"
-        raise InputError(message)
+    solver, status = run(target, PROPAGATE, effort)
     if status == cp_model.INFEASIBLE:
         message = f"no begins satisfy the agenda ({len(agenda.names)} tasks): give it more room"
         raise InfeasibleError(message)

@@ -24,7 +24,7 @@ Which solver, as measured with OR-tools 9.15 on one core:
 * `relax=True` for programmes whose linear relaxation is tight, such as sharding: GLOP solves that
   first (thousands of binaries in 0.02 s), and when it is whole, it is the answer. Otherwise the
   search begins there, with relaxations (0.3 s; propagation alone takes more than 60 s).
-* Continuous variables: GLOP, or SCIP when there are whole variables beside them.
+* Continuous variables: GLOP. No programme has both kinds.
 
 The same model gives the same values: one worker, because parallel ones race; a fixed seed; and a
 limit that counts the solver's operations, because no clock runs the same twice.
@@ -50,7 +50,6 @@ EFFORT = 5.0  # default limit, in CP-SAT's deterministic units: 0.3 to 2 s of on
 TOLERANCE = 1e-6  # of the solvers that calculate in floating point
 PROVEN = 1e-9  # a gap that their rounding alone can leave
 PRECISION = 52  # bits; rows with fractions are scaled to about this size, then rounded
-NODES_PER_EFFORT = 1000  # SCIP counts nodes
 ONE, NONE = Fraction(1), Fraction(0)  # scale and error of a sum that is whole
 
 PROPAGATE, RELAX = 0, 2  # CP-SAT's linearization_level
@@ -185,15 +184,16 @@ def solve(model: SolverModel, *, relax: bool = False, effort: float = EFFORT) ->
         UndecidedError: the limit was reached before the first solution.
         InputError: the objective has no lower bound, or the numbers are too large.
     """
-    if not all(variable.whole for variable in model.variables):
-        return _floating(model, effort, relaxed=False)
+    if not any(variable.whole for variable in model.variables):
+        return _floating(model, effort)
+    assert all(variable.whole for variable in model.variables), "variables of both kinds"
     return _relax_first(model, effort) if relax else _propagate_first(model, effort)
 
 
 def _relax_first(model: SolverModel, effort: float) -> SolverResult:
     """The linear relaxation when it is whole; else a search that begins there."""
     try:
-        relaxed = _floating(model, effort, relaxed=True)
+        relaxed = _floating(model, effort)
     except UndecidedError:  # GLOP gives up where coefficients are many orders of magnitude apart
         return _exact(model, model.hints, RELAX, effort)
     rounded = tuple(round(value) for value in relaxed.values)
@@ -281,18 +281,7 @@ def _exact(
     for variable, value in hints.items():
         target.add_hint(variables[variable.index], round(value))
 
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.catch_sigint_signal = False  # it would leave the default handler behind
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.linearization_level = linearization
-    solver.parameters.cp_model_presolve = False  # in 9.15 it can lose the optimum, see above
-    status = solver.solve(target)
-    if status == cp_model.MODEL_INVALID:
-        reason = " ".join(target.validate().split())
-        message = f"the solver refuses the model ({reason}): use smaller numbers"
-        raise InputError(message)
+    solver, status = run(target, linearization, effort)
     if status == cp_model.INFEASIBLE:
         raise _infeasible(model)
     bound = float((Fraction(solver.best_objective_bound) - objective.error) / objective.scale)
@@ -306,6 +295,27 @@ def _exact(
             "optimal", found, min(bound, found) if objective.error else found, values
         )
     return SolverResult("feasible", found, min(bound, found), values)
+
+
+def run(
+    target: cp_model.CpModel, linearization: int, effort: float
+) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+    """CP-SAT after solving a model, and how that ended. Raises InputError for large numbers."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would leave the default handler behind
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.linearization_level = linearization
+    solver.parameters.cp_model_presolve = False  # in 9.15 it can lose the optimum, see above
+    status = solver.solve(target)
+    if status == cp_model.MODEL_INVALID:
+        reason = " ".join(target.validate().split())
+        message = f"the solver refuses the model ({reason}): use smaller numbers"
+        raise InputError(message)
+    return solver, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,16 +352,12 @@ class _WholeSum:
         return low, high
 
 
-def _floating(model: SolverModel, effort: float, *, relaxed: bool) -> SolverResult:
-    """Solve with GLOP, or with SCIP when some variables are whole and not `relaxed`."""
-    whole = [variable.whole and not relaxed for variable in model.variables]
+def _floating(model: SolverModel, effort: float) -> SolverResult:
+    """Solve with GLOP, as if no variable were whole."""
     from ortools.linear_solver.python import model_builder
 
     target = model_builder.Model()  # type: ignore[no-untyped-call]
-    variables = [
-        target.new_var(v.low, v.high, is_integer, v.name)
-        for v, is_integer in zip(model.variables, whole, strict=True)
-    ]
+    variables = [target.new_var(v.low, v.high, False, v.name) for v in model.variables]
 
     def add(terms: Sequence[Term]) -> model_builder.LinearExpr:
         chosen = [variables[variable.index] for _, variable in terms]
@@ -360,31 +366,20 @@ def _floating(model: SolverModel, effort: float, *, relaxed: bool) -> SolverResu
     for row in model.rows:
         target.add_linear_constraint(add(row.terms), row.low, row.high)
     target.minimize(add(model.objective))
-    for variable, value in model.hints.items():
-        target.add_hint(variables[variable.index], value)
-
-    solver = model_builder.Solver("scip" if any(whole) else "glop")
-    if any(whole):
-        nodes = int(effort * NODES_PER_EFFORT)
-        solver.set_solver_specific_parameters(f"limits/totalnodes = {nodes}")
+    solver = model_builder.Solver("glop")
     status = solver.solve(target)
     if status in (model_builder.SolveStatus.INFEASIBLE, model_builder.SolveStatus.UNBOUNDED):
-        # The solvers take the one for the other. Without an objective it can only be infeasible.
+        # The solver takes the one for the other. Without an objective it can only be infeasible.
         target.minimize(0)
         if solver.solve(target) == model_builder.SolveStatus.INFEASIBLE:
             raise _infeasible(model)
         message = "the objective has no lower bound: bound its variables"
         raise InputError(message)
-    proven = status == model_builder.SolveStatus.OPTIMAL
-    if not proven and status != model_builder.SolveStatus.FEASIBLE:
+    if status != model_builder.SolveStatus.OPTIMAL:
         raise UndecidedError(effort, -math.inf)
-    values = tuple(
-        round(solver.value(variable)) if is_integer else float(solver.value(variable))
-        for variable, is_integer in zip(variables, whole, strict=True)
-    )
+    values = tuple(float(solver.value(variable)) for variable in variables)
     objective = value_of(model, values)
-    bound = objective if proven else min(objective, float(solver.best_objective_bound))
-    return SolverResult("optimal" if proven else "feasible", objective, bound, values)
+    return SolverResult("optimal", objective, objective, values)
 
 
 def _infeasible(model: SolverModel) -> InfeasibleError:

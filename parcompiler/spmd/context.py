@@ -33,8 +33,9 @@ def _conversion(*dims: str) -> Callable[[NodeCall], Rule]:
 
 
 def _attention(call: NodeCall) -> Rule:
-    """Queries by rows, keys and values whole: over samples and heads, those of keys with theirs."""
-    outer = "*b h" if call.arguments.get("enable_gqa") else "*b"
+    """Rows stay as they are: over samples and heads, those of keys with theirs."""
+    grouped = call.arguments.get("enable_gqa") or call.base == "runtime.ring_attention"
+    outer = "*b h" if grouped else "*b"
     return Rule(f"!{outer} (m) (e), !{outer} (t) (e), {outer} (t) d -> {outer} (m) d")
 
 
@@ -51,6 +52,7 @@ RULES: Mapping[str, Callable[[NodeCall], Rule]] = {
     "runtime.all_to_all": _conversion("1", "2"),
     "runtime.fan_out": _conversion(),
     "runtime.attention_of_rows": _attention,
+    "runtime.ring_attention": _attention,
     "runtime.dispatch": _routed,
     "runtime.combine": _routed,
 }

@@ -21,16 +21,18 @@ from typing import Literal
 from parcompiler.spmd.placement import I, Placement, R
 
 Action = Literal[
-    "nothing", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "take", "pad", "first"
-]
+    "nothing", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "rotation",
+    "take", "pad", "first"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """One row of the table.
 
-    Four of the actions communicate (`BYTES`). `take` keeps the rank's piece, `pad` puts zeros
-    around it, `first` keeps the value on rank 0 and zeros elsewhere.
+    Four of the actions communicate (`BYTES`, which also has the rotation of `ring`). `take` keeps
+    the rank's piece, `pad` puts zeros around it, `first` keeps the value on rank 0 and zeros
+    elsewhere.
     """
 
     source: str
@@ -61,6 +63,7 @@ BYTES: Mapping[Action, Callable[[float, int], float]] = {
     "all-gather": lambda nbytes, n: nbytes * (n - 1) / n,
     "reduce-scatter": lambda nbytes, n: nbytes * (n - 1) / n,
     "all-to-all": lambda nbytes, n: nbytes * (n - 1) / n**2,
+    "rotation": lambda nbytes, n: nbytes * (n - 1) / n,
 }
 
 

@@ -57,7 +57,7 @@ def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> S
     }
     if found != {True}:
         return strategy if len(found) < 2 else None
-    if strategy.special not in ("", "causal rows", "own rows"):  # heads, as many as there are rows
+    if strategy.special not in ("", "causal rows", "ring", "own rows"):  # heads, as many as rows
         return None
 
     def dealt(side: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -81,7 +81,8 @@ class RuntimeCall:
 class NodeCollectives:
     """Collectives of a node among the `n` ranks of an axis: its `meta["exchange"]`.
 
-    The numbers of these ranks are `apart` from one another.
+    The numbers of these ranks are `apart` from one another. Collectives `within` a call run beside
+    the kernels of all its steps but one, each beside one step.
     """
 
     n: int
@@ -89,6 +90,7 @@ class NodeCollectives:
     backward: Actions = ()
     apart: int = 1
     axis: str = "tensor"
+    within: bool = False
 
     def sent_by(self, action: Action, nbytes: float) -> float:
         """Bytes that each rank sends in one action."""

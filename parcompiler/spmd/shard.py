@@ -258,7 +258,10 @@ class _Sharding:
             other = special_call(strategy, call, arguments, self.n)
             kwargs = {**other.kwargs, **self.own_axis}
             made = self.local.call_function(other.target, other.args, kwargs)
-            made.meta = {"exchange": other.collectives} if other.collectives else {}
+            if other.collectives:
+                inside, apart = other.collectives, self.apart
+                inside = dataclasses.replace(inside, apart=apart, axis=self.axis)
+                made.meta = {"exchange": inside}
         else:
             made = self.local.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
         made.meta = {**node.meta, **made.meta}

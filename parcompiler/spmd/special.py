@@ -7,23 +7,27 @@
 | own rows          | cross_entropy_loss  | rows, when the loss is a mean over those that count    |
 | own heads         | attention           | heads that share fewer keys and values than ranks      |
 | causal rows       | attention           | rows of queries under a causal mask (context axis)     |
+| ring              | attention           | all rows; those of keys and values go round (likewise) |
 | own experts       | grouped products    | experts: the rows of other ranks' experts are zero     |
 | classes           | cross_entropy_loss  | classes; ranks exchange the maximum and sum of each row|
 | classes of rows   | the same of own rows| likewise, where context ranks have rows                |
 
 Each has the function that yields its strategies, and the one that makes the call of the runtime
-that computes it on a rank. All but the last two need no collective.
+that computes it on a rank. All but the ring and the last two need no collective.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from parcompiler.ring import RingAttention
 from parcompiler.spmd.call import NodeCall, is_random
 from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
@@ -59,6 +63,7 @@ def special_strategies(
         yield from _STRATEGIES[call.base](call, n, uneven)
     if rows is not None and call.base == "scaled_dot_product_attention":
         yield from _row_strategies(call, n)
+        yield from _ring_strategies(call, n)
     if rows is not None and call.base == "cross_entropy_loss":
         for strategy in _loss_strategies(call, n, uneven):
             for division in segments if strategy.special == "own rows" else ():
@@ -203,7 +208,11 @@ def _like_loss(logits: torch.Tensor, target: torch.Tensor, _size: int, **more: A
 
 def _loss_options(local: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that differ from the defaults of a cross entropy."""
-    defaults = {"ignore_index": -100, "label_smoothing": 0.0}
+    return _changed(local, ignore_index=-100, label_smoothing=0.0)
+
+
+def _changed(local: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The arguments that differ from these defaults."""
     return {name: local[name] for name, default in defaults.items() if local[name] != default}
 
 
@@ -226,8 +235,7 @@ def _head_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]
 
 
 def _heads(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    kwargs = _changed(local, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     args = (local["query"], local["key"], local["value"], call.shapes[0][-3])
     return SpecialCall(RuntimeCall("attention_of_heads", likeness=_like_heads), args, kwargs)
 
@@ -254,8 +262,7 @@ def _row_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
 
 
 def _rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    defaults = {"dropout_p": 0.0, "scale": None, "enable_gqa": False}
-    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    kwargs = _changed(local, dropout_p=0.0, scale=None, enable_gqa=False)
     args = local["query"], local["key"], local["value"]
     return SpecialCall(RuntimeCall("attention_of_rows", likeness=_like_rows), args, kwargs)
 
@@ -264,9 +271,55 @@ def _like_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, zigzag: bool = False, **more: Any
 ) -> torch.Tensor:
     if zigzag:  # the rows of each rank attend to as many keys as those in the middle
-        keys = (key.shape[-2] + query.shape[-2] // 2 + 1) // 2
+        keys = (key.shape[-2] + 1) // 2
         key, value = key[..., :keys, :], value[..., :keys, :]
     return F.scaled_dot_product_attention(query, key, value, **more)
+
+
+# Rows of queries, keys and values, where keys and values go round (see `ring`)
+
+
+def _ring_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
+    """Four dimensions, as kernels take them, without a mask or dropout."""
+    if [len(shape) for shape in call.shapes] != [4, 4, 4] or is_random(call):
+        return
+    (samples, heads, rows, _), (others, groups, keys, _), value = call.shapes
+    grouped = bool(call.arguments.get("enable_gqa")) and heads % groups == 0
+    alike = samples == others and value[:3] == (samples, groups, keys)
+    square = rows == keys or not call.arguments.get("is_causal")
+    if alike and square and (grouped or heads == groups) and rows % n == keys % n == 0:
+        yield Strategy((S(2), S(2), S(2)), (S(2),), special="ring")
+
+
+def _ring(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
+    defaults = {"is_causal": False, "scale": None}
+    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    args = local["query"], local["key"], local["value"]
+    target = RuntimeCall("ring_attention", likeness=partial(_like_ring, n))
+    return SpecialCall(target, args, kwargs, ring_exchange(call, n))
+
+
+def ring_exchange(call: NodeCall, n: int) -> NodeCollectives:
+    """What goes round a ring: keys and values, and their gradients behind them."""
+    nbytes = float(sum(x.value.itemsize * math.prod(x.value.shape) for x in call.operands[1:3]))
+    backward: Actions = (("rotation", 2 * nbytes),) if any(call.carries) else ()
+    return NodeCollectives(n, (("rotation", nbytes),), backward, within=True)
+
+
+def _like_ring(
+    n: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False,
+    zigzag: bool = False, scale: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What a rank behind all would do: the last has most to do where rows are in order, and
+    formulas count what its causal kernel leaves out."""
+
+    def rotate(row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        arriving = torch.empty_like(row)
+        return lambda: arriving
+
+    settings = (n, n), rotate, is_causal, zigzag, scale
+    made: torch.Tensor = RingAttention.apply(query, key, value, *settings)  # type: ignore[no-untyped-call]
+    return made
 
 
 # Experts that are stacked in one matrix product
@@ -311,6 +364,7 @@ _CALLS: Mapping[str, Callable[[NodeCall, Mapping[str, Any], int], SpecialCall]] 
     "own rows": _loss_of_rows,
     "own heads": _heads,
     "causal rows": _rows,
+    "ring": _ring,
     "own experts": _experts,
     "classes": _loss_of_classes,
     "classes of rows": _loss_of_rows_and_classes,

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+from parcompiler import prices
 from parcompiler.cost import BlockCost
 from parcompiler.cost.times import modelled
 from parcompiler.errors import InputError, ParcompilerError
+from parcompiler.lower import lower
 from parcompiler.passes.shard.local import local
+from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan, TemplateTime
 from parcompiler.problem import Problem
+from parcompiler.report import data, gather, names
 from parcompiler.symbolic.degrees import number_of, with_copies, with_pipeline, with_tensor
-from parcompiler.symbolic.figures import StepFigures, figures_of
 from parcompiler.symbolic.forms import (
     FEWEST,
     ClosedForms,
@@ -29,23 +32,62 @@ from parcompiler.symbolic.forms import (
     check_ranks,
     closed_forms,
     over_ranks,
-    quantities,
-    states_of,
 )
 from parcompiler.symbolic.naming import names_in, names_of
-from parcompiler.symbolic.sizes import InputSize, Sizes, Unfit, resized, sizes_of
+from parcompiler.symbolic.sizes import Sizes, Unfit, resized, sizes_of
 from parcompiler.symbolic.stages import stage_forms
+from parcompiler.timeline import simulate_lowered
 
 RANKS = (2, 4, 8, 3, 6, 16, 5, 32)  # tensor ranks that are tried, until one more than FEWEST do
+
+# What is counted, by the fields of `Forms`.
+WHAT = {
+    "flops_forward": "FLOPs, forward",
+    "flops_backward": "FLOPs, backward",
+    "bytes_forward": "bytes moved, forward",
+    "bytes_backward": "bytes moved, backward",
+    "sent_forward": "bytes to tensor ranks, forward",
+    "sent_backward": "bytes to tensor ranks, backward",
+    "saved": "bytes saved",
+    "message": "bytes of outputs",
+    "parameters": "bytes of parameters",
+    "gradients": "bytes of gradients",
+    "optimizer": "bytes of optimizer states",
+}
+OF_STAGES = WHAT | {
+    "message": "bytes to other stages",
+    "averaged": "bytes to data ranks, once a step",
+}
+WORDS = {"h": "hidden", "V": "vocabulary", "f": "inner"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """A step at some sizes: by word, micro-batches and degrees among them.
+
+    `step_time` in s, `peak_memory` in bytes and `bubble`, the idle fraction, of each pipeline rank
+    are those of `Program.simulate`; `stages`, the `messages` between them and what ranks sum with
+    their data replicas (`averaged`) are those of its report. `scaled` says that seconds follow from
+    some that were measured at other sizes.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    stages: tuple[data.StageSummary, ...]
+    step_time: float
+    peak_memory: tuple[int, ...]
+    bubble: tuple[float, ...]
+    messages: tuple[data.SentValue, ...]
+    averaged: tuple[data.Averaged, ...]
+    scaled: bool
 
 
 @dataclass(frozen=True, repr=False)
 class Costs:
     """The closed forms of a program's blocks and stages on one rank, and figures at other sizes.
 
-    `problem` is that of the whole model. The symbols are those of `sizes`: `b` batch (of two rows
-    and more: one alone is computed by other operators), `s` sequence; and `t` tensor ranks in those
-    that are `named`.
+    `problem` is that of the whole model. The symbols are those of `closed.sizes`: `b` batch (of two
+    rows and more: one alone is computed by other operators), `s` sequence; and `t` tensor ranks in
+    those that are `named`.
     """
 
     problem: Problem
@@ -83,16 +125,6 @@ class Costs:
     def _level(self) -> int:
         assert self.plan.granularity is not None, "costs need a finished plan"
         return self.plan.granularity
-
-    @property
-    def sizes(self) -> tuple[InputSize, ...]:
-        """The sizes that the forms are in: letter, word, and number at capture."""
-        return self.closed.sizes
-
-    @property
-    def refused(self) -> tuple[tuple[str, str], ...]:
-        """The words of sizes that the forms are not in, and why: they stay as captured."""
-        return self.closed.refused
 
     @cached_property
     def templates(self) -> Mapping[str, Forms]:
@@ -165,21 +197,6 @@ class Costs:
         plan, problem = dataclasses.replace(self.plan, costs=None), self.problem
         return Costs(*with_tensor(dataclasses.replace(problem, bench=None), plan, ranks)).rank_costs
 
-    def evaluate(self, template: str, **sizes: int) -> dict[str, float]:
-        """The forms of a template as numbers, by their names; `sizes` by word, others as captured.
-
-        Raises InputError for a size that the costs are not in.
-        """
-        problem = self._problem_at(self._numbers(sizes), self.plan)
-        costs = _by_template(problem, self._level)
-        if template not in costs:
-            message = f"no template {template!r} (known: {', '.join(costs)})"
-            raise InputError(message)
-        blocks = problem.priced(self._level).cut.blocks
-        first = next(block for block in blocks if block.template == template)
-        rows = quantities(costs[template]) | states_of(problem, first)
-        return {name: float(sum(row)) for name, row in rows.items() if name != "inner"}
-
     def at(
         self,
         microbatches: int | None = None,
@@ -209,7 +226,7 @@ class Costs:
         numbers, known = self._numbers(sizes), sizes_of(self.problem.graph)
         words = {size.word: numbers[size.letter] for size in known}
         degrees = {name: getattr(plan.mesh, name) for name in ("data", "tensor", "pipeline")}
-        return figures_of(
+        return _figures_of(
             self._problem_at(numbers, plan),
             plan,
             sizes=words | {"microbatches": plan.microbatches} | degrees,
@@ -241,17 +258,11 @@ class Costs:
         times = self.rank_problem.cache.times
         return _timed(problem, self.rank_problem, self._level) if times else problem
 
-    def _elsewhere(self, name: str, number: int, plan: Plan) -> Costs:
-        """The costs for another degree of the mesh."""
-        key = name, number, plan.microbatches, plan.mesh.data
-        if key not in self._other_degrees:
-            with_degree = {"tensor": with_tensor, "pipeline": with_pipeline}[name]
-            self._other_degrees[key] = Costs(*with_degree(self.problem, plan, number))
-        return self._other_degrees[key]
-
     @cached_property
-    def _other_degrees(self) -> dict[tuple[str, int, int, int], Costs]:
-        return {}
+    def _elsewhere(self) -> Callable[[str, int, Plan], Costs]:
+        """The costs for another degree of the mesh, found once for each."""
+        ways = {"tensor": with_tensor, "pipeline": with_pipeline}
+        return cache(lambda name, number, plan: Costs(*ways[name](self.problem, plan, number)))
 
     def _numbers(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """The numbers of all symbols."""
@@ -267,6 +278,64 @@ class Costs:
                 raise InputError(message)
             numbers[known[word].letter] = number
         return numbers
+
+
+def _figures_of(
+    problem: Problem, plan: Plan, sizes: Mapping[str, int], *, scaled: bool
+) -> StepFigures:
+    """The figures of a plan, lowered and simulated; `problem` is that of one tensor rank."""
+    assert plan.granularity is not None
+    priced = problem.priced(plan.granularity)
+    lowered = lower(problem.graph, plan, priced.cut)
+    costs = prices.stage_costs(problem, plan, lowered)
+    timeline = simulate_lowered(
+        lowered,
+        costs,
+        prices.message_seconds(problem, lowered),
+        collective_seconds=prices.collective_seconds(problem, lowered),
+        left_seconds=prices.left_seconds(problem, plan, lowered),
+        vocabulary=vocabulary_cost(problem, plan),
+    )
+    return StepFigures(
+        sizes=tuple(sizes.items()),
+        stages=gather.stages(lowered, priced, costs),
+        step_time=timeline.step_time,
+        peak_memory=timeline.peak_memory,
+        bubble=timeline.bubble,
+        messages=gather.values(lowered, plan),
+        averaged=gather.averaged(lowered, timeline),
+        scaled=scaled,
+    )
+
+
+def symbols_of(costs: Costs) -> tuple[data.Symbol, ...]:
+    """The letters, and the sizes that have none."""
+    sizes = (data.Symbol(size.letter, size.word, size.now) for size in costs.closed.sizes)
+    named = (data.Symbol(letter, WORDS[letter], size) for letter, size in costs.names.items())
+    refused = (data.Symbol("", word, reason=reason) for word, reason in costs.closed.refused)
+    mesh, ranks = costs.plan.mesh, costs.over_ranks
+    exact = ", ".join(map(str, ranks.ranks))
+    tensor = [data.Symbol("t", f"tensor ranks, exact for {exact}", mesh.tensor)] if exact else []
+    unknown = [data.Symbol("", "tensor ranks", reason=ranks.reason)] if ranks.reason else []
+    copies = data.Symbol("d", "data ranks", mesh.data)
+    return (*sizes, *named, *tensor, copies, *refused, *unknown)
+
+
+def forms_of(costs: Costs) -> tuple[data.Form, ...]:
+    """The forms of each template and of each stage; those of equal stages once."""
+    stages: dict[Forms, list[int]] = {}
+    for j, forms in enumerate(costs.named_stages):
+        stages.setdefault(forms, []).append(j)
+    parts = [(name, costs.blocks[name], forms, WHAT) for name, forms in costs.named.items()]
+    for forms, places in stages.items():
+        name = f"stage{'s' * (len(places) > 1)} {names.numbers(places)}"
+        parts.append((name, 0, forms, OF_STAGES))
+    return tuple(
+        data.Form(name, blocks, what, str(value))
+        for name, blocks, forms, fields in parts
+        for field, what in fields.items()
+        if (value := getattr(forms, field)) != 0
+    )
 
 
 def _by_template(problem: Problem, level: int) -> dict[str, BlockCost]:

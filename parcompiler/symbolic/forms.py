@@ -215,14 +215,12 @@ def tables_of(block: Block, cost: BlockCost, graph: Graph) -> dict[int, int]:
     """The bytes of parameters and buffers that operators of a block's forward read as tables, by
     the place of the operator."""
     tables = {}
-    for name in TABLES:
-        places = [k for k, operation in enumerate(cost.forward) if operation.name == name]
-        nodes = [node for node in block.nodes if name == _operator(node)]
-        if len(nodes) == len(places):
-            for node, k in zip(nodes, places, strict=True):
-                read = node.args[isinstance(node.target, RuntimeCall)]  # behind the indices there
-                if str(read) in graph.by_node:
-                    tables[k] = graph.by_node[str(read)].nbytes
+    for k, operation in enumerate(cost.forward):
+        if operation.name in TABLES and operation.place is not None:
+            node = block.nodes[operation.place]
+            read = node.args[isinstance(node.target, RuntimeCall)]  # behind the indices there
+            if _operator(node) == operation.name and str(read) in graph.by_node:
+                tables[k] = graph.by_node[str(read)].nbytes
     return tables
 
 

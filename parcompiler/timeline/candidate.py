@@ -144,6 +144,8 @@ class TimedOrder:
         """Seconds by task and exchange."""
         shared, lookups = self.vocabulary, max(1, len(self.vocabulary.users))
         of_stages = [{kind: cost.seconds(kind) for kind in COMPUTE} for cost in self.costs]
+        of_shared = {kind: shared.seconds(kind) for kind in HEAD}
+        of_shared |= {kind: shared.seconds(kind) / lookups for kind in EMBEDDING}
 
         def collective(what: str) -> float:
             kind, embedded = KIND_OF.get(what, Kind.EXCHANGE), what.startswith("e")
@@ -153,10 +155,7 @@ class TimedOrder:
         seconds = tasks.seconds([0.0] * tasks.classes, pairs_of(self.messages), collective)
         for own, items in zip(self.walk.codes, self.walk.actions, strict=True):
             for code, (kind, stage, _) in zip(own, items, strict=True):
-                if kind in COMPUTE:
-                    seconds[code] = of_stages[stage][kind]
-                else:
-                    seconds[code] = shared.seconds(kind) / (lookups if kind in EMBEDDING else 1)
+                seconds[code] = of_stages[stage][kind] if kind in COMPUTE else of_shared[kind]
         return seconds
 
     def peaks(self, moments: Moments, begin: float = 0.0, end: float = INFINITY) -> tuple[int, ...]:

@@ -36,11 +36,7 @@ from parcompiler.runtime.mixed_precision import BACKOFF, INITIAL
 from parcompiler.spmd.experts import on_expert_ranks
 from parcompiler.verification.batches import compiled_batch, draws_of_stages, random_batch
 from parcompiler.verification.comparison import Errors, Verification, compare
-from parcompiler.verification.data_ranks import (
-    trained_apart,
-    trained_in_order,
-    trained_together,
-)
+from parcompiler.verification.data_ranks import DataRanks
 from parcompiler.verification.pool import PATIENCE, Job, Outcome, pool
 from parcompiler.verification.reference import (
     Compiled,
@@ -364,11 +360,11 @@ def _at_scale(
             return reenacted(original, variant.lowered, batches, optimizer)
         if variant.lowered.updates.way == "asynchronous":
             order = arrivals or [*range(ranks)] * len(batches)
-            return trained_in_order(original, variant.lowered, batches, optimizer, order)
+            return DataRanks(original, variant.lowered, optimizer).in_order(batches, order)
         if variant.lowered.updates.way == "local":
-            return trained_apart(original, variant.lowered, batches, optimizer)
+            return DataRanks(original, variant.lowered, optimizer).apart(batches)
         if variant.lowered.updates.compression is not None:
-            return trained_together(original, variant.lowered, batches, optimizer)
+            return DataRanks(original, variant.lowered, optimizer).together(batches)
         if ranks > 1 and is_synchronized(original.graph.fx_graph):
             return accumulated_together(original, batches[0], count, optimizer, ranks)
         with computing_as(alone):  # whatever torch.distributed does in this process

@@ -22,136 +22,112 @@ from parcompiler.verification.reference import Optimizer, Original
 Gradients = dict[str, torch.Tensor]
 
 
-def trained_together(
-    original: Original,
-    lowered: Lowered,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    optimizer: Optimizer,
-) -> Outcome:
-    """Steps with compressed gradients, one on each batch: mean losses, the gradients of the first
-    step, and the state after the last. `compression_error` is that of the gradients."""
-    steps = _Steps(original, lowered, optimizer)
-    first: Gradients = {}
-    means = []
-    for batch in batches:
-        losses, groups = steps.gradients_of_ranks(batch)
-        with original.accumulating():
-            steps.set_gradients(steps.packed(groups))
-        first = first or original.gradients()
-        steps.update()
-        means.append(torch.stack(losses).mean())
-    return Outcome(
-        torch.stack(means), first, original.state(), original.scale,
-        compression_error=steps.compression_error,
-    )  # fmt: skip
-
-
-def trained_apart(
-    original: Original,
-    lowered: Lowered,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    optimizer: Optimizer,
-) -> Outcome:
-    """Steps of data ranks that average their weights now and then: losses, the gradients of the
-    first step and the state after the last, those of the first data rank."""
-    steps = [_Steps(original, lowered, optimizer) for _ in range(lowered.data)]
-    weights = {name: p for name, p in original.masters.items() if p.requires_grad}
-    updates, losses, first = lowered.updates, [], dict[str, torch.Tensor]()
-    rate, momentum = updates.outer
-    anchors = {name: nn.Parameter(w.detach().clone()) for name, w in weights.items()}
-    outer = torch.optim.SGD(anchors.values(), rate, momentum, nesterov=momentum > 0)
-    each = [(_values(weights), original.updated()) for _ in steps]
-    for number, batch in enumerate(batches):
-        for r, of_rank in enumerate(steps):
-            original.set_masters(each[r][0])
-            original.set_values(each[r][1])
-            with original.accumulating():
-                loss = torch.stack(of_rank.go(batch, r, lowered.microbatches)).mean()
-            gradients = original.gradients()
-            first = first or gradients
-            losses += [loss] if r == 0 else []
-            of_rank.update()
-            each[r] = _values(weights), original.updated()
-        if (number + 1) % updates.every == 0:
-            with torch.no_grad():
-                for name, anchor in anchors.items():
-                    if updates.averages:
-                        anchor.copy_(sum_of([values[name] for values, _ in each]) / lowered.data)
-                    else:
-                        differences = [anchor - values[name] for values, _ in each]
-                        anchor.grad = sum_of(differences) / lowered.data
-            if not updates.averages:
-                outer.step()
-            each = [(_values(anchors), buffers) for _, buffers in each]
-    original.set_masters(each[0][0])
-    original.set_values(each[0][1])
-    return Outcome(torch.stack(losses), first, original.state())
-
-
-def trained_in_order(
-    original: Original,
-    lowered: Lowered,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    optimizer: Optimizer,
-    arrivals: Sequence[int],
-) -> Outcome:
-    """Steps of data ranks that do not wait for each other, in the order in which they counted:
-    losses and first gradients of the first data rank, and the state after the last step.
-
-    A data rank's gradient is that of the weights that it got last: behind its own update, or the
-    one that left it no more than `staleness` steps ahead of the slowest; -1 gives them to all.
-    """
-    steps = _Steps(original, lowered, optimizer)
-    weights = {name: p for name, p in original.masters.items() if p.requires_grad}
-    now = _values(weights)
-    views = dict.fromkeys(range(lowered.data), now)
-    clocks, waiting = [0] * lowered.data, set[int]()
-    losses, first = [], dict[str, torch.Tensor]()
-    for r in arrivals:
-        if r < 0:
-            views = dict.fromkeys(views, now)
-            continue
-        original.set_masters(views[r])
-        with original.accumulating():
-            loss = torch.stack(steps.go(batches[clocks[r]], r, lowered.microbatches)).mean()
-        if r == 0:
-            losses.append(loss)
-        gradients = original.gradients()
-        first = first or (gradients if r == 0 else {})
-        original.set_masters(now)
-        steps.update()
-        now = _values(weights)
-        clocks[r] += 1
-        waiting.add(r)
-        for k in [k for k in waiting if clocks[k] - min(clocks) <= lowered.updates.staleness]:
-            waiting.remove(k)
-            views[k] = now
-    return Outcome(torch.stack(losses), first, original.state())
-
-
-def _total(each: Sequence[Gradients]) -> Gradients:
-    """The sums of gradients by name."""
-    names = dict.fromkeys(name for gradients in each for name in gradients)
-    return {name: sum_of([g[name] for g in each if name in g]) for name in names}
-
-
-def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
-    """Copies of tensors."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-class _Steps:
-    """The model, its optimizer, and what the data ranks do in a step."""
+class DataRanks:
+    """The data ranks of a program, on the original model: what they do in some steps."""
 
     def __init__(self, original: Original, lowered: Lowered, optimizer: Optimizer) -> None:
-        self._original, self._lowered = original, lowered
-        trained = [p for p in original.masters.values() if p.requires_grad]
-        self._optimizer = optimizer(trained) if trained else None
+        self._original, self._lowered, self._make = original, lowered, optimizer
+        self._weights = {name: p for name, p in original.masters.items() if p.requires_grad}
+        self._optimizer = optimizer([*self._weights.values()]) if self._weights else None
         self._tied = {item.name for item in lowered.tied}
         spread = lowered.vocabulary
         self._rows = dict(zip(spread.tensors, spread.sizes, strict=True)) if spread else {}
         self._kept: dict[tuple[str, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.compression_error = 0.0
+
+    def together(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Outcome:
+        """Steps with compressed gradients, one on each batch: mean losses, the gradients of the
+        first step, and the state after the last. `compression_error` is that of the gradients."""
+        original, first, means = self._original, Gradients(), []
+        for batch in batches:
+            losses, groups = self.gradients_of_ranks(batch)
+            with original.accumulating():
+                self.set_gradients(self.packed(groups))
+            first = first or original.gradients()
+            self.update()
+            means.append(torch.stack(losses).mean())
+        return Outcome(
+            torch.stack(means), first, original.state(), original.scale,
+            compression_error=self.compression_error,
+        )  # fmt: skip
+
+    def apart(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Outcome:
+        """Steps of data ranks that average their weights now and then: losses, the gradients of the
+        first step and the state after the last, those of the first data rank."""
+        original, lowered, weights = self._original, self._lowered, self._weights
+        others = range(1, lowered.data)
+        ranks = [self, *(DataRanks(original, lowered, self._make) for _ in others)]
+        updates, losses, first = lowered.updates, [], Gradients()
+        rate, momentum = updates.outer
+        anchors = {name: nn.Parameter(w.detach().clone()) for name, w in weights.items()}
+        outer = torch.optim.SGD(anchors.values(), rate, momentum, nesterov=momentum > 0)
+        each = [(_values(weights), original.updated()) for _ in ranks]
+        for number, batch in enumerate(batches):
+            for r, of_rank in enumerate(ranks):
+                original.set_values(each[r][1])
+                loss, gradients = self.step_of(r, batch, each[r][0])
+                first = first or gradients
+                losses += [loss] if r == 0 else []
+                of_rank.update()
+                each[r] = _values(weights), original.updated()
+            if (number + 1) % updates.every == 0:
+                with torch.no_grad():
+                    for name, anchor in anchors.items():
+                        if updates.averages:
+                            values = [values[name] for values, _ in each]
+                            anchor.copy_(sum_of(values) / lowered.data)
+                        else:
+                            differences = [anchor - values[name] for values, _ in each]
+                            anchor.grad = sum_of(differences) / lowered.data
+                if not updates.averages:
+                    outer.step()
+                each = [(_values(anchors), buffers) for _, buffers in each]
+        original.set_masters(each[0][0])
+        original.set_values(each[0][1])
+        return Outcome(torch.stack(losses), first, original.state())
+
+    def in_order(
+        self, batches: Sequence[Mapping[str, torch.Tensor]], arrivals: Sequence[int]
+    ) -> Outcome:
+        """Steps of data ranks that do not wait for each other, in the order in which they counted:
+        losses and first gradients of the first data rank, and the state after the last step.
+
+        A data rank's gradient is that of the weights that it got last: behind its own update, or
+        the one that left it no more than `staleness` steps ahead of the slowest; -1 gives them to
+        all.
+        """
+        data, staleness = self._lowered.data, self._lowered.updates.staleness
+        now = _values(self._weights)
+        views = dict.fromkeys(range(data), now)
+        clocks, waiting = [0] * data, set[int]()
+        losses, first = [], Gradients()
+        for r in arrivals:
+            if r < 0:
+                views = dict.fromkeys(views, now)
+                continue
+            loss, gradients = self.step_of(r, batches[clocks[r]], views[r])
+            if r == 0:
+                losses.append(loss)
+                first = first or gradients
+            self._original.set_masters(now)
+            self.update()
+            now = _values(self._weights)
+            clocks[r] += 1
+            waiting.add(r)
+            for k in [k for k in waiting if clocks[k] - min(clocks) <= staleness]:
+                waiting.remove(k)
+                views[k] = now
+        return Outcome(torch.stack(losses), first, self._original.state())
+
+    def step_of(
+        self, r: int, batch: Mapping[str, torch.Tensor], weights: Gradients
+    ) -> tuple[torch.Tensor, Gradients]:
+        """The mean loss of data rank `r` with these weights, and its gradients."""
+        original, each = self._original, self._lowered.microbatches
+        original.set_masters(weights)
+        with original.accumulating():
+            losses = original.backward(batch, range(r * each, (r + 1) * each), each)
+        return torch.stack(losses).mean(), original.gradients()
 
     def gradients_of_ranks(
         self, batch: Mapping[str, torch.Tensor]
@@ -174,11 +150,6 @@ class _Steps:
             first = original.updated() if r == 0 else first
         original.set_values(first)
         return losses, groups
-
-    def go(self, batch: Mapping[str, torch.Tensor], r: int, count: int) -> list[torch.Tensor]:
-        """Add the gradients of data rank `r`, each micro-batch's over `count`; their losses."""
-        each = self._lowered.microbatches
-        return self._original.backward(batch, range(r * each, (r + 1) * each), count)
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Give parameters these gradients, and the others none."""
@@ -267,6 +238,17 @@ class _Steps:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         self.set_gradients({})
+
+
+def _total(each: Sequence[Gradients]) -> Gradients:
+    """The sums of gradients by name."""
+    names = dict.fromkeys(name for gradients in each for name in gradients)
+    return {name: sum_of([g[name] for g in each if name in g]) for name in names}
+
+
+def _values(tensors: Mapping[str, torch.Tensor]) -> Gradients:
+    """Copies of tensors."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,11 +7,21 @@ reported and left out, and so no other rule meets a stage or rank that does not 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from parcompiler.instruction import EMBEDDING, HEAD, TRANSFERS, Instruction, Kind
+from parcompiler.instruction import (
+    BEHIND,
+    COMPUTE,
+    EMBEDDING,
+    HEAD,
+    MESSAGES,
+    SHARDING,
+    TRANSFERS,
+    Instruction,
+    Kind,
+)
 from parcompiler.lower.lowered import Lowered
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.wiring import Wiring
@@ -20,6 +30,10 @@ FORM = "every instruction fits its rank"
 UPDATED = "parameters change only where they may"
 ONCE = "every instruction stands once"
 ORDERED = "nothing is used before it is there"
+
+VOCABULARY = EMBEDDING | HEAD | TRANSFERS | {Kind.EXCHANGE}
+STAGED = COMPUTE | SHARDING | {Kind.UPDATE}  # they name a stage
+BACK = COMPUTE - {Kind.FORWARD}  # a backward, or a part of one
 
 Places = dict[int, int]  # micro-batch -> position in the rank's list
 Way = tuple[int, int, str, bool]  # source rank, target rank, value, whether its gradient
@@ -97,12 +111,13 @@ class StepIndex:
         self.reductions: list[dict[str, int]] = [{} for _ in lists]  # of each rank, by label
         self.scatters: list[dict[str, Places]] = [{} for _ in lists]  # those of a micro-batch
         self.gathers: list[dict[str, int]] = [{} for _ in lists]
-        self.shares: list[int | None] = [None for _ in lists]
+        self._shares: Places = {}
         self.sharding: dict[int, list[int]] = defaultdict(list)  # UNSHARD and RESHARD of a stage
         self.faults: list[Fault] = []
         self._repeated: Counter[tuple[int, Instruction]] = Counter()
         for rank, lines in enumerate(lists):
             self._read(rank, lines)
+        self.shares = [self._shares.get(rank) for rank in range(len(lists))]
         for (rank, line), more in self._repeated.items():
             self.faults.append(Fault(ONCE, f"rank {rank}: {line} stands {more + 1} times"))
         stages = range(len(wiring.stages))
@@ -119,28 +134,16 @@ class StepIndex:
 
     def _read(self, rank: int, lines: Iterable[Instruction]) -> None:
         """Sort the instructions of a rank."""
-        verbs = {
-            Kind.FORWARD: self._compute,
-            Kind.BACKWARD: self._compute,
-            Kind.BACKWARD_INPUT: self._compute,
-            Kind.BACKWARD_WEIGHT: self._compute,
-            Kind.UPDATE: self._update,
-            Kind.SEND: self._message,
-            Kind.RECV: self._message,
-            Kind.REDUCE_GRADIENTS: self._reduction,
-            Kind.SHARE_LOSS: self._share,
-            Kind.GATHER_PARAMETERS: self._gather,
-            Kind.AVERAGE_PARAMETERS: self._gather,
-            Kind.PUSH_PULL: self._gather,
-            Kind.UNSHARD: self._shard,
-            Kind.RESHARD: self._shard,
-            **dict.fromkeys((*EMBEDDING, *HEAD, *TRANSFERS, Kind.EXCHANGE), self._part),
-        }
         for position, line in enumerate(lines):
-            verb = verbs.get(line.kind)
-            problem = verb(rank, position, line) if verb else "no rule is known for it"
-            if problem is not None:
-                self.faults.append(Fault(FORM, f"rank {rank}: {line}: {problem}"))
+            rule, problem = FORM, next(self._problems(rank, line), None)
+            if line.kind is Kind.UPDATE and not self.asynchronous:
+                rule, problem = UPDATED, "an evaluation changes none"
+                if self.training:
+                    problem = "they change after the step, which is synchronous"
+            if problem is None:
+                self._place(rank, position, line)
+            else:
+                self.faults.append(Fault(rule, f"rank {rank}: {line}: {problem}"))
 
     def _either(self, part: Kind, j: int) -> Places:
         """Where stage `j` goes back through each micro-batch: whole, or with a part of it. A stage
@@ -149,134 +152,93 @@ class StepIndex:
             return self.computed[Kind.FORWARD, j]
         return {**self.computed[part, j], **self.computed[Kind.BACKWARD, j]}
 
-    def _compute(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A FORWARD, a backward or a part of one; returns what is wrong with it."""
-        j, i = line.stage, line.microbatch
-        stages = self.wiring.stages
-        if j is None or not 0 <= j < len(stages):
-            return f"there is no such stage (stages: {_span(len(stages))})"
-        if stages[j].rank != rank:
-            return f"stage {j} is on rank {stages[j].rank}"
-        if i is None or i not in self.microbatches:
-            return self._no_microbatch()
-        if line.kind is not Kind.FORWARD:
+    def _problems(self, rank: int, line: Instruction) -> Iterator[str]:
+        """What is wrong with an instruction by itself."""
+        kind, i, j, lowered = line.kind, line.microbatch, line.stage, self.wiring.lowered
+        stages, ranks, once = self.wiring.stages, range(len(self.lists)), False
+        if kind in STAGED:
+            if j is None or not 0 <= j < len(stages):
+                yield f"there is no such stage (stages: {_span(len(stages))})"
+            elif stages[j].rank != rank:
+                yield f"stage {j} is on rank {stages[j].rank}"
+            if kind in SHARDING and lowered.zero < 3:
+                yield "every data rank has whole parameters"
+            if kind is Kind.UNSHARD and line.ranks != (rank,):
+                yield "its parameters come from the data replicas of its own rank"
+            if kind in BACK and not self.training:
+                yield "there is nothing to go back through"
+            if kind in BACK and self.asynchronous and kind is not Kind.BACKWARD:
+                yield "an asynchronous step has whole backwards, each with its UPDATE"
+        elif kind in MESSAGES:
+            if line.value is None:
+                yield "it names no value"
+            if line.peer == rank or line.peer not in ranks:
+                yield f"its peer must be another rank (ranks: {_span(len(ranks))})"
+        elif kind in VOCABULARY:
+            if self.wiring.spread is None:
+                yield "no layer of the vocabulary is on all ranks"
+            if line.value is None and kind not in HEAD:
+                yield "it names no value"
+            backward = line.gradient or kind in (Kind.T, Kind.EMBED_BACKWARD)
+            if backward and not self.training:
+                yield "there are no gradients"
+        elif kind is Kind.REDUCE_GRADIENTS:
+            once = i is None  # behind the step
+            if line.value is None:
+                yield "it names no tied tensor"
             if not self.training:
-                return "there is nothing to go back through"
-            if self.asynchronous and line.kind not in (Kind.BACKWARD, Kind.UPDATE):
-                return "an asynchronous step has whole backwards, each with its UPDATE"
-        self._place(self.computed[line.kind, j], i, rank, position, line)
-        return None
+                yield "there are no gradients"
+            if rank not in line.ranks:
+                yield "it leaves out its own rank"
+            if not once and lowered.zero < 2:
+                yield "no data rank keeps a piece of its gradients"
+        elif kind in BEHIND:
+            once = True
+            if line.value is None:
+                yield "it names no tensors"
+            if not self.training or kind is not behind(lowered):
+                yield "no data rank updates what others need"
+        elif kind is Kind.SHARE_LOSS:
+            once = True
+        else:
+            yield "no rule is known for it"
+        if not once and (i is None or i not in self.microbatches):
+            count = len(self.microbatches)
+            yield f"there is no such micro-batch (micro-batches: {_span(count)})"
 
-    def _update(self, rank: int, position: int, line: Instruction) -> str | None:
-        """An UPDATE; returns what is wrong with it where there may be one."""
-        if self.asynchronous:
-            return self._compute(rank, position, line)
-        reason = "an evaluation changes none"
-        if self.training:
-            reason = "they change after the step, which is synchronous"
-        self.faults.append(Fault(UPDATED, f"rank {rank}: {line}: {reason}"))
-        return None
-
-    def _message(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A SEND or RECV; returns what is wrong with it."""
-        name, i, peer = line.value, line.microbatch, line.peer
-        if name is None:
-            return "it names no value"
-        if i is None or i not in self.microbatches:
-            return self._no_microbatch()
-        if peer is None or peer == rank or not 0 <= peer < len(self.lists):
-            return f"its peer must be another rank (ranks: {_span(len(self.lists))})"
-        sends = line.kind is Kind.SEND
-        source, target = (rank, peer) if sends else (peer, rank)
-        places = (self.sent if sends else self.received)[source, target, name, line.gradient]
-        self._place(places, i, rank, position, line)
-        channel = self.channels[source, target]
-        end = channel.sends if sends else channel.receives
-        end.labels.append((name, line.gradient, i))
-        end.positions.append(position)
-        return None
-
-    def _part(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A phase of the vocabulary; returns the fault of this instruction alone."""
-        if self.wiring.spread is None:
-            return "no layer of the vocabulary is on all ranks"
-        if line.value is None and line.kind not in HEAD:
-            return "it names no value"
-        if line.microbatch is None or line.microbatch not in self.microbatches:
-            return self._no_microbatch()
-        if not self.training and (line.gradient or line.kind in (Kind.T, Kind.EMBED_BACKWARD)):
-            return "there are no gradients"
-        part = Phase(line.kind, line.value or "", line.gradient)
-        self._place(self.parts[rank].setdefault(part, {}), line.microbatch, rank, position, line)
-        return None
-
-    def _reduction(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A REDUCE_GRADIENTS; returns what is wrong with it."""
-        if line.value is None:
-            return "it names no tied tensor"
-        if not self.training:
-            return "there are no gradients"
-        if rank not in line.ranks:
-            return "it leaves out its own rank"
-        if line.microbatch is not None:
-            if self.wiring.lowered.zero < 2:
-                return "no data rank keeps a piece of its gradients"
-            if line.microbatch not in self.microbatches:
-                return self._no_microbatch()
-            places = self.scatters[rank].setdefault(line.value, {})
-            self._place(places, line.microbatch, rank, position, line)
-        elif line.value in self.reductions[rank]:
+    def _place(self, rank: int, position: int, line: Instruction) -> None:
+        """Remember where a well-formed instruction stands, the first time that it does."""
+        kind, i, j, name = line.kind, line.microbatch, line.stage or 0, line.value or ""
+        places: dict[Any, int]
+        key: Any = i
+        if kind in SHARDING:
+            self.sharding[j].append(position)
+            return
+        if kind in STAGED:
+            places = self.computed[kind, j]
+        elif kind in MESSAGES:
+            assert line.peer is not None
+            assert i is not None
+            sends = kind is Kind.SEND
+            way = (rank, line.peer) if sends else (line.peer, rank)
+            places = (self.sent if sends else self.received)[*way, name, line.gradient]
+            channel = self.channels[way]
+            end = channel.sends if sends else channel.receives
+            end.labels.append((name, line.gradient, i))
+            end.positions.append(position)
+        elif kind in VOCABULARY:
+            places = self.parts[rank].setdefault(Phase(kind, name, line.gradient), {})
+        elif kind is Kind.REDUCE_GRADIENTS and i is not None:
+            places = self.scatters[rank].setdefault(name, {})
+        elif kind is Kind.SHARE_LOSS:
+            places, key = self._shares, rank
+        else:
+            own = self.gathers if kind in BEHIND else self.reductions
+            places, key = own[rank], name
+        if key in places:
             self._repeated[rank, line] += 1
         else:
-            self.reductions[rank][line.value] = position
-        return None
-
-    def _gather(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A gather behind the step; returns the fault of this instruction alone."""
-        if line.value is None:
-            return "it names no tensors"
-        if not self.training or line.kind is not behind(self.wiring.lowered):
-            return "no data rank updates what others need"
-        if line.value in self.gathers[rank]:
-            self._repeated[rank, line] += 1
-        else:
-            self.gathers[rank][line.value] = position
-        return None
-
-    def _shard(self, rank: int, position: int, line: Instruction) -> str | None:
-        """An UNSHARD or RESHARD; returns the fault of this instruction alone."""
-        j, stages = line.stage, self.wiring.stages
-        if self.wiring.lowered.zero < 3:
-            return "every data rank has whole parameters"
-        if j is None or not 0 <= j < len(stages):
-            return f"there is no such stage (stages: {_span(len(stages))})"
-        if stages[j].rank != rank:
-            return f"stage {j} is on rank {stages[j].rank}"
-        if line.microbatch is None or line.microbatch not in self.microbatches:
-            return self._no_microbatch()
-        if line.kind is Kind.UNSHARD and line.ranks != (rank,):
-            return "its parameters come from the data replicas of its own rank"
-        self.sharding[j].append(position)
-        return None
-
-    def _share(self, rank: int, position: int, line: Instruction) -> str | None:
-        """A SHARE_LOSS; nothing is wrong with it by itself."""
-        if self.shares[rank] is None:
-            self.shares[rank] = position
-        else:
-            self._repeated[rank, line] += 1
-        return None
-
-    def _place(self, places: Places, i: int, rank: int, position: int, line: Instruction) -> None:
-        """Remember where an instruction stands, the first time that it does."""
-        if i in places:
-            self._repeated[rank, line] += 1
-        else:
-            places[i] = position
-
-    def _no_microbatch(self) -> str:
-        """The problem of a micro-batch that does not exist."""
-        return f"there is no such micro-batch (micro-batches: {_span(len(self.microbatches))})"
+            places[key] = position
 
 
 def behind(lowered: Lowered) -> Kind | None:

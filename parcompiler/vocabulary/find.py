@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects, effects_of, is_random
+from parcompiler.capture.effects import Effects, effects_of, is_random, outside
 from parcompiler.capture.prologue import cone, is_sendable
 from parcompiler.graph import Graph, Parameter, shape_of
 from parcompiler.vocabulary.head_pattern import (
@@ -85,8 +85,7 @@ def find(graph: Graph, ranks: int) -> VocabularyMatch:
 def obstacle(graph: Graph, node: fx.Node, effects: Effects) -> str | None:
     """Why not every rank can compute `node` (indices, targets) from its batch; None when it can."""
     members = cone(node, effects)
-    leaves = {operand for item in members for operand in item.all_input_nodes} - members
-    leaves |= {node} - members
+    leaves = {*outside([*members])} | ({node} - members)
     tensors = (graph.by_node.get(leaf.name) for leaf in leaves)
     if any(item is not None and (not item.buffer or item.mutated) for item in tensors):
         return "depend on parameters"

@@ -14,10 +14,10 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from parcompiler.capture.blocks import cut, levels
-from parcompiler.capture.clean import drop_dead, keep_names
+from parcompiler.capture.clean import copied, drop_dead
 from parcompiler.capture.effects import Effects, effects_of, overload_name
 from parcompiler.capture.prologue import cone
 from parcompiler.capture.templates import unique
@@ -31,7 +31,6 @@ from parcompiler.graph import (
     shape_of,
 )
 from parcompiler.plan import VocabularyChoice
-from parcompiler.vocabulary import operators
 from parcompiler.vocabulary.find import HeadMatch, LookupMatch, VocabularyMatch, find
 from parcompiler.vocabulary.head_pattern import Chain
 
@@ -59,6 +58,16 @@ def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int)
     return graph.once(key, lambda: _Spreading(graph, lookups, head).graph())
 
 
+def lookup(weight: Tensor, *inputs: Tensor) -> Tensor:
+    """The target of a node for a lookup of the batch's indices: no stage runs it."""
+    raise NotImplementedError
+
+
+def head(x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+    """The target of a node from the head's input to the loss: no stage runs it."""
+    raise NotImplementedError
+
+
 def _check(matched: VocabularyMatch, missing: Collection[str | None]) -> None:
     """Refuse names of tables that cannot be spread."""
     for name in sorted(filter(None, missing)):
@@ -80,10 +89,7 @@ class _Spreading:
         self.lookups = lookups
         self.head = head
         self.effects = effects_of(graph)
-        self.made = fx.Graph()
-        self.nodes: dict[fx.Node, fx.Node] = {}
-        self.made.output(self.made.graph_copy(graph.fx_graph, self.nodes))
-        keep_names(self.nodes)
+        self.made, self.nodes = copied(graph.fx_graph)
         self.taken = {node.name for node in graph.fx_graph.nodes}
         self.carrying: set[str] = set()
 
@@ -110,7 +116,7 @@ class _Spreading:
         old = self.nodes[item.node]
         with self.made.inserting_before(old):
             new = self.made.call_function(
-                operators.lookup, (self._tensor(item.weight), *self._inputs(indices))
+                lookup, (self._tensor(item.weight), *self._inputs(indices))
             )
         self._replace(old, new)
         # What a stage receives is not updated in place, and goes to one stage: layers apart may be
@@ -136,7 +142,7 @@ class _Spreading:
         """One node for all from the product to the loss, and the rows of its input before it."""
         old = self.nodes[self.whole.loss]
         kept = {name: node for name, node in self.whole.kept.items() if node in item.chain.kept}
-        output = next(node for node in reversed(self.made.nodes) if node.op == "output")
+        output = self.made.output_node()
         for node in kept.values():  # each rank multiplies its rows when a prediction is asked for
             output.replace_input_with(self.nodes[node], self.nodes[item.chain.product.x])
         targets = extract(self.whole.fx_graph, item.criterion.targets, self.effects)
@@ -145,7 +151,7 @@ class _Spreading:
             _flatten_targets(targets)
             tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
             new = self.made.call_function(
-                operators.head, (x, *map(self._tensor, tensors), *self._inputs(targets))
+                head, (x, *map(self._tensor, tensors), *self._inputs(targets))
             )
         self._replace(old, new)
         return VocabularyHead(
@@ -270,7 +276,7 @@ def _copied(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
 
 def _flatten_targets(graph: fx.Graph) -> None:
     """Let a computation of classes yield a vector."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output = graph.output_node()
     (result,) = output.all_input_nodes
     if len(shape_of(result)) == 1:
         return

@@ -15,7 +15,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from parcompiler.capture.clean import keep_names
+from parcompiler.capture.clean import copied
 from parcompiler.capture.effects import effects_of
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -47,10 +47,7 @@ def over_tokens(graph: Graph) -> Graph:
             "constant at most"
         )
         raise InputError(message) from stop
-    nodes: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    made.output(made.graph_copy(graph.fx_graph, nodes))
-    keep_names(nodes)
+    made, nodes = copied(graph.fx_graph)
     copy = nodes[criterion.node]
     values = {**arguments(criterion.node), "reduction": SUM}
     copy.args = tuple(nodes[v] if isinstance(v, fx.Node) else v for v in values.values())
@@ -69,7 +66,7 @@ def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
     small = extract(graph.fx_graph, criterion.targets, effects_of(graph))
     if any(n.op == "placeholder" and n.name in graph.by_node for n in small.nodes):
         keep_whole("its targets depend on buffers")
-    output = next(node for node in reversed(small.nodes) if node.op == "output")
+    output = small.output_node()
     (targets,) = output.all_input_nodes
     with small.inserting_before(output):
         counted = small.call_function(torch.ops.aten.ne.Scalar, (targets, criterion.ignore_index))

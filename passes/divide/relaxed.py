@@ -8,6 +8,7 @@ Decide      x[k,j] >= 0     blocks of kind k on stage j that run once, in fracti
             z[k,j] >= 0     and those that run twice
 Minimize    T
 Subject to  all is somewhere    sum(x[k,j] + z[k,j] over j) = n[k]
+            no stage is empty   sum(x[k,j] + z[k,j] over k) >= 1
             T is the slowest    sum(t x + t' z over J(r)) <= T
             memory suffices     sum((b + c s) x + (b' + c s') z over J(r)) <= L[r]
 
@@ -97,6 +98,8 @@ def _divide(model: SolverModel, task: DivisionTask) -> list[list[tuple[_Way, Var
                     parts.append(model.continuous(f"{letter}[{k},{j}]"))
                     own.append((way, parts[-1]))
         model.constrain([(1, part) for part in parts], count, count)
+    for own in found:
+        model.constrain([(1, part) for _, part in own], low=1)
     return found
 
 

@@ -2,11 +2,13 @@
 
     tokens [b, s] ─► take [b, s/c] ─► embedding ─► layers ─► loss of the own rows ─► all-reduce
 
-    attention, the one place where rows meet, is weighed in three forms by the programme:
+    attention, the one place where rows meet, is weighed in four forms by the programme:
     heads    all-to-all of q, k, v: rows -> heads, and of the result back (DeepSpeed-Ulysses,
              arXiv 2309.14509)
     rows     own rows of q; k and v are gathered, and their gradients reduce-scattered (Llama 3,
              arXiv 2407.21783, section 3.3.2)
+    ring     k and v go round, their gradients behind them, beside the attention to those before
+             (Ring Attention, arXiv 2310.01889)
     whole    what nothing splits is computed by all
 
 The programme is that of the tensor axis (`ilp`), with fewer choices: parameters are whole (`R`:

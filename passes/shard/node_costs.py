@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import fx
@@ -28,12 +28,13 @@ from parcompiler.spmd import Placement, Strategy
 from parcompiler.spmd.call import NodeCall, Shape, shape_of
 from parcompiler.spmd.conversions import BYTES, Action, conversion
 from parcompiler.spmd.placement import local_shape
-from parcompiler.spmd.special import class_loss_actions
+from parcompiler.spmd.special import class_loss_actions, ring_exchange
 
 TABLES = frozenset({"embedding", "embedding_bag", "index_select", "gather", "index"})
 
 LOOKUPS = frozenset({"embedding", "embedding_bag"})
 BATCHED = frozenset({"bmm", "matmul"})
+MERGING = 5  # kernels that add a step of a ring to those before
 LINE = 128  # bytes that an accelerator's cache fetches at once
 
 # Between programmes of equal time (to a nanosecond) that with fewer collectives is taken, then that
@@ -115,11 +116,41 @@ class ShardCosts:
         backward = _scaled(work.backward, arithmetic, written, products[1:])
         inside = _masks(call) if masked else ()
         total = seconds((*forward, *backward, *inside), self.device)
+        if strategy.special == "ring":
+            total += self._ring_seconds(call, forward, backward)
         if strategy.special.startswith("classes"):
             total += sum(self._action(*action) for action in class_loss_actions(call))
         if self.axis == "context" and strategy.is_replicated and any(call.carries):
             total *= UNSHARED
         return total + WHOLE * traffic * (not work.is_free)
+
+    def _ring_seconds(
+        self, call: NodeCall, forward: Iterable[Operation], backward: Iterable[Operation]
+    ) -> float:
+        """Seconds of a ring beside those of its arithmetic: kernels that merge its steps, and
+        messages as far as they take longer than the steps beside them, all but one.
+
+        Results and gradients are added up in float32 (`wide` bytes): a result is read and written
+        twice, a gradient of queries once; those of keys and values are copied and added. Tensor
+        ranks (`apart` is their number) divide all of it but the kernels' launches.
+        """
+        n, exchange, (result,) = self.n, ring_exchange(call, self.n), call.results
+        own, wide = result.itemsize, max(4, result.itemsize)
+        numbers, causal = nbytes_of(result) / own / n, bool(call.arguments.get("is_causal"))
+        going_round, total = sum(nbytes for _, nbytes in exchange.forward) / n, 0.0
+        directions = (
+            (exchange.forward, forward, (4 * wide + own) * numbers),
+            (exchange.backward, backward, (2 * wide + own) * numbers + 6 * going_round),
+        )
+        for actions, work, moved in directions:
+            merging = Operation("merge", "other", 0.0, moved, torch.float32)
+            each = seconds((merging,), self.device)
+            each += MERGING * self.apart * self.device.launch_overhead
+            computed = seconds(work, self.device) / (1 + causal)  # formulas count hidden keys
+            for action, nbytes in actions:
+                sent = collective.seconds(action, nbytes, self._ranks, self.device) + COLLECTIVE
+                total += max((n - 1) * each, sent - computed * (n - 1) / n)
+        return total
 
     def conversion_seconds(
         self, source: Placement, target: Placement, nbytes: float, *, carries: bool
@@ -129,8 +160,13 @@ class ShardCosts:
         row = conversion(source, target, differentiable=carries, ending=True)
         if row is None:
             return None
-        backward = self._action(row.backward, nbytes) if carries else 0.0
-        return self._action(row.forward, nbytes) + backward
+        backward = self._timed(row.backward, nbytes) if carries else 0.0
+        return self._timed(row.forward, nbytes) + backward
+
+    @cached_property
+    def _timed(self) -> Callable[[Action, float], float]:
+        """`_action`, computed once: the programmes of many meshes ask for the same."""
+        return cache(self._action)
 
     def _action(self, action: Action, nbytes: float) -> float:
         """Seconds of a collective, or of the copy that a rank makes."""

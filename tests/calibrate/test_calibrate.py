@@ -11,7 +11,7 @@ import torch
 import parcompiler as pc
 from parcompiler.calibrate import calibrate, measure
 from parcompiler.calibrate.machine import find_machine
-from parcompiler.calibrate.request import checked, recognized
+from parcompiler.calibrate.measure import checked, recognized
 from parcompiler.calibrate.work import seconds_of
 from parcompiler.cost import seconds
 from parcompiler.models import gpt

@@ -16,7 +16,7 @@ def test_ranks_of_a_node_measure_their_link_and_the_first_of_the_next_node_the_n
     machine = dataclasses.replace(CORE, ranks=8, ranks_per_node=4)
     found = {(one.action, one.place, one.ranks) for one in exchanges(machine)}
     node = (0, 1, 2, 3)
-    collectives = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    collectives = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "rotation")
     assert found == {
         ("message", "link", (0, 1)),
         ("message", "network", (0, 4)),
@@ -34,7 +34,7 @@ def test_two_ranks_measure_what_a_run_before_them_did_not(tmp_path: Path) -> Non
     machine = dataclasses.replace(find_machine(), threads=1, ranks=2, ranks_per_node=2)
     before = Journal(tmp_path / "two.json.measurements.jsonl", machine.fabric)
     before.add(next(exchanges(machine)).key, 0.25)
-    assert "exchanges: 9" in forked.run(2, rank.main, str(path))
+    assert "exchanges: 11" in forked.run(2, rank.main, str(path))
     device = pc.Device.load(path)
     assert (device.devices_per_node, device.link.latency) == (2, 0.25)
     sources = dict(device.sources)

@@ -57,6 +57,12 @@ def test_figures_of_a_plan_that_was_edited_since_are_left_out(made: Made, tmp_pa
     assert "edited after its report was made" in read(folder).why
 
 
+def test_the_report_of_an_earlier_release_has_no_figures_to_compare() -> None:
+    side = read(Path(__file__).parents[1] / "golden" / "old_export")
+    assert (side.plan.schedule, side.prediction) == ("1f1b", None)
+    assert side.why == "its report is of an earlier release"
+
+
 def test_a_comparison_without_figures_says_why(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(made.plan.to_json())

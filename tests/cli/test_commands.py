@@ -65,7 +65,7 @@ def test_json_for_scripts_has_plan_and_report(capsys: pytest.CaptureFixture[str]
     document = json.loads(capsys.readouterr().out)
     plan = pc.Plan.from_json(json.dumps(document["plan"]))
     report = pc.Report.from_json(json.dumps(document["report"]))
-    assert (plan.schedule, plan.microbatches, report.choices.schedule) == ("1f1b", 2, "1f1b")
+    assert (plan.schedule, plan.microbatches, report.plan.schedule) == ("1f1b", 2, "1f1b")
 
 
 def test_files_are_written_and_named_on_standard_error(

@@ -45,6 +45,7 @@ def measured(action: str, fraction: float) -> Device:
         ("all-gather", 7 / 8),
         ("reduce-scatter", 7 / 8),
         ("all-to-all", 7 / 64),
+        ("rotation", 7 / 8),
         ("broadcast", 1.0),
         ("reduce", 1.0),
     ],
@@ -55,7 +56,7 @@ def test_many_bytes_take_the_bandwidth_of_a_ring(action: str, share: float) -> N
 
 @pytest.mark.parametrize(
     ("action", "steps"),
-    [("all-reduce", 6), ("all-gather", 3), ("broadcast", 3), ("all-to-all", 1)],
+    [("all-reduce", 6), ("all-gather", 3), ("broadcast", 3), ("all-to-all", 1), ("rotation", 7)],
 )
 def test_few_bytes_take_the_latencies_of_a_tree(action: str, steps: int) -> None:
     assert seconds(action, 0, RankGroup(8), DEVICE) == pytest.approx(steps * A)

@@ -27,6 +27,10 @@ CHEAP = dataclasses.replace(
 BY_HEADS = dataclasses.replace(
     device("cpu"), name="cheap", link=Link(1e9, 1e-12), launch_overhead=1e-12
 )
+IN_A_RING = dataclasses.replace(  # where messages are long, and compute longer
+    device("cpu"), name="slow", flops=(("float32", 1e6),), link=Link(1e6, 1e-12),
+    launch_overhead=1e-12,
+)  # fmt: skip
 FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-dropout", {"context": 2}, {}),
     ("gpt-dropout", {"context": 2, "pipeline": 2}, {"recompute": "full", "schedule": "zb-h1"}),
@@ -34,6 +38,7 @@ FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bert", {"context": 2, "data": 2}, {"zero": 1}),
     ("t5", {"context": 2}, {"zero": 3}),
     ("hf-llama", {"context": 4}, {}),
+    ("llama", {"context": 2, "tensor": 2, "device": IN_A_RING}, {"recompute": "full"}),
     ("t5", {"context": 2, "tensor": 2, "device": CHEAP}, {}),
 ]
 MODELS = ("gpt-tied", "llama", "bert", "t5", "hf-llama", "hf-qwen3", "gemma3", "modernbert-mlm")
@@ -86,8 +91,8 @@ def test_context_ranks_train_as_the_model_does(
     check(program)
 
 
-def own_gpt(mesh: pc.Mesh, **options: Any) -> pc.Program:
-    config = gpt.Config(layers=1, heads=4, hidden=16, vocabulary=32, sequence=12, dropout=0.1)
+def own_gpt(mesh: pc.Mesh, dropout: float = 0.1, **options: Any) -> pc.Program:
+    config = gpt.Config(layers=1, heads=4, hidden=16, vocabulary=32, sequence=12, dropout=dropout)
     tokens = torch.randint(32, (1, 12), generator=torch.Generator().manual_seed(1))
     inputs = {"tokens": tokens, "labels": tokens}
     return pc.compile(gpt.GPT(config), mesh, inputs, microbatches=1, progress=False, **options)
@@ -111,6 +116,28 @@ def test_attention_by_rows_gathers_keys_and_values(tmp_path: Path) -> None:
     assert re.search(r"runtime\.take\(tokens, 1, zigzag=True, axis=\"context\"\)", text)
     assert "all_to_all" not in text
     check(program)
+
+
+@pytest.mark.parametrize("context", [2, 3])
+def test_in_a_ring_keys_and_values_go_round(context: int, tmp_path: Path) -> None:
+    program = own_gpt(pc.Mesh(context=context, device=IN_A_RING), dropout=0.0)
+    text = layers(program, tmp_path / "out")
+    emitted = r"ring_attention\([^)]*is_causal=True,\s+zigzag=True,\s+axis=\"context\",?\s*\)"
+    assert re.search(emitted, text)
+    assert not re.search(r"all_gather\(.*axis=\"context\"|all_to_all|attention_of_rows", text)
+    report = program.report()
+    (forward, backward) = (x for x in report.exchanged if x.action == "rotation")
+    pair = 2 * 12 * 16 * 4  # bytes of keys and values of all rows
+    assert forward.sent * context == pair * (context - 1)
+    assert backward.sent == 2 * forward.sent
+    assert backward.exposed < backward.seconds  # it goes beside the steps
+    assert "rotation" in report.to_text()
+    check(program)
+
+
+def test_attention_with_dropout_is_in_no_ring(tmp_path: Path) -> None:
+    text = layers(own_gpt(pc.Mesh(context=3, device=IN_A_RING)), tmp_path / "out")
+    assert "ring_attention" not in text
 
 
 def test_context_ranks_with_masters_are_proved_in_float64_too() -> None:
@@ -197,3 +224,17 @@ def test_what_context_ranks_cannot_do_is_refused_by_name(
 def test_every_layout_trains_as_the_model_does(name: str, context: int, layout: int) -> None:
     mesh, options = LAYOUTS[layout]
     check(compiled(name, pc.Mesh(context=context, **mesh), **options))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "context", "layout"),
+    [*product(("llama", "bert", "hf-llama"), (2, 3), range(len(LAYOUTS)))],
+)
+def test_every_layout_trains_in_a_ring(name: str, context: int, layout: int) -> None:
+    mesh, options = LAYOUTS[layout]
+    program = compiled(name, pc.Mesh(context=context, device=IN_A_RING, **mesh), **options)
+    assert program.plan.context is not None
+    lines = [line for entry in program.plan.context.templates for line in entry.nodes]
+    assert any(line.endswith(", ring") for line in lines)
+    check(program)

@@ -37,7 +37,7 @@ def test_ranks_of_an_old_export_train_the_model_that_it_holds() -> None:
 def test_its_plan_and_its_report_are_read_and_compiled_from() -> None:
     plan = pc.Plan.from_json((OLD / "plan.json").read_text(encoding="utf-8"))
     assert (plan.schedule, plan.microbatches, len(plan.stages or ())) == ("1f1b", 2, 2)
-    assert pc.load(OLD).report().choices.schedule == "1f1b"
+    assert pc.load(OLD).report().plan.schedule == "1f1b"
     model = gpt.GPT(gpt.Config(layers=2, heads=2, hidden=8, vocabulary=16, sequence=4))
     tokens = torch.zeros(1, 4, dtype=torch.long)
     program = pc.compile(

@@ -123,7 +123,7 @@ def test_a_server_that_updates_for_all_has_the_numbers_of_one_process(
     program = compiled(mesh, updates="parameter-server", **options)
     exact(program, tmp_path, 'way="parameter-server"', "GATHER_PARAMETERS")
     report = program.report()
-    through, states = report.choices.server
+    through, states = report.server
     assert "through its link in a step" in str(report)
     sizes = {rank.nbytes for rank in report.averaged}
     assert through == 2 * (program.lowered.data - 1) * max(sizes)

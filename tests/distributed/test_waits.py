@@ -18,7 +18,7 @@ from parcompiler.bench.local import (
 from parcompiler.cost.operation import Operation
 from parcompiler.errors import LaunchError
 
-ACTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+ACTIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "rotation")
 
 
 def sent(action: str, nbytes: float = 1024.0, ranks: int = 2) -> Operation:

@@ -22,7 +22,7 @@ PICTURE = """\
 3  problem priced options progress calibrate
 2  capture cost naming spmd vocabulary schedules timeline solver
 1  mesh device efficiency figures graph plan
-0  errors instruction grid pieces documents data_updates again
+0  errors instruction grid pieces documents data_updates again ring
 """
 LAYER = {
     room: int(layer) for layer, *rooms in map(str.split, PICTURE.splitlines()) for room in rooms
@@ -30,7 +30,16 @@ LAYER = {
 
 # Two rooms stand beside the layers: what of ours each imports, and from which layer up it is used.
 ASIDE = {
-    "runtime": {"runtime", "errors", "instruction", "grid", "pieces", "data_updates", "again"},
+    "runtime": {
+        "runtime",
+        "errors",
+        "instruction",
+        "grid",
+        "pieces",
+        "data_updates",
+        "again",
+        "ring",
+    },
     "models": {"models"},
 }
 LOWEST_USER_OF_ASIDE = 5
@@ -43,6 +52,7 @@ TORCH_ONLY = {
     "pieces",
     "data_updates",
     "again",
+    "ring",
     "runtime",
     "models",
 }

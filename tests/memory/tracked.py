@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -139,16 +138,15 @@ class Rank:
         with torch.no_grad():
             for name, tensor in own:
                 if parts is not None and name in parts.in_pieces:
-                    parts.fill(name, partial(torch.Tensor.copy_, other=state[name]))
+                    if name in parts.parts:
+                        parts.parts[name].copy_(parts.rows(name, state[name]))
                 else:
                     tensor.copy_(state[name])
         assert program.plan.optimizer == "adamw", "the optimizer is AdamW"
         self.updates.set_optimizer(torch.optim.AdamW, None, {"fused": True})
         changed = parameters if parts is None else parts.parts
-        for name, parameter in changed.items():
+        for parameter in changed.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            if parts is not None and parameter.requires_grad:
-                parts.reduced.add(name)
         self.updates.apply()  # so that there are states
 
     def step(self, *, kinds: bool = False) -> Held:

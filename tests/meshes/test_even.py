@@ -10,14 +10,14 @@ from parcompiler.meshes.weigh import planned
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
 from parcompiler.passes.decide import fastest, start
-from parcompiler.passes.even import even_bound, even_step, roomy_bound
+from parcompiler.passes.even import even_step, roomy_bound
 from parcompiler.passes.least import least_step
 from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
 from tests.meshes.test_search import LARGE, captured, fits
 
-DEEP = dataclasses.replace(LARGE, layers=9)
+DEEP = dataclasses.replace(LARGE, layers=12)  # as many for each of 2, 3 or 4 ranks
 
 
 def given(
@@ -27,19 +27,6 @@ def given(
     mesh = pc.Mesh(ranks, tensor, device=fits(memory))
     graph = captured(DEEP).problem.graph
     return Problem(graph, mesh, Options(microbatches, **options), explain=False)  # type: ignore[arg-type]  # words
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
-@pytest.mark.parametrize("memory", [80 * 10**9, 400 * 2**20])
-def test_a_few_micro_batches_bound_the_even_step_of_many(name: str, memory: int) -> None:
-    for ranks, microbatches in ((2, 3), (2, 15), (3, 20), (4, 33)):
-        problem = given(microbatches, ranks, memory=memory)
-        plan = dataclasses.replace(
-            start(problem), schedule=name, virtual_stages=stages_per_rank(name, 1)
-        )
-        whole, bound = even_step(problem, plan), even_bound(problem, plan)
-        assert bound <= whole * (1 + 1e-9)
-        assert bound == math.inf or bound >= 0.8 * whole  # v-min waits in every round
 
 
 def test_what_fits_nowhere_is_infinite_and_cannot_be_planned() -> None:
@@ -68,5 +55,5 @@ def test_what_is_said_without_simulating_is_below_what_is_said_with_it(name: str
         plan = dataclasses.replace(
             start(problem), schedule=name, virtual_stages=stages_per_rank(name, 1)
         )
-        least, bound = roomy_bound(problem, plan), even_bound(problem, plan)
-        assert 0.7 * bound <= least <= bound * (1 + 1e-9)
+        least, step = roomy_bound(problem, plan), even_step(problem, plan)
+        assert 0.7 * step <= least <= step * (1 + 1e-9)

@@ -212,11 +212,12 @@ def test_the_report_says_which_meshes_were_considered() -> None:
     text = report.to_text(160)
     assert "Meshes considered" in text
     alone = "parameters and their states alone are"
-    assert any(alone in (item.reason or "") for item in report.meshes)
+    assert any(alone in (item.reason or "") for item in report.plan.meshes or ())
     assert any(why in text for why in BEATEN)
     assert pc.Report.from_json(report.to_json()) == report
-    assert report.meshes[0].data == program.problem.mesh.data
-    assert report.runner_up == pc.Report.from_json(report.to_json()).runner_up
+    assert report.plan.meshes is not None
+    assert report.plan.meshes[0].data == program.problem.mesh.data
+    assert report.plan.runner_up == pc.Report.from_json(report.to_json()).plan.runner_up
     if program.plan.runner_up is not None:
         assert "runner-up" in text
 

@@ -12,7 +12,7 @@ from tests.report.programs import small_gpt
 Change = tuple[list[str | int], Any, str]
 
 CHANGES: list[Change] = [
-    (["version"], 2, "version 2"),
+    (["version"], 1, "the report has version 1; this release reads 2: export the program again"),
     (["version"], True, "report.version must be an integer (true found)"),
     (["surprise"], 1, "report has an unknown field 'surprise'"),
     (["model"], None, "report.model must be an object (null found)"),

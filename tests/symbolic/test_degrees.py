@@ -15,9 +15,8 @@ from parcompiler.models import gpt
 from parcompiler.plan import TemplateTime
 from parcompiler.report.serial import rounded
 from parcompiler.schedules import Schedule, build
-from parcompiler.symbolic.costs import Costs
+from parcompiler.symbolic.costs import Costs, StepFigures
 from parcompiler.symbolic.degrees import with_tensor
-from parcompiler.symbolic.figures import StepFigures
 from parcompiler.symbolic.forms import FIELDS, check_ranks
 from parcompiler.symbolic.naming import symbol
 from parcompiler.symbolic.sizes import Unfit
@@ -182,7 +181,7 @@ def test_degrees_that_the_plan_cannot_have_are_refused(
 def test_a_table_of_which_ranks_hold_rows_is_read_no_further_than_each_holds() -> None:
     given: dict[str, Any] = {"mesh": (2, 2, 1), "stages": "even", "pins": "rows"}
     costs = program_of(**given).costs
-    assert [size.letter for size in costs.sizes] == ["b", "s"]
+    assert [size.letter for size in costs.closed.sizes] == ["b", "s"]
     agree(costs.at(batch=4, sequence=24), program_of(batch=4, sequence=24, **given))
     (read,) = (item for item in costs.templates["EmbeddingPositions"].bytes_forward.atoms(sympy.Min)
                if "b" in str(item))  # fmt: skip

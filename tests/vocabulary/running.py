@@ -14,8 +14,9 @@ from parcompiler.capture import capture
 from parcompiler.capture.clean import simplify
 from parcompiler.capture.lift import lift
 from parcompiler.graph import Graph
-from parcompiler.vocabulary import find, operators, spread
+from parcompiler.vocabulary import find, spread
 from tests import architectures, zoo
+from tests.vocabulary import specification
 
 
 @cache
@@ -71,11 +72,11 @@ def of_vocabulary(
     assert graph.vocabulary is not None
     for item in graph.vocabulary.lookups:
         if item.node is node:
-            return operators.lookup(item, tensor(item.weight), given)
+            return specification.lookup(item, tensor(item.weight), given)
     head = graph.vocabulary.head
     assert head is not None
     tensors = tensor(head.bias), tensor(head.class_weight)
-    return operators.head(head, values[head.x], tensor(head.weight), given, *tensors)
+    return specification.head(head, values[head.x], tensor(head.weight), given, *tensors)
 
 
 def _of_node(

@@ -63,6 +63,11 @@ def axis_of_ranks(ranks: int, word: str = "rank ") -> dict[str, Any]:
     }
 
 
+def axis_to(end: float, title: str) -> dict[str, Any]:
+    """An axis of numbers from 0 to `end`."""
+    return {"title": {"text": title}, "range": [0, end], "zeroline": False}
+
+
 def matrix(report: ReportData) -> Figure | None:
     """Cells as dark as much is sent; None where nothing is."""
     sent, ranks = traffic(report), range(len(report.ranks))
@@ -165,16 +170,8 @@ def memory(report: ReportData) -> Figure:
     ]  # fmt: skip
     layout = {
         "height": 360,
-        "xaxis": {
-            "title": {"text": f"predicted time ({seconds})"},
-            "range": [0, end / second],
-            "zeroline": False,
-        },
-        "yaxis": {
-            "title": {"text": f"memory ({bytes_})"},
-            "range": [0, 1.08 * max(*near, peak, 0) / byte or 1],
-            "zeroline": False,
-        },
+        "xaxis": axis_to(end / second, f"predicted time ({seconds})"),
+        "yaxis": axis_to(1.08 * max(*near, peak, 0) / byte or 1, f"memory ({bytes_})"),
         "hovermode": "closest",
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         "margin": {"t": 36, "l": 64, "b": 44},

@@ -24,7 +24,7 @@ from parcompiler.report.data import ReportData
 from parcompiler.report.events import StepEvent
 from parcompiler.report.gantt import WORDS
 from parcompiler.report.units import SECONDS, quantity, unit
-from parcompiler.report.web.charts import Figure, axis_of_ranks, escaped, shown
+from parcompiler.report.web.charts import Figure, axis_of_ranks, axis_to, escaped, shown
 from parcompiler.report.web.colors import GREEN, GREY, KINDS, PURPLE, ink, paler
 from parcompiler.schedules.action import LETTERS
 
@@ -77,11 +77,7 @@ def _timeline(report: ReportData, events: Iterable[StepEvent], name: str) -> Fig
     layout = {
         "barmode": "overlay",
         "height": 92 + ranks * (34 if ranks <= 8 else 24),
-        "xaxis": {
-            "title": {"text": f"{name} time ({symbol})"},
-            "range": [0, longest / scale],
-            "zeroline": False,
-        },
+        "xaxis": axis_to(longest / scale, f"{name} time ({symbol})"),
         "yaxis": axis_of_ranks(ranks),
         "uniformtext": {"mode": "hide", "minsize": 9},
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},

@@ -17,9 +17,9 @@ safetensors storage keeps one piece of a tensor in a file (a rank has several of
 and writes neither an index nor checksums unless it assembles whole tensors.
 """
 
-from parcompiler.runtime.checkpoint.layout import RankLayout
 from parcompiler.runtime.checkpoint.pretrained import SHARD_SIZE
 from parcompiler.runtime.checkpoint.saving import Checkpoints
+from parcompiler.runtime.checkpoint.state_dict import RankTensors
 from parcompiler.runtime.checkpoint.states import RankState
 
-__all__ = ["SHARD_SIZE", "Checkpoints", "RankLayout", "RankState"]
+__all__ = ["SHARD_SIZE", "Checkpoints", "RankState", "RankTensors"]

@@ -67,7 +67,7 @@ class RankLayout:
         else:
             around = Box.whole(like.shape).narrowed(0, rows.start, rows.size)
         found = []
-        for box, local in self._boxes(name, like):
+        for box, local in self.boxes(name, like):
             common = local.overlap(around)
             if common.count or not box.count:
                 place = common.within(local)
@@ -76,7 +76,7 @@ class RankLayout:
                 found.append(Part(Box(tuple(offsets), common.sizes), part))
         return found
 
-    def _boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
+    def boxes(self, name: str, like: torch.Tensor) -> list[tuple[Box, Box]]:
         """The boxes of the whole tensor that this rank holds, and where they lie in its own."""
         found = self._boxes_of_tensor_rank(name, like)
         if not self._is_of_experts(name):

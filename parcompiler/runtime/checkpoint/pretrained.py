@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -188,77 +187,66 @@ def boxes(
     return found
 
 
-def shards(checkpoint: Checkpoint, size: int, dtype: torch.dtype | None) -> dict[str, list[str]]:
-    """The tensors of the model by the file that they go into, of about `size` bytes each."""
-    groups: list[list[str]] = [[]]
-    full = 0
-    for key, entry in sorted(checkpoint.entries.items()):
-        if not key.startswith("model/"):
-            continue
-        count = Box.whole(entry.shape).count * _dtype(entry.dtype, dtype).itemsize
-        if groups[-1] and full + count > size:
-            groups.append([])
-            full = 0
-        groups[-1].append(key.removeprefix("model/"))
-        full += count
-    if len(groups) == 1:
-        return {FILE: groups[0]}
-    n = len(groups)
-    return {f"model-{k:05d}-of-{n:05d}.safetensors": group for k, group in enumerate(groups, 1)}
+@dataclass(frozen=True)
+class PublishedFiles:
+    """The files of a checkpoint's model, each with the names of its tensors, in `dtype` (None: as
+    they are; integers stay what they are)."""
 
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None
+    files: Mapping[str, Sequence[str]]
 
-def write_shards(
-    checkpoint: Checkpoint,
-    folder: Path,
-    files: Mapping[str, Sequence[str]],
-    dtype: torch.dtype | None,
-    part: int = 0,
-    parts: int = 1,
-) -> None:
-    """Write each `parts`-th of the files, hidden yet. Raises OSError."""
-    for file in sorted(files)[part::parts]:
-        described = {}
-        for name in files[file]:
-            entry = checkpoint.entries[f"model/{name}"]
-            kind = _dtype(entry.dtype, dtype)
-            described[name] = Described(kind, entry.shape, partial(_cast, checkpoint, name, kind))
-        hidden = folder / f".{file}.partial"
-        hidden.unlink(missing_ok=True)
-        write(hidden, described, {"format": "pt"}, durable=True)
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, size: int, dtype: torch.dtype | None) -> PublishedFiles:
+        """Files of about `size` bytes each."""
+        names = [key for key in sorted(checkpoint.entries) if key.startswith("model/")]
+        groups, full = list[list[str]]([[]]), 0
+        for name in (key.removeprefix("model/") for key in names):
+            count = cls(checkpoint, dtype, {})._described(name).size
+            if groups[-1] and full + count > size:
+                groups.append([])
+                full = 0
+            groups[-1].append(name)
+            full += count
+        n = len(groups)
+        files = {f"model-{k:05d}-of-{n:05d}.safetensors": own for k, own in enumerate(groups, 1)}
+        return cls(checkpoint, dtype, files if n > 1 else {FILE: groups[0]})
 
+    def write(self, folder: Path, part: int = 0, parts: int = 1) -> None:
+        """Write each `parts`-th of the files, hidden yet. Raises OSError."""
+        for file in sorted(self.files)[part::parts]:
+            hidden = folder / f".{file}.partial"
+            hidden.unlink(missing_ok=True)
+            described = {name: self._described(name) for name in self.files[file]}
+            write(hidden, described, {"format": "pt"}, durable=True)
 
-def publish(
-    checkpoint: Checkpoint,
-    folder: Path,
-    files: Mapping[str, Sequence[str]],
-    dtype: torch.dtype | None,
-    config: Any,
-) -> None:
-    """Give hidden files their names, write index and configuration, and remove other weights.
+    def publish(self, folder: Path, config: Any) -> None:
+        """Give hidden files their names, write index and configuration, and remove other weights.
 
-    `config` is a dictionary, a path, an object with `save_pretrained(folder)`, or None.
-    Raises OSError.
-    """
-    stale = {path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
-    for path in stale - {folder / name for name in files}:
-        path.unlink()
-    for file in files:
-        os.replace(folder / f".{file}.partial", folder / file)
-    if len(files) > 1:
-        entries = checkpoint.entries
-        total = sum(
-            Box.whole(entry.shape).count * _dtype(entry.dtype, dtype).itemsize
-            for names in files.values()
-            for entry in [entries[f"model/{name}"] for name in names]
+        `config` is a dictionary, a path, an object with `save_pretrained(folder)`, or None.
+        Raises OSError.
+        """
+        stale = {path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)}
+        for path in stale - {folder / name for name in self.files}:
+            path.unlink()
+        for file in self.files:
+            os.replace(folder / f".{file}.partial", folder / file)
+        if len(self.files) > 1:
+            places = {name: file for file, names in sorted(self.files.items()) for name in names}
+            total = sum(self._described(name).size for name in places)
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
+        if config is not None:
+            _write_config(folder, config)
+        sync(folder)
+
+    def _described(self, name: str) -> Described:
+        """A tensor as it is written."""
+        entry = self.checkpoint.entries[f"model/{name}"]
+        dtype = self.dtype if self.dtype and entry.dtype.is_floating_point else entry.dtype
+        return Described(
+            dtype, entry.shape, lambda: self.checkpoint.whole(f"model/{name}").to(dtype)
         )
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in sorted(files.items()) for name in names},
-        }
-        write_bytes(folder / INDEX, json.dumps(index, indent=2).encode())
-    if config is not None:
-        _write_config(folder, config)
-    sync(folder)
 
 
 def _write_config(folder: Path, config: Any) -> None:
@@ -277,13 +265,3 @@ def _write_config(folder: Path, config: Any) -> None:
         raise InputError(message)
     (folder / CONFIG).unlink(missing_ok=True)
     write_bytes(folder / CONFIG, json.dumps(dict(config), indent=2).encode())
-
-
-def _dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is written in: integers stay what they are."""
-    return stored if wanted is None or not stored.is_floating_point else wanted
-
-
-def _cast(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A whole tensor of the model."""
-    return checkpoint.whole(f"model/{name}").to(dtype)

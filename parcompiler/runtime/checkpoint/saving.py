@@ -15,8 +15,10 @@ import shutil
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +28,11 @@ import torch.distributed as dist
 from parcompiler.errors import InputError
 from parcompiler.runtime.agreement import combined
 from parcompiler.runtime.boxes import Box
-from parcompiler.runtime.channels import Channels
 from parcompiler.runtime.checkpoint import folder as folders
 from parcompiler.runtime.checkpoint import pretrained as published
 from parcompiler.runtime.checkpoint.folder import FACTS, TENSORS, Checkpoint
-from parcompiler.runtime.checkpoint.layout import Part, RankLayout
+from parcompiler.runtime.checkpoint.layout import Part, base
+from parcompiler.runtime.checkpoint.state_dict import IncompatibleKeys, account_of, concluded
 from parcompiler.runtime.checkpoint.states import (
     RankState,
     Restored,
@@ -40,8 +42,7 @@ from parcompiler.runtime.checkpoint.states import (
     merged,
     names_of,
 )
-from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.state_dict import IncompatibleKeys, account_of, concluded
+from parcompiler.runtime.failure import Watch
 from parcompiler.runtime.tensor_files import Described, write
 
 POLL = 0.05  # s between two looks of rank 0 at whether all have written
@@ -62,24 +63,19 @@ class Writing:
 
 
 class Checkpoints:
-    """Saves and loads the state of a rank. `cause` says why the run has failed, if it has."""
+    """Saves and loads the state of a rank. `watch` knows why the run has failed, if it has."""
 
     def __init__(
         self,
-        program: RankProgram,
         state: RankState,
-        layout: RankLayout,
-        channels: Channels,
         store: dist.Store | None,
-        cause: Callable[[], str],
+        watch: Watch,
         request: Mapping[str, Any],
     ) -> None:
-        self._program = program
-        self._state = state
-        self._layout = layout
-        self._channels = channels
+        self._program, self._layout = state.program, state.layout
+        self._state, self._channels = state, state.interpreter.channels
         self._store = store
-        self._cause = cause
+        self._watch = watch
         self._request = request  # what the compiler was asked for
         self._thread: threading.Thread | None = None
         self._fault = ""  # of what the thread did
@@ -172,10 +168,7 @@ class Checkpoints:
 
         checkpoint, restored, states = self._on_rank(plan, what)
         stored = dict.fromkeys(names_of(checkpoint))
-        names = [[name] for name in self._state.names()]
-        text = account_of(names, stored, program.unsaved, restored.faults)
-        texts = self._channels.gather_texts(text)
-        concluded(texts, stored, strict=True)
+        self.conclude(stored, restored.faults, strict=True)
 
         def apply() -> Any:
             self._state.apply(checkpoint, restored, optimizer=optimizer)
@@ -196,24 +189,36 @@ class Checkpoints:
         nothing then."""
         program, what = self._program, f"cannot load {folder}"
 
-        def names() -> tuple[list[str], list[str]]:
-            return self._state.names(), list(published.opened(folder).files)
-
-        everyone = self._agreed(names, what)
-        known = {name for names, _ in everyone for name in names} | program.aliases.keys()
         source = self._on_rank(lambda: published.opened(folder), what)
-        mapping = published.renamed(source.files, known)
+        mapping = published.renamed(source.files, self._first().keys() | program.aliases.keys())
         copies, faults = self._on_rank(lambda: self._state.published(source, mapping), what)
         stored = dict.fromkeys(mapping[name].name for name in source.files)
-        spellings = {name: [name] for name in self._state.names()}
-        for alias, name in program.aliases.items():
-            if name in spellings:
-                spellings[name].append(alias)
-        account = account_of(spellings.values(), stored, program.unsaved, faults)
-        keys = concluded(self._channels.gather_texts(account), stored, strict=strict)
-        self._agreed(lambda: self._state.copy(source, copies.values()), what)
+        keys = self.conclude(stored, faults, strict=strict)
+        self._agreed(lambda: self._state.copy(source, chain(*copies.values())), what)
         self.bytes_read = source.bytes_read
         return keys, set(copies)
+
+    def gather(self, *, gradients: bool = False) -> dict[str, torch.Tensor] | None:
+        """On rank 0 the tensors of the model by name, or their gradients, whole and on the CPU;
+        None elsewhere. A collective."""
+        state, wholes = self._state, dict[str, torch.Tensor]()
+        dealt = self._dealt(state.gradients() if gradients else state.tensors(optimizer=False))
+        own = [
+            ([key, item.shape, part.box.offsets, part.box.sizes], part.tensor)
+            for key, item in dealt.items()
+            for part in item.parts
+        ]
+        missing = Counter[str]()
+        for (key, shape, offsets, sizes), tensor in self._channels.collect(own):
+            name, box = base(key), Box(tuple(offsets), tuple(sizes))
+            if name not in wholes:
+                wholes[name] = torch.empty(shape, dtype=tensor.dtype)
+                missing[name] = wholes[name].numel()
+            box.of(wholes[name]).copy_(tensor)
+            missing[name] -= box.count
+        assert not any(missing.values()), "ranks that hold a tensor deal it out alike"
+        order = (name for name in self._first() if name in wholes)
+        return None if self._program.rank else {name: wholes[name] for name in order}
 
     def save_pretrained(
         self, folder: Path, config: Any, *, dtype: torch.dtype | None, size: int
@@ -224,20 +229,26 @@ class Checkpoints:
         path = self.save(pieces, {}, asynchronous=False, keep=None, optimizer=False)
         try:
             checkpoint = self._on_rank(lambda: folders.read(path), what)
-            files = published.shards(checkpoint, size, dtype)
-
-            def write_own() -> None:
-                published.write_shards(checkpoint, folder, files, dtype, program.rank, program.size)
+            shards = published.PublishedFiles.of(checkpoint, size, dtype)
 
             def publish() -> None:
                 if program.rank == 0:
-                    published.publish(checkpoint, folder, files, dtype, config)
+                    shards.publish(folder, config)
 
-            self._agreed(write_own, what)
+            self._agreed(lambda: shards.write(folder, program.rank, program.size), what)
             self._agreed(publish, what)
         finally:
             if program.rank == 0:
                 shutil.rmtree(pieces, ignore_errors=True)
+
+    def conclude(
+        self, stored: Mapping[str, object], faults: Sequence[str], *, strict: bool
+    ) -> IncompatibleKeys:
+        """What all ranks conclude of tensors by name, and of the `faults` that each has met. A
+        collective; raises InputError as `concluded` does."""
+        names = self._state.names().values()
+        account = account_of(names, stored, self._program.unsaved, faults)
+        return concluded(self._channels.gather_texts(account), stored, strict=strict)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is written beside the steps. A collective; raises InputError
@@ -296,16 +307,9 @@ class Checkpoints:
     ) -> dict[str, StoredTensor]:
         """What this rank writes, by what all have reported; `tensors` are those of `extra`, of
         which each is written by the first rank that has it."""
-        first = self._first()
-        stored = self._state.tensors(optimizer=optimizer)
-        parts = self._layout.written(
-            {key: item.parts for key, item in stored.items()},
-            first,
-            self._state.of_first(),
-            {key for key in stored if self._state.is_shared_out(key)},
-        )
-        written = {key: stored[key]._replace(parts=parts[key]) for key in parts}
-        written |= self._differing([one["untrained"] for one in everyone], digests, first)
+        written = self._dealt(self._state.tensors(optimizer=optimizer))
+        untrained = [one["untrained"] for one in everyone]
+        written |= self._differing(untrained, digests, self._first())
         written |= self._state.apart(optimizer=optimizer)
         others = {digest for one in everyone[: self._program.rank] for digest in one["extra"]}
         for digest, tensor in tensors.items():
@@ -313,15 +317,24 @@ class Checkpoints:
                 written[f"extra/{digest}"] = StoredTensor.whole(tensor)
         return written
 
+    def _dealt(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """What is stored of the model, with the parts that this rank writes of what it holds."""
+        parts = self._layout.written(
+            {key: item.parts for key, item in stored.items()},
+            self._first(),
+            self._state.of_first(),
+            {key for key in stored if self._state.is_shared_out(key)},
+        )
+        return {key: stored[key]._replace(parts=parts[key]) for key in parts}
+
     def _first(self) -> Mapping[str, int]:
-        """The first pipeline coordinate that holds each of this rank's tensors; ranks ask each
-        other once."""
+        """The first pipeline coordinate that holds each tensor of the model; ranks ask each other
+        once."""
         if self._holders is None:
-            grid = self._program.grid
-            texts = self._channels.gather_texts(json.dumps(self._state.names()))
-            here, self._holders = set(self._state.every_name()), {}
+            grid, self._holders = self._program.grid, {}
+            texts = self._channels.gather_texts(json.dumps([*self._state.names()]))
             for rank, text in enumerate(texts):
-                for name in here.intersection(json.loads(text)):
+                for name in json.loads(text):
                     self._holders.setdefault(name, grid.coordinate(rank).pipeline)
         return self._holders
 
@@ -437,7 +450,7 @@ class Checkpoints:
         for rank in range(self._program.size):
             key = f"{name}/{rank}"
             while not store.check([key]):
-                if self._stopped.is_set() or self._cause():
+                if self._stopped.is_set() or self._watch.cause:
                     message = "the run failed before all ranks had written"
                     raise InputError(message)
                 time.sleep(POLL)

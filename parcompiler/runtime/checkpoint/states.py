@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -81,30 +82,27 @@ class RankState:
         program: RankProgram,
         interpreter: Interpreter,
         updates: Updates,
-        layout: RankLayout,
         calls: dict[bool, int],
     ) -> None:
-        self._program = program
-        self._interpreter = interpreter
-        self._updates = updates
-        self._layout = layout
+        self.program, self.layout = program, RankLayout(program)
+        self.interpreter, self.updates = interpreter, updates
         self._calls = calls
 
-    def names(self) -> list[str]:
-        """The tensors that this rank holds, as far as no other rank of its pipeline coordinate says
-        so."""
-        at = self._program.coordinate
-        return [] if at.data or at.tensor else list(self._interpreter.tensors)
-
-    def every_name(self) -> list[str]:
-        """The tensors that this rank holds."""
-        return list(self._interpreter.tensors)
+    def names(self) -> dict[str, list[str]]:
+        """All names of each tensor that this rank holds, as far as no other rank of its pipeline
+        coordinate says so."""
+        at = self.program.coordinate
+        names = {name: [name] for name in self.interpreter.tensors if not (at.data or at.tensor)}
+        for alias, name in self.program.aliases.items():
+            if name in names:
+                names[name].append(alias)
+        return names
 
     def tensors(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
         """Everything that this rank holds a part of, by its key."""
         stored: dict[str, StoredTensor] = {}
-        for name in self._interpreter.tensors:
-            kind = "unsaved" if name in self._program.unsaved else "model"
+        for name in self.interpreter.tensors:
+            kind = "unsaved" if name in self.program.unsaved else "model"
             if parts := self._parts(name, self._master(name)):
                 stored[f"{kind}/{name}"] = StoredTensor(self._shape(name), "", parts)
         for name, parameter, states in self._states() if optimizer else ():
@@ -117,46 +115,54 @@ class RankState:
                 else:
                     place = self._place(name, parameter)
                     stored[f"optimizer {key}{place}/{name}"] = StoredTensor.whole(value)
-        for name, kind, value in self._kept():
+        for name, kind, value in self._kept() if optimizer else ():
             parts = self._parts(name, value)
             stored[f"{kind}/{name}"] = StoredTensor(self._shape(name), LIKE, parts)
         return stored
+
+    def gradients(self) -> dict[str, StoredTensor]:
+        """The gradients that this rank holds a part of, by the keys of their tensors."""
+        found = self.updates.gradients().items()
+        return {
+            f"gradient/{n}": StoredTensor(self._shape(n), LIKE, self._parts(n, g)) for n, g in found
+        }
 
     def apart(self, *, optimizer: bool = True) -> dict[str, StoredTensor]:
         """What this rank has instead of what data rank 0 has, where data ranks step by
         themselves: the states of its optimizer, and within a round its weights; and what PowerSGD
         keeps, and the record of arrivals."""
-        rounds, stored = self._updates.rounds, dict[str, StoredTensor]()
-        if optimizer and self._interpreter.powersgd is not None:
-            states = self._interpreter.powersgd.states()
+        rounds, stored = self.updates.rounds, dict[str, StoredTensor]()
+        if optimizer and self.interpreter.powersgd is not None:
+            states = self.interpreter.powersgd.states()
             stored |= {key: StoredTensor.whole(tensor) for key, tensor in states}
-        if optimizer and self._updates.serving is not None and self._updates.serving.record:
-            record = torch.tensor(self._updates.serving.record, dtype=torch.int16)
+        if optimizer and self.updates.serving is not None and self.updates.serving.record:
+            record = torch.tensor(self.updates.serving.record, dtype=torch.int16)
             stored[f"{ARRIVALS}/"] = StoredTensor.whole(record)
-        if rounds is not None and self._program.coordinate.data:
-            trained = {f"model/{name}" for name, _ in self._trained()} if rounds.position else set()
+        if rounds is not None and self.program.coordinate.data:
+            weights = self.updates.weights() if rounds.position else ()
+            trained = {f"model/{name}" for name in weights}
             for key, tensor in self.tensors(optimizer=optimizer).items():
                 if key in trained or key.startswith("optimizer "):
                     stored[key] = tensor
-        return {f"rank {self._program.rank} {key}": tensor for key, tensor in stored.items()}
+        return {f"rank {self.program.rank} {key}": tensor for key, tensor in stored.items()}
 
     def of_first(self) -> Collection[str]:
         """The tensors that data rank 0 writes, as others may have other values."""
-        apart = self._updates.rounds or self._updates.serving
-        return (self._interpreter.tensors if apart else self.untrained()).keys()
+        apart = self.updates.rounds or self.updates.serving
+        return (self.interpreter.tensors if apart else self.untrained()).keys()
 
     def untrained(self) -> dict[str, torch.Tensor]:
         """What steps may change in another way on each data rank: buffers and frozen parameters."""
         return {
             name: tensor
-            for name, tensor in self._interpreter.tensors.items()
+            for name, tensor in self.interpreter.tensors.items()
             if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
-            and not self._updates.in_pieces(name)
+            and not self.updates.in_pieces(name)
         }
 
     def digests(self) -> dict[str, int]:
         """Numbers that tell data ranks which of these they hold differently."""
-        tensors = self.untrained() if self._program.data > 1 else {}
+        tensors = self.untrained() if self.program.data > 1 else {}
         return {name: digest_of([tensor]) for name, tensor in tensors.items()}
 
     def differing(
@@ -164,34 +170,34 @@ class RankState:
     ) -> dict[str, StoredTensor]:
         """What this rank holds differently than data rank 0, by the digests of both; `first` is the
         first pipeline coordinate that holds a tensor."""
-        at = self._program.coordinate
+        at = self.program.coordinate
         return {
             f"data {at.data}/{name}": StoredTensor(self._shape(name), "", self._parts(name, tensor))
             for name, tensor in self.untrained().items()
             if at.data
             and here[name] != there[name]
-            and (at.tensor == 0 or self._layout.is_divided(name))
-            and (first[name] == at.pipeline or name in self._program.rows)
+            and (at.tensor == 0 or self.layout.is_divided(name))
+            and (first[name] == at.pipeline or name in self.program.rows)
         }
 
     def facts(self, *, optimizer: bool = True) -> dict[str, Any]:
         """What is no tensor, of this rank. Raises InputError for an optimizer that has what a
         checkpoint cannot hold."""
-        at, scale = self._program.coordinate, self._updates.scale
+        at, scale = self.program.coordinate, self.updates.scale
         facts: dict[str, Any] = {
-            "step": self._interpreter.step,
-            "samples": self._interpreter.samples,
+            "step": self.interpreter.step,
+            "samples": self.interpreter.samples,
             "calls": [self._calls[True], self._calls[False]],
-            "mesh": [self._program.grid.pipeline, self._program.data, self._program.tensor],
-            "context": self._program.context,  # of the data ranks, so many share a batch
-            "seed": self._interpreter.seed,
+            "mesh": [self.program.grid.pipeline, self.program.data, self.program.tensor],
+            "context": self.program.context,  # of the data ranks, so many share a batch
+            "seed": self.interpreter.seed,
             "scale": None if scale is None else [scale.value, scale.good, scale.skipped],
         }
-        if self._updates.rounds is not None:
-            facts["round"] = [self._updates.rounds.position, self._program.updates.every]
+        if self.updates.rounds is not None:
+            facts["round"] = [self.updates.rounds.position, self.program.updates.every]
         current = self._optimizer() if optimizer else None
-        if current is not None and not at.tensor and (not at.data or self._program.sharing):
-            names = {id(parameter): name for name, parameter in self._trained()}
+        if current is not None and not at.tensor and (not at.data or self.program.sharing):
+            names = {id(parameter): name for name, parameter in self.updates.weights().items()}
             facts["optimizer"] = {
                 "kind": type(current).__name__,
                 "groups": [
@@ -219,8 +225,8 @@ class RankState:
 
     def restored(self, checkpoint: Checkpoint, *, optimizer: bool) -> Restored:
         """What a checkpoint means for this rank; nothing is changed yet."""
-        restored, rounds = Restored(), self._updates.rounds
-        for name in self._interpreter.tensors:
+        restored, rounds = Restored(), self.updates.rounds
+        for name in self.interpreter.tensors:
             key, shape = self._key(checkpoint, name), self._shape(name)
             if key is None:
                 continue
@@ -232,14 +238,14 @@ class RankState:
             restored.copy(key, self._filled(name))
             for key in (f"{kind}/{name}" for kind in KEPT if optimizer):
                 if key in checkpoint.entries and rounds is not None:
-                    kept = torch.empty_like(self._updates.weights()[name])
+                    kept = torch.empty_like(self.updates.weights()[name])
                     restored.restore.append((rounds.restore, key, kept))
                     restored.copy(key, self._parts(name, kept))
         self._restore_apart(checkpoint, restored, optimizer=optimizer)
         saved = checkpoint.facts.get("optimizer")
         if optimizer and saved is not None:
             self._restore_optimizer(checkpoint, saved, restored)
-            if (checkpoint.facts["scale"] is None) != (self._updates.scale is None):
+            if (checkpoint.facts["scale"] is None) != (self.updates.scale is None):
                 restored.faults.append(
                     "only one of the checkpoint and this program scales its loss"
                 )
@@ -249,14 +255,14 @@ class RankState:
         self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool
     ) -> None:
         """What PowerSGD and the server of this rank go on from."""
-        powersgd, serving = self._interpreter.powersgd, self._updates.serving
-        prefix = f"rank {self._program.rank} "
+        powersgd, serving = self.interpreter.powersgd, self.updates.serving
+        prefix = f"rank {self.program.rank} "
         restore: Callable[[str, torch.Tensor], None]
         for key, entry in checkpoint.entries.items() if self._is_apart(checkpoint) else ():
             name = key.removeprefix(prefix)
             kind = name.partition("/")[0]
             if powersgd is not None and optimizer and name != key and kind in FACTORED:
-                restore, device = powersgd.restore, self._interpreter.channels.device
+                restore, device = powersgd.restore, self.interpreter.channels.device
             elif serving is not None and name == f"{ARRIVALS}/" and name != key:
                 restore, device = serving.restore, torch.device("cpu")
             else:
@@ -268,12 +274,10 @@ class RankState:
     @torch.no_grad()
     def apply(self, checkpoint: Checkpoint, restored: Restored, *, optimizer: bool) -> None:
         """Copy the tensors of a checkpoint into this rank's, and go on from its counters."""
-        for key, part in restored.copies:
-            checkpoint.read(key, part.box, part.tensor)
-        self._updates.masters.write()
+        self.copy(checkpoint, restored.copies)
         self._apply_facts(checkpoint.facts)
-        if self._interpreter.powersgd is not None:
-            self._interpreter.powersgd.clear()
+        if self.interpreter.powersgd is not None:
+            self.interpreter.powersgd.clear()
         for restore, key, tensor in restored.restore:
             restore(key, tensor)
         if not optimizer or checkpoint.facts.get("optimizer") is None:
@@ -281,7 +285,7 @@ class RankState:
         current = self._optimizer()
         assert current is not None
         current.state.clear()
-        served = self._updates.serving is not None and self._program.coordinate.data > 0
+        served = self.updates.serving is not None and self.program.coordinate.data > 0
         for parameter, states in () if served else restored.states:
             current.state[parameter] = states
         for group, options in restored.options:
@@ -295,8 +299,8 @@ class RankState:
         copies: dict[str, list[tuple[str, Part]]] = {}
         faults = []
         for alias, stored in grouped(mapping).items():
-            name = self._program.aliases.get(alias, alias)
-            if name not in self._interpreter.tensors or name in copies:
+            name = self.program.aliases.get(alias, alias)
+            if name not in self.interpreter.tensors or name in copies:
                 continue
             try:
                 pieces = boxes(source, mapping, stored, self._shape(name))
@@ -312,21 +316,43 @@ class RankState:
             ]
         return copies, faults
 
+    def place(self, name: str, tensor: torch.Tensor) -> Box:
+        """Which part of a tensor of the model `tensor` is: all of it, or the one box of it that
+        this rank has. Raises InputError for another shape, and for what has no values."""
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            kind = "has no values (meta)" if isinstance(tensor, torch.Tensor) else "is no tensor"
+            message = f"{name!r} {kind}: give a tensor of the CPU or a device"
+            raise InputError(message)
+        own = self.layout.boxes(name, self.interpreter.tensors[name])
+        for box in (Box.whole(self._shape(name)), *([own[0][0]] if len(own) == 1 else [])):
+            if box.sizes == tensor.shape or not own:  # of rows it may have none
+                return box
+        shapes = f"{self._shape(name)} needed, {tuple(tensor.shape)} given"
+        message = f"{name!r} has another shape ({shapes}): weights of another model?"
+        raise InputError(message)
+
     @torch.no_grad()
-    def copy(self, source: Pretrained, copies: Iterable[Sequence[tuple[str, Part]]]) -> None:
-        """Copy published weights into this rank's tensors."""
-        for name, part in (copy for group in copies for copy in group):
-            source.read(name, part.box, part.tensor)
-        self._updates.masters.write()
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor of the model, or the box of it that this rank has, into this rank's."""
+        box = self.place(name, tensor)
+        for part in self._filled(name):
+            part.tensor.copy_(part.box.within(box).of(tensor))
+
+    @torch.no_grad()
+    def copy(self, source: Checkpoint | Pretrained, copies: Iterable[tuple[str, Part]]) -> None:
+        """Copy stored tensors into this rank's."""
+        for key, part in copies:
+            source.read(key, part.box, part.tensor)
+        self.updates.masters.write()
 
     def _apply_facts(self, facts: Mapping[str, Any]) -> None:
         """The counters, the seed and the scale of the loss."""
-        program, interpreter = self._program, self._interpreter
+        program, interpreter = self.program, self.interpreter
         interpreter.step, interpreter.samples = facts["step"], facts["samples"]
         self._calls[True], self._calls[False] = facts["calls"]
         same = facts["mesh"] == [program.grid.pipeline, program.data, program.tensor]
         interpreter.seed = facts["seeds"][program.rank if same else 0]
-        rounds, saved = self._updates.rounds, facts.get("round", [0, 0])
+        rounds, saved = self.updates.rounds, facts.get("round", [0, 0])
         if rounds is not None:
             same = same and saved[1] == program.updates.every
             rounds.position = saved[0] if same else 0
@@ -336,7 +362,7 @@ class RankState:
                 "ranks or rounds: what data ranks beside the first have learned since is left out"
             )
             warnings.warn(text, stacklevel=2)
-        scale = self._updates.scale
+        scale = self.updates.scale
         if scale is not None and facts["scale"] is not None:
             scale.value, scale.good, scale.skipped = facts["scale"]
 
@@ -362,7 +388,7 @@ class RankState:
             head, _, name = key.partition("/")
             if head.startswith("optimizer "):
                 by_name.setdefault(name, []).append((head.removeprefix("optimizer "), key))
-        for name, parameter in self._trained():
+        for name, parameter in self.updates.weights().items():
             states = {
                 key: _value(value, parameter)
                 for key, value in saved["values"].get(name, {}).items()
@@ -403,7 +429,7 @@ class RankState:
             target = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device)
             parts = StoredTensor.whole(target).parts
         states[head] = target
-        apart = f"rank {self._program.rank} {key}"
+        apart = f"rank {self.program.rank} {key}"
         is_apart = self._is_apart(checkpoint) and apart in checkpoint.entries
         restored.copy(apart if is_apart else key, parts)
 
@@ -414,7 +440,7 @@ class RankState:
         restored: Restored,
     ) -> None:
         """The options of each group: those of the group that has its parameters."""
-        names = {id(parameter): name for name, parameter in self._trained()}
+        names = {id(parameter): name for name, parameter in self.updates.weights().items()}
         saved = {name: group["options"] for group in groups for name in group["names"]}
         for number, group in enumerate(current.param_groups):
             members = [names[id(p)] for p in group["params"] if id(p) in names]
@@ -432,24 +458,23 @@ class RankState:
         """Under which key a checkpoint has a tensor."""
         keys = [f"model/{name}", f"unsaved/{name}"]
         if self._is_apart(checkpoint):
-            keys.insert(0, f"rank {self._program.rank} model/{name}")
-        if checkpoint.facts["mesh"][1] == self._program.data:
-            keys.insert(0, f"data {self._program.coordinate.data}/{name}")
+            keys.insert(0, f"rank {self.program.rank} model/{name}")
+        if checkpoint.facts["mesh"][1] == self.program.data:
+            keys.insert(0, f"data {self.program.coordinate.data}/{name}")
         return next((key for key in keys if key in checkpoint.entries), None)
 
     def _is_apart(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint has what this rank had apart from the others."""
-        grid, updates = self._program.grid, self._program.updates
+        grid, updates = self.program.grid, self.program.updates
         apart = updates.separate or updates.compression == "powersgd"
         return apart and checkpoint.facts["mesh"] == [grid.pipeline, grid.data, grid.tensor]
 
     def _kept(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Name, kind and value of what rounds keep."""
-        rounds = self._updates.rounds
-        for name, _ in self._trained() if rounds is not None else ():
-            for kind in KEPT:
-                value = rounds.kept(kind, name)  # type: ignore[union-attr]
-                if value is not None:
+        rounds = self.updates.rounds
+        if rounds is not None:
+            for name, kind in product(self.updates.weights(), KEPT):
+                if (value := rounds.kept(kind, name)) is not None:
                     yield name, kind, value
 
     def _place(self, name: str, parameter: torch.Tensor) -> str:
@@ -459,11 +484,11 @@ class RankState:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of the model, of which this rank may have a piece."""
-        return self._layout.shape(name, self._interpreter.tensors[name])
+        return self.layout.shape(name, self.interpreter.tensors[name])
 
     def _data_parts(self, name: str) -> DataParts | None:
         """The parts of the data ranks, if they share a tensor out."""
-        parts = self._interpreter.parts
+        parts = self.interpreter.parts
         return parts if parts is not None and name in parts.parameters else None
 
     def _parts(self, name: str, memory: torch.Tensor | None) -> list[Part]:
@@ -471,27 +496,27 @@ class RankState:
         its tensor, or of the rows of it that this data rank updates."""
         if memory is None:
             return []
-        tensor, rows = self._interpreter.tensors[name], None
+        tensor, rows = self.interpreter.tensors[name], None
         if (parts := self._data_parts(name)) is not None and memory is not tensor:
             span = parts.span(name)
             rows = span if tensor.dim() and span.size != tensor.shape[0] else None
-        return self._layout.parts(name, tensor, memory, rows)
+        return self.layout.parts(name, tensor, memory, rows)
 
     def _filled(self, name: str) -> list[Part]:
         """Where the values of a tensor of the model go on this rank; `masters.write` does the rest.
         A master in rows gives values to these alone, so that the others are read as well."""
-        tensor, master = self._interpreter.tensors[name], self._master(name)
-        shared = self._data_parts(name) is not None and not self._updates.in_pieces(name)
+        tensor, master = self.interpreter.tensors[name], self._master(name)
+        shared = self._data_parts(name) is not None and not self.updates.in_pieces(name)
         targets = [tensor] if master is tensor else [tensor, master] if shared else [master]
         return [part for target in targets for part in self._parts(name, target)]
 
     def _master(self, name: str) -> torch.Tensor | None:
         """What a checkpoint holds of a tensor: its master, or this data rank's rows of that or of
         itself (None where it has none), or itself."""
-        tensor, parts = self._interpreter.tensors[name], self._data_parts(name)
+        tensor, parts = self.interpreter.tensors[name], self._data_parts(name)
         if parts is not None and self.is_shared_out(f"model/{name}"):
-            return self._updates.masters.by_name.get(name, parts.parts.get(name))
-        return self._updates.masters.by_name.get(name, tensor)
+            return self.updates.masters.by_name.get(name, parts.parts.get(name))
+        return self.updates.masters.by_name.get(name, tensor)
 
     def is_shared_out(self, key: str) -> bool:
         """Whether each data rank has a part of a stored tensor, which no other has."""
@@ -499,28 +524,20 @@ class RankState:
         parts = self._data_parts(name)
         if parts is None:
             return False
-        narrow = self._interpreter.tensors[name].dtype == self._program.narrow
-        return head.startswith("optimizer ") or narrow or name in parts.in_pieces
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer changes, by the names of the model."""
-        masters = self._updates.masters.by_name
-        return [
-            (name, masters.get(name, parameter))
-            for name, parameter in self._updates.updated.items()
-            if parameter.requires_grad
-        ]
+        narrow = self.interpreter.tensors[name].dtype == self.program.narrow
+        updated = head == "gradient" or head.startswith("optimizer ")
+        return updated or narrow or name in parts.in_pieces
 
     def _states(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         """Name, parameter and state of what the optimizer has stepped."""
-        optimizer = self._optimizer()
-        for name, parameter in self._trained() if optimizer is not None else ():
-            if parameter in optimizer.state:  # type: ignore[union-attr]
-                yield name, parameter, optimizer.state[parameter]  # type: ignore[union-attr]
+        if (optimizer := self._optimizer()) is not None:
+            for name, weight in self.updates.weights().items():
+                if weight in optimizer.state:
+                    yield name, weight, optimizer.state[weight]
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         try:
-            return self._updates.optimizer
+            return self.updates.optimizer
         except InputError:
             return None
 

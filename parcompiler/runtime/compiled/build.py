@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from parcompiler.errors import LaunchError
-from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.compiled.exchange import in_order
 from parcompiler.runtime.compiled.layers import (
     CompiledLayer,
@@ -35,31 +34,23 @@ from parcompiler.runtime.compiled.layers import (
     TracedLayer,
     refuse,
 )
-from parcompiler.runtime.program import RankProgram
-from parcompiler.runtime.stage import Layer, Stage
+from parcompiler.runtime.interpreter import Interpreter
+from parcompiler.runtime.stage import Layer
 
 
 class CompiledStages:
     """The stages of a rank, whose layers are compiled: for training, and for evaluation when that
     is first asked for."""
 
-    def __init__(
-        self,
-        program: RankProgram,
-        stages: Mapping[int, Stage],
-        device: torch.device,
-        axes: tuple[Axis, ...],
-        row: Axis | None,
-        defers: Callable[[int], bool],
-    ) -> None:
-        """`defers` says whether a stage's backward leaves products for weights for later."""
-        for stage in stages.values():
+    def __init__(self, interpreter: Interpreter) -> None:
+        for stage in interpreter.stages.values():
             stage.again = False  # a compiled layer knows it: its results of `again` are marked
-        self._program, self._stages, self._defers = program, stages, defers
-        self._surroundings = Surroundings(device, axes, row)
+        self._program, self._stages = interpreter.program, interpreter.stages
+        self._defers, channels = interpreter.defers, interpreter.channels
+        self._surroundings = Surroundings(channels.device, tuple(channels.axes.values()))
         self._layers = {
             j: [CompiledLayer(m) for m in stage.modules() if isinstance(m, Layer)]
-            for j, stage in stages.items()
+            for j, stage in self._stages.items()
         }
         self.templates: dict[bool, list[Template]] = {}  # by training
 
@@ -137,29 +128,24 @@ def build(templates: Sequence[Template], say: Callable[[int], None]) -> None:
 
 def compiled(layer: TracedLayer, training: bool) -> Function:
     """A function of tensors without data, and its backward, compiled."""
-    with warnings.catch_warnings(), _keys_of_all_processes():
-        warnings.simplefilter("ignore")  # of torch, about itself
-        return _compiled(layer, training)
+    ignoring = warnings.catch_warnings(action="ignore")  # what torch says about itself
+    with ignoring, _keys_of_all_processes(), torch.set_grad_enabled(training):
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
 
+        def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+            in_order(graph.graph)
+            graph.recompile()
+            return compile_fx_inner(graph, inputs, **options)
 
-def _compiled(layer: TracedLayer, training: bool) -> Function:
-    """Body of `compiled`, with the warnings that torch gives."""
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # imports for seconds
-
-    def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        in_order(graph.graph)
-        graph.recompile()
-        return compile_fx_inner(graph, inputs, **options)
-
-    # The backward now, not within the first step. A mask made of a value that is kept is made again
-    # from it in the backward: the compiler would write it to memory, byte by byte.
-    options = {
-        "force_non_lazy_backward_lowering": training,
-        "ban_recompute_materialized_backward": False,
-    }
-    with torch.set_grad_enabled(training), config.patch(options):
-        function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]
+        # The backward now, not within the first step. A mask made of a value that is kept is made
+        # again from it in the backward: the compiler would write it to memory, byte by byte.
+        options = {
+            "force_non_lazy_backward_lowering": training,
+            "ban_recompute_materialized_backward": False,
+        }
+        with config.patch(options):
+            function: Any = compile_fx(layer, layer.inputs(), inner_compile=inner)  # type: ignore[arg-type]
     return function  # type: ignore[no-any-return]
 
 

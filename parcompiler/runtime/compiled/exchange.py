@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
@@ -83,6 +84,11 @@ class TracedAxis(Axis):
         """The piece by `target` of the whole, from the pieces of all ranks by `source`."""
         shape = self._piece(list(source.shape(part.shape)), target)
         return self._exchanged("all_to_all", part, shape, source, target)
+
+    def rotate(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The row of numbers of the rank before, which compiled layers wait for at once."""
+        arriving = self._exchanged("rotated", row, list(row.shape))
+        return lambda: arriving
 
     def _piece(self, shape: list[int], shard: Shard) -> list[int]:
         """The shape of this rank's piece of a tensor."""

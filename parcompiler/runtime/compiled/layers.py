@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,33 +29,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from parcompiler.errors import LaunchError
 from parcompiler.runtime.axis import Axis
 from parcompiler.runtime.compiled.exchange import TracedAxis
-from parcompiler.runtime.compiled.tracing import Extra, Trace
+from parcompiler.runtime.compiled.tracing import Extra, TensorForm, Trace
 from parcompiler.runtime.deferred import Deferral
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.stage import Layer, Stage
-from parcompiler.runtime.synchronized import together
 
 Function = Callable[..., Sequence[torch.Tensor]]
-
-
-class TensorForm(NamedTuple):
-    """What a compiled function knows of a tensor that it is given."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    carries: bool  # a gradient
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorForm:
-        """That of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor of this form."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=self.carries
-        )
 
 
 @dataclass(frozen=True)
@@ -66,15 +45,9 @@ class Surroundings:
     """
 
     device: torch.device
-    axes: tuple[Axis, ...] = ()  # that layers exchange with
-    row: Axis | None = None  # data ranks
+    axes: tuple[Axis, ...] = ()
     training: bool = True
     split: bool = False
-
-    @property
-    def groups(self) -> tuple[Axis, ...]:
-        """All of them."""
-        return (*self.axes, *([self.row] if self.row else ()))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -83,8 +56,6 @@ class Surroundings:
             stack.enter_context(torch.set_grad_enabled(self.training))
             for axis in self.axes:
                 stack.enter_context(TracedAxis.of(axis).active())
-            if self.row is not None:
-                stack.enter_context(together(TracedAxis.of(self.row)))
             if self.split:
                 stack.enter_context(Deferral().forward())
             yield
@@ -294,7 +265,7 @@ def key_of(
     surroundings: Surroundings,
 ) -> str:
     """What tells a template from others: its text, the forms that it is given, its groups."""
-    groups = [(g.name, g.size, g.rank) for g in surroundings.groups]
+    groups = [(g.name, g.size, g.rank) for g in surroundings.axes]
     if not text_exchanges(text := text_of(layer)):
         groups = []  # so that all ranks have one
     facts = [

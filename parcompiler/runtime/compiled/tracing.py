@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,26 @@ from parcompiler.errors import LaunchError
 _active: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 Make = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # from the layer's tensors
+
+
+class TensorForm(NamedTuple):
+    """What a compiled function, or a random operator, knows of a tensor that it is given."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    carries: bool  # a gradient
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this form."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=self.carries
+        )
 
 
 class Extra(NamedTuple):
@@ -77,11 +98,18 @@ class Trace:
         if self.given is not None:
             return self.extra(_nothing, args[0])[0]
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        forms = [_Form.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        forms = [
+            partial(TensorForm.of(leaf)._replace(carries=False).empty, leaf.device)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
         around, ones = self._around, func is torch.ops.aten.native_dropout.default
 
         def make(_: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            leaves = [form.made(ones) if isinstance(form, _Form) else form for form in forms]
+            leaves = [form() if isinstance(form, partial) else form for form in forms]
+            if ones:
+                leaves[0].fill_(1)
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             with torch.no_grad(), around():
                 drawn = func(*args, **kwargs)
@@ -126,26 +154,6 @@ class _Draws(TorchDispatchMode):
             raise LaunchError(message)
         drawn = self._trace.draw(func, args, kwargs)
         return args[0].copy_(drawn) if func._schema.is_mutable else drawn
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What a random operator sees of an operand."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Form:
-        """That of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    def made(self, ones: bool) -> torch.Tensor:
-        """A tensor of this form: ones, or any numbers."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.fill_(1) if ones else made
 
 
 # Operators whose numbers depend on the form of their operands and on no value.

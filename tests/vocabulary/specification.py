@@ -1,8 +1,4 @@
-"""The layers of the vocabulary in one process: the definition that ranks must meet.
-
-These functions are also the targets of the nodes that stand for the layers in a spread graph. No
-stage runs those.
-"""
+"""The layers of the vocabulary in one process: the specification that ranks must meet."""
 
 from __future__ import annotations
 
