@@ -137,6 +137,7 @@ class MeshSearch:
         self.problems: dict[int, Problem] = {}  # they keep what a bound has computed
         self.errors: dict[int, InputError] = {}  # of meshes that the options exclude
         self.full = False  # whether memory excluded any
+        self.cramped: list[Mesh] = []  # those that it excluded when they might have been the answer
         self.stopped = False  # whether an interrupt ended the search
 
     def weigh_all(self) -> None:
@@ -237,7 +238,8 @@ class MeshSearch:
     def _eligible(self) -> list[Unweighed]:
         """What is open: before there is an answer the shallow meshes, which are soonest bounded and
         planned; then, of rare ones, the neighbours of it and of the mesh in the lead, those with
-        context ranks if ranks lack room for activations, or micro-batches to be busy."""
+        context ranks if ranks lack room for activations, or micro-batches to be busy; and those
+        that divide the rows of a mesh that lacks room."""
         if not self.planned:
             near = [x for x in self.open if not self._is_wide(x.candidate)]
             plain = [x for x in near if x.candidate.mesh.context == 1] or near
@@ -251,6 +253,7 @@ class MeshSearch:
             other = item.candidate.mesh
             near = are_neighbours(other, mesh) or are_neighbours(other, lead)
             useful = near and (cramped or other.context == 1)
+            useful = useful or any(_divides_rows_of(mesh, other) for mesh in self.cramped)
             return not self._is_rare(item.candidate) or item.is_sharp or bool(useful)
 
         return [item for item in self.open if counts(item)]
@@ -443,6 +446,7 @@ class MeshSearch:
     def _close(self, item: Unweighed, reason: str) -> None:
         """Note that a mesh does not fit."""
         self.full = True
+        self.cramped.append(item.candidate.mesh)
         self.open.remove(item)
         self.problems.pop(item.candidate.place, None)
         self._note(item.candidate, reason=reason)
@@ -456,3 +460,8 @@ def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """How plain a mesh is: less comes first."""
     mesh = candidate.mesh
     return mesh.context, mesh.pipeline, mesh.tensor, mesh.expert, candidate.place
+
+
+def _divides_rows_of(one: Mesh, other: Mesh) -> bool:
+    """Whether `other` has one more prime factor of context ranks, and so many fewer data ranks."""
+    return one.data > other.data and one.context < other.context and are_neighbours(one, other)
