@@ -24,8 +24,9 @@ from parcompiler.problem import LEVELS, Problem
 from parcompiler.report import data, events
 from parcompiler.schedules import staleness as stale
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.spmd.rows import is_zigzag, rows_of
+from parcompiler.spmd.rows import is_zigzag
 from parcompiler.spmd.runtime_call import RuntimeCall
+from parcompiler.spmd.sorting import rows_of
 from parcompiler.timeline import StageCost, Timeline, VocabularyCost
 
 FAN_OUT = RuntimeCall("fan_out", shares=True)

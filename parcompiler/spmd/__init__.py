@@ -5,6 +5,7 @@ conversions   from one placement to another: collectives, bytes
 formula       the notation of rules
 rules         the strategies of a node: written, or discovered by execution
 rows          rows of causal attention, which context ranks have zigzag
+sorting       rows by expert, which each context rank sorts for itself
 special       strategies that compute something else than the operator
 simulate      the proof of a strategy on simulated ranks
 shard         a graph and a strategy for each node -> the graph of one rank

@@ -74,14 +74,18 @@ def conversion(
 
     Without a gradient `R` and `I` are the same, and nothing happens backward. R → I is offered for
     the loss alone (`ending`): nothing says of other values that ranks agree on what follows. R → P
-    is not.
+    is not. Nothing leads to rows that each rank sorted, or from them.
 
     >>> print(conversion(R, I), conversion(R, I, differentiable=False).forward)
     None nothing
     """
     if source == target:
         return Conversion(source.kind, target.kind, "nothing", "nothing")
-    if differentiable and (source, target) == (R, I) and not ending:
+    if (
+        source.sorted
+        or target.sorted
+        or (differentiable and (source, target) == (R, I) and not ending)
+    ):
         return None
     if differentiable:
         return _BY_KINDS.get((source.kind, target.kind))

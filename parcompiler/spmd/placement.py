@@ -20,7 +20,9 @@ S(0: 8 4 4) (8, 32)
 >>> parse(str(placement)) == placement
 True
 
-Rows of context ranks may be dealt `zigzag`, as two chunks from either end: `S(1 zigzag)`.
+Rows of context ranks may be dealt `zigzag`, as two chunks from either end: `S(1 zigzag)`. Rows that
+each of these ranks has `sorted` for itself (`S(0 sorted)`) are its own ones in its own order, which
+nothing converts: they are no piece of the rows that one rank would sort.
 """
 
 from __future__ import annotations
@@ -46,13 +48,14 @@ class Placement:
     dim: int = -1
     segments: tuple[int, ...] = ()
     zigzag: bool = False
+    sorted: bool = False
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
         if self.kind != "S":
             return self.kind
         segments = f": {' '.join(map(str, self.segments))}" if self.segments else ""
-        return f"S({self.dim}{' zigzag' * self.zigzag}{segments})"
+        return f"S({self.dim}{' zigzag' * self.zigzag}{' sorted' * self.sorted}{segments})"
 
     @property
     def is_whole(self) -> bool:
@@ -72,15 +75,16 @@ def S(dim: int, segments: Sequence[int] = ()) -> Placement:
 
 
 _TEXT = re.compile(
-    r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?P<zigzag> zigzag)?(?::(?P<segments>( \d{1,18})+))?\)"
+    r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?P<zigzag> zigzag)?(?P<sorted> sorted)?"
+    r"(?::(?P<segments>( \d{1,18})+))?\)"
 )
 
 
 def parse(text: str) -> Placement:
     """The placement that `text` names.
 
-    >>> [str(parse(word)) for word in ("I", "S(2)", "S(1 zigzag: 8 8)")]
-    ['I', 'S(2)', 'S(1 zigzag: 8 8)']
+    >>> [str(parse(word)) for word in ("I", "S(2)", "S(1 zigzag: 8 8)", "S(0 sorted)")]
+    ['I', 'S(2)', 'S(1 zigzag: 8 8)', 'S(0 sorted)']
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -90,7 +94,8 @@ def parse(text: str) -> Placement:
         if match["kind"] == whole.kind:
             return whole
     segments = tuple(map(int, (match["segments"] or "").split()))
-    return Placement("S", int(match["dim"]), segments, match["zigzag"] is not None)
+    zigzag, own_order = match["zigzag"] is not None, match["sorted"] is not None
+    return Placement("S", int(match["dim"]), segments, zigzag, own_order)
 
 
 def shard_of(placement: Placement, size: int) -> Shard:

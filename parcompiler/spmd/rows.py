@@ -8,30 +8,43 @@ A rank has a chunk from either end, so that all ranks attend to as many keys (Ll
 
 >>> from parcompiler.spmd.placement import R, S
 >>> linear, shapes = Strategy((S(1), R), (S(1),)), ((2, 16, 4), (4, 4), (2, 16, 4))
->>> print(zigzag(linear, shapes, frozenset({16}), 4))
+>>> print(zigzag(linear, shapes, Rows(frozenset({16})), 4))
 S(1 zigzag) R -> S(1 zigzag)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from parcompiler.graph import Graph
 from parcompiler.spmd.call import Shape, read
 from parcompiler.spmd.placement import Placement
 from parcompiler.spmd.strategy import Strategy
 
-Rows = frozenset[int]  # the lengths of sequences that are dealt zigzag
+
+@dataclass(frozen=True, slots=True)
+class SortedNode:
+    """A node with rows of `tokens` tokens that each rank sorts for itself, sorted or not (see
+    `sorting`). In its `strategy`, `S(0)` are pieces as the tokens are dealt."""
+
+    strategy: Strategy
+    tokens: int
 
 
-def rows_of(graph: Graph, axis: str) -> Rows | None:
-    """The lengths of the sequences that attend causally to themselves; None on the tensor axis."""
-    return None if axis == "tensor" else graph.once("causal rows", lambda: Rows(_causal(graph)))
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is known of a graph's rows: the lengths of the sequences that are dealt zigzag, and the
+    nodes that compute with rows in the order of each rank."""
+
+    causal: frozenset[int]
+    sorting: Mapping[fx.Node, SortedNode] = field(default_factory=dict)
 
 
-def _causal(graph: Graph) -> Iterator[int]:
-    """The numbers of queries of each attention without a mask tensor."""
+def causal_lengths(graph: Graph) -> Iterator[int]:
+    """The lengths of the sequences that attend causally to themselves, without a mask tensor."""
     for node in graph.fx_graph.nodes:
         if getattr(node.target, "_opname", "") == "scaled_dot_product_attention":
             call = read(node)
@@ -43,7 +56,7 @@ def _causal(graph: Graph) -> Iterator[int]:
 
 def is_zigzag(size: int, rows: Rows | None, n: int) -> bool:
     """Whether a sequence of `size` is dealt zigzag to `n` ranks."""
-    return rows is not None and size in rows and size % (2 * n) == 0
+    return rows is not None and size in rows.causal and size % (2 * n) == 0
 
 
 def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> Strategy | None:
@@ -64,3 +77,33 @@ def zigzag(strategy: Strategy, shapes: Sequence[Shape], rows: Rows, n: int) -> S
         return tuple(replace(t, zigzag=True) if t.kind == "S" else t for t in side)
 
     return replace(strategy, inputs=dealt(strategy.inputs), outputs=dealt(strategy.outputs))
+
+
+def sorted_by_ranks(
+    item: SortedNode,
+    shapes: Sequence[Shape],
+    divisions: Iterable[Sequence[int]],
+    rows: Rows,
+    n: int,
+) -> Iterator[Strategy]:
+    """The strategies of a node between rows that each of `n` ranks sorts: one for each way in which
+    the tokens are dealt. `divisions` are segments of dimensions; `shapes` as for `zigzag`."""
+    for division in [d for d in divisions if sum(d) == item.tokens] or [()]:
+        lengths = set(division or (item.tokens,))
+        if any(length % n for length in lengths):
+            continue
+        is_dealt = all(is_zigzag(length, rows, n) for length in lengths)
+        types = [
+            replace(
+                t,
+                segments=tuple(part * shape[0] // item.tokens for part in division),
+                zigzag=is_dealt,
+            )
+            if t.kind == "S"
+            else t
+            for t, shape in zip(
+                (*item.strategy.inputs, *item.strategy.outputs), shapes, strict=True
+            )
+        ]
+        place = len(item.strategy.inputs)
+        yield replace(item.strategy, inputs=tuple(types[:place]), outputs=tuple(types[place:]))

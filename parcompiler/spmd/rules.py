@@ -29,7 +29,7 @@ from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
 from parcompiler.spmd.formula import Rule, Segments, expand, replicated
 from parcompiler.spmd.placement import I
-from parcompiler.spmd.rows import Rows, zigzag
+from parcompiler.spmd.rows import Rows, sorted_by_ranks, zigzag
 from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.spmd.segments import segment_strategies
 from parcompiler.spmd.special import special_strategies
@@ -95,6 +95,8 @@ def strategies(
         shapes = *call.shapes, *call.result_shapes
         dealt = (zigzag(x, shapes, rows, n) for x in possible if I not in (*x.inputs, *x.outputs))
         possible = [x for x in dealt if x is not None]
+        if item := rows.sorting.get(node):
+            possible += sorted_by_ranks(item, shapes, segments, rows, n)
     return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
 
 

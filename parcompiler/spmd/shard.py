@@ -33,9 +33,9 @@ from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of, is_random
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
-from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, local_size
+from parcompiler.spmd.sorting import OWN_ORDER, rows_of
 from parcompiler.spmd.special import special_call
 from parcompiler.spmd.strategy import Strategy, localized
 
@@ -171,6 +171,8 @@ class _Sharding:
                 value = self._converted(operand.node, placement, node, carries=carries)
             if operand.node in updated and value is not self.nodes[operand.node]:
                 value = self._copied(operand.node, value)
+            if strategy.special == OWN_ORDER and operand.argument == "values":
+                value = self._first(value, strategy.outputs[0], node)
             local[operand.argument, operand.index] = value
         made = self._call(node, call, strategy, local)
         self._record(node, made, strategy.outputs)
@@ -178,6 +180,15 @@ class _Sharding:
             self._forget(changed, node)
         if node in self.outside and node.name in self.carrying:
             self._convert_early(node)
+
+    def _first(self, numbers: fx.Node, placement: Placement, user: fx.Node) -> fx.Node:
+        """Of the numbers of all rows as many as a rank has."""
+        (size,) = local_shape(shape_of(user), placement, self.n)
+        made = self.local.call_function(torch.ops.aten.slice.Tensor, (numbers, 0, 0, size))
+        made.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
+        made.meta["val"] = resized(numbers.meta["val"], (size,))
+        self._name(made, f"{user.name}_numbers", carries=False)
+        return made
 
     def _shared(self, node: fx.Node) -> None:
         """A layer of the vocabulary, which all ranks of the plane share: whole in, whole out."""
@@ -254,7 +265,7 @@ class _Sharding:
         """The call of a rank."""
         values = {name: self._argument(name, x, local) for name, x in call.arguments.items()}
         arguments = localized(values, strategy.sizes, lambda whole: local_size(whole, self.n))
-        if strategy.special:
+        if strategy.special not in ("", OWN_ORDER):
             other = special_call(strategy, call, arguments, self.n)
             kwargs = {**other.kwargs, **self.own_axis}
             made = self.local.call_function(other.target, other.args, kwargs)

@@ -18,8 +18,8 @@ from parcompiler.passes.shard.node_costs import NodeWork, ShardCosts
 from parcompiler.passes.shard.templates import FoldedGraph
 from parcompiler.spmd import Placement, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, Shape, read
-from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.segments import segmentations
+from parcompiler.spmd.sorting import rows_of
 
 _NO_WORK = NodeWork((), (), frozenset(), saves_result=False, saved_besides=0)
 

@@ -11,6 +11,8 @@
              (Ring Attention, arXiv 2310.01889)
     whole    what nothing splits is computed by all
 
+    Rows that a mixture of experts sorts each rank sorts for itself (`spmd/sorting`).
+
 The programme is that of the tensor axis (`ilp`), with fewer choices: parameters are whole (`R`:
 every rank has a summand of their gradients, which are summed with those of the data ranks), and
 neither they nor samples of a batch are split. Work that ranks do not share counts a hundredfold:

@@ -23,10 +23,10 @@ from parcompiler.problem import Problem
 from parcompiler.spmd import I, Placement, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.conversions import conversion
-from parcompiler.spmd.rows import rows_of
 from parcompiler.spmd.rules import is_unknown, written_rule
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.shard import Assignment, stored
+from parcompiler.spmd.sorting import rows_of
 
 # Writing
 

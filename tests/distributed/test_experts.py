@@ -33,6 +33,8 @@ TENSOR = {"data": 2, "expert": 2, "tensor": 2, "device": CHEAP}
 FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe", {"data": 4, "expert": 2}, {"compression": "bf16"}),
     ("moe", {"context": 2, "expert": 2}, {}),
+    ("hf-mixtral", {"context": 2, "expert": 2, "pipeline": 2}, {"recompute": "full", "zero": 1}),
+    ("gpt-oss", {"context": 2, "data": 2, "expert": 2}, {}),
     ("hf-mixtral", {"pipeline": 2, "data": 2, "expert": 2}, {"recompute": "full", "zero": 2}),
     ("gpt-oss", TENSOR, {"zero": 1}),
 ]
@@ -52,6 +54,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"data": 4, "expert": 2}, {"updates": "parameter-server"}),
     ({"data": 4, "expert": 2}, {"compression": "bf16", "zero": 2}),
     ({"data": 2, "expert": 2}, {"compression": "fp16"}),
+    ({"context": 2, "data": 2, "expert": 2}, {"zero": 2}),
+    ({"context": 3, "data": 2, "expert": 2}, {"recompute": "full"}),
+    ({**TENSOR, "data": 1, "context": 2}, {"zero": 3}),
 ]
 
 
@@ -64,10 +69,9 @@ OPTIONS: dict[str, Any] = {
 
 
 @cache
-def captured(name: str) -> pc.Program:
+def captured(name: str, *outputs: str) -> pc.Program:
     torch.manual_seed(0)
     model, inputs, *_ = zoo.build(name) if name in zoo.ALL else CAUSAL[name]()
-    outputs = ["logits"] if name == "hf-mixtral" else None
     return pc.compile(model.train(), pc.Mesh(), inputs, outputs=outputs, **OPTIONS)
 
 
@@ -103,12 +107,6 @@ def test_expert_ranks_train_as_the_model_does(
         ("hf-mixtral", {"data": 8, "expert": 8}, {}, r"4 experts .*more ranks than experts"),
         ("hf-mixtral", {"data": 3, "expert": 3}, {}, r"expert=3 does not divide the 4 experts"),
         ("gpt", {"data": 2, "expert": 2}, {}, r"expert=2 divides experts, and GPT has none"),
-        (
-            "hf-mixtral",
-            {"context": 2, "expert": 2},
-            {},
-            r"of which context ranks have pieces .*context=1",
-        ),
         ("moe", {"data": 2, "expert": 2}, {"updates": "local"}, r"take updates='all-reduce'"),
     ],
 )
@@ -117,6 +115,28 @@ def test_what_expert_ranks_cannot_do_is_refused_by_name(
 ) -> None:
     with pytest.raises(pc.InputError, match=words):
         compiled(name, mesh, **options)
+
+
+def test_context_ranks_exchange_nothing_of_a_mixture_to_sort_it() -> None:
+    mixture = [
+        node
+        for node in compiled("hf-mixtral", {"context": 2}).lowered.graph.fx_graph.nodes
+        if "mlp.experts" in str(node.meta.get("nn_module_stack"))
+    ]
+    assert any("sort" in node.name for node in mixture)
+    assert not any("exchange" in node.meta for node in mixture)
+
+
+def test_experts_that_draw_by_row_are_not_sorted_by_context_ranks() -> None:
+    torch.manual_seed(0)
+    model, inputs = zoo.build("hf-mixtral")
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.act_fn = torch.nn.Dropout(0.5)
+    program = pc.compile(model, pc.Mesh(context=2), inputs, **OPTIONS)
+    check(program)
+    with pytest.raises(pc.InputError, match=r"of which context ranks have pieces .*context=1"):
+        pc.compile(program, pc.Mesh(context=2, expert=2), **OPTIONS)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -155,11 +175,12 @@ def test_experts_slots_and_samples_may_be_odd() -> None:
 
 
 def test_predictions_are_those_of_one_rank(tmp_path: Path) -> None:
-    program = compiled("hf-mixtral", {"data": 2, "expert": 2})
+    whole = captured("hf-mixtral", "logits")
+    program = pc.compile(whole, pc.Mesh(data=2, expert=2), **OPTIONS)
     batch = random_batch(program.problem.graph, 4, 0)
     tokens = {"input_ids": batch["input_ids"][:5]}  # three on one data rank, two on the other
     logits = list[torch.Tensor]()
-    for one in (program, captured("hf-mixtral")):
+    for one in (program, whole):
         path, ranks = one.export(tmp_path / str(len(logits))), one.lowered.grid.size
         found = pool().run(Job(str(path), [batch], predict=tokens), ranks)
         logits.append(found.outputs["logits"])
