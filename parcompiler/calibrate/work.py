@@ -91,7 +91,7 @@ class Workload:
         kernels = list(recorder.take())
         calls = [one for one in kernels if self.kind in (one.kind, one.name)] or kernels
         return Counted(
-            flops=fmean(one.flops for one in calls),
+            flops=fmean(one.computed for one in calls),
             nbytes=fmean(one.nbytes for one in calls),
             calls=len(calls),
             kernels=len(kernels),

@@ -2,7 +2,8 @@
 
 FLOPs are those of torch.utils.flop_counter, but for operators of which it has no formula, or a
 wrong one. A multiplication with its addition counts 2, as there. Attention counts every score, also
-those that a causal mask discards.
+those that a causal mask discards, as is usual where speeds of models are compared; its time is that
+of the others (`done`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Operation:
     operations, which also stand by themselves, that run while it does. `products` are those of
     matrices that a "matmul" or a "convolution" is, where they are known. `apart` are the numbers of
     a collective's ranks, which are along `axis`. `place` is the number of the node of a block that
-    it belongs to, in the forward or in the backward.
+    it belongs to, in the forward or in the backward. `done` is the part of its FLOPs that a kernel
+    does: that of causal attention skips what is masked.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Operation:
     apart: int = 1
     axis: str = "tensor"
     place: int | None = field(default=None, compare=False, repr=False)
+    done: float = 1.0
+
+    @property
+    def computed(self) -> float:
+        """The FLOPs that the kernel does."""
+        return self.done * self.flops
 
 
 # These allocate or rename memory, or ask a question: they move nothing.
@@ -135,6 +143,7 @@ def describe(
         nbytes=float(_moved(name, consumed, produced)),
         dtype=dtype.to_real() if dtype.is_complex else dtype,
         products=products_of(name, args, produced[0]) if compute is not None else (),
+        done=_seen(target, args, kwargs) if kind == "attention" else 1.0,
     )
 
 
@@ -189,6 +198,19 @@ def _attention_backward(
     """Five products of the forward's two sizes: the scores once more, and four gradients."""
     rows = query.numel() // query.shape[-1] * key.shape[-2]
     return 2.0 * rows * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _seen(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """The part of the scores that a causal mask, which starts at the first row and key, leaves."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return 1.0
+    names = (argument.name for argument in target._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if not given.get("is_causal"):
+        return 1.0
+    rows, keys = (int(given[name].shape[-2]) for name in ("query", "key"))
+    square = min(rows, keys)
+    return (square * (square + 1) / 2 + (rows - square) * keys) / (rows * keys)
 
 
 def _convolution_backward(

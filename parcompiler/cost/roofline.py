@@ -25,7 +25,7 @@ def seconds(operations: Iterable[Operation], device: Device) -> float:
 
 
 def operation_seconds(operation: Operation, device: Device) -> float:
-    """max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
+    """max(computed / (peak · efficiency), bytes / (bandwidth · efficiency)) + overhead, in s.
 
     The efficiency of an operator is that of its curve, else of its kind; of products of matrices
     on a device whose multiprocessors are known, as much of it as their tiles reach. What ranks
@@ -36,14 +36,15 @@ def operation_seconds(operation: Operation, device: Device) -> float:
     if operation.kind == EXCHANGE:
         return max(0.0, exchange_seconds(operation, device) - seconds(operation.beside, device))
     bandwidth = device.memory_bandwidth * reached.traffic(operation.nbytes)
-    computed = operation.flops / (device.peak(operation.dtype) * _fraction(operation, device))
+    computed = operation.computed / (device.peak(operation.dtype) * _fraction(operation, device))
     return max(computed, operation.nbytes / bandwidth) + device.launch_overhead
 
 
 def _fraction(operation: Operation, device: Device) -> float:
     """The part of the peak that the arithmetic of an operation reaches."""
     dtype = device.named(operation.dtype)
-    measured = device.efficiency.arithmetic(operation.name, operation.kind, dtype, operation.flops)
+    name, kind, flops = operation.name, operation.kind, operation.computed
+    measured = device.efficiency.arithmetic(name, kind, dtype, flops)
     if measured is not None:
         return measured
     fraction, number = device.efficiency.of(operation.kind), device.multiprocessors

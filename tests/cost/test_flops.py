@@ -88,6 +88,20 @@ def test_dropout_of_an_accelerator_is_part_of_the_kernel_of_attention(
     assert cost == cost_of(Attention(is_causal=len(arguments) > 2), *heads)
 
 
+def test_time_is_that_of_the_scores_that_a_causal_mask_leaves() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for rows, seen in ((64, 65 / 128), (16, 17 / 128), (128, (65 / 2 + 64) / 128)):
+        query = torch.randn(2, 4, rows, 8, requires_grad=True)
+        pair = [torch.randn(2, 4, 64, 8, requires_grad=True) for _ in range(2)]
+        cost = capture(Attention(), query, *pair).cost()
+        for kernel in (*cost.forward, *cost.backward):
+            if kernel.kind == "attention":
+                assert kernel.computed == pytest.approx(seen * kernel.flops)
+
+
 def test_an_accelerator_keeps_no_scores_where_values_have_another_width() -> None:
     class Attention(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,15 @@ def test_a_wave_that_is_hardly_begun_takes_as_long_as_a_full_one() -> None:
     assert full == pytest.approx(1, rel=0.02)
 
 
-@pytest.mark.parametrize(("size", "measured"), [(2048, 676.59), (4096, 788.72), (10240, 719.72)])
-def test_products_on_an_h100_take_what_is_measured(size: int, measured: float) -> None:
-    x = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
-    found = describe(torch.ops.aten.mm.default, (x, x), {}, x)
-    assert found is not None
-    reached = found.flops / operation_seconds(found, device("h100")) / 1e12
-    assert reached == pytest.approx(measured, rel=0.15)  # the source of `efficiency.matmul`
+def test_large_products_on_an_h100_take_what_is_measured_on_several() -> None:
+    reached = {}
+    for size in (2048, 8192):
+        x = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
+        found = describe(torch.ops.aten.mm.default, (x, x), {}, x)
+        assert found is not None
+        reached[size] = found.flops / operation_seconds(found, device("h100")) / 1e12
+    assert 518 < reached[8192] < 720  # the sources of `efficiency.matmul`
+    assert 0.8 < reached[2048] / reached[8192] < 1  # alone 677 and 720 TFLOP/s
 
 
 def test_a_convolution_is_a_product_forward_and_two_backward() -> None:

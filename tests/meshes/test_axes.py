@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -125,17 +126,24 @@ def longest_rows() -> pc.Program:
 
 def test_who_lacks_memory_for_long_rows_is_told_of_context_ranks() -> None:
     whole = max(longest_rows().simulate().peak_memory)
-    short = fits(int(0.45 * whole))
+    short = fits(int(0.55 * whole))
     lean = pc.compile(longest_rows(), pc.Mesh(tensor=2, device=short), microbatches=4, **OPTIONS)
     assert lean.plan.selective or lean.plan.recompute
     (told,) = (item for item in lean.report().step.changes if item.option == "mesh")
     assert told.value == "context=2"
     other = pc.compile(longest_rows(), pc.Mesh(context=2, device=short), microbatches=4, **OPTIONS)
     assert other.simulate().step_time == pytest.approx(told.seconds)
-    shorter = fits(int(0.36 * whole))
+    shorter = fits(int(0.48 * whole))
     with pytest.raises(pc.InfeasibleError) as caught:
         pc.compile(longest_rows(), pc.Mesh(tensor=2, device=shorter), microbatches=4, **OPTIONS)
     (note,) = (note for note in caught.value.__notes__ if "rows of 8,192" in note)
-    assert note.startswith("4 ranks (context=2, pipeline=1, tensor=2, data=1) were tried and fit")
-    most = int(note.split("4,096, ")[1].split(" bytes")[0].replace(",", ""))
+    told_numbers = re.fullmatch(
+        r"(\d+) ranks \(context=(\d+), pipeline=1, tensor=2, data=1\) were tried and fit: "
+        r"rows of 8,192 positions in pieces of ([\d,]+), ([\d,]+) bytes on the fullest rank",
+        note,
+    )
+    assert told_numbers
+    ranks, context, piece, most = (int(x.replace(",", "")) for x in told_numbers.groups())
+    assert ranks == 2 * context
+    assert piece == 8192 // context
     assert most <= shorter.memory
