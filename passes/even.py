@@ -31,7 +31,7 @@ from parcompiler.timeline import Message, StageCost, step_time, timing
 TINY = 1e-9  # sums of the same numbers in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
 SLACK = 0.1  # share by which whole blocks may be uneven before the stage pass tries parts of them
-STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
+STEADY = 2  # micro-batches for each rank, after which all ranks have begun and none has ended
 
 
 class Even(NamedTuple):

@@ -137,14 +137,14 @@ def server(problem: Problem, lowered: Lowered) -> tuple[int, ...]:
 
 def step(
     problem: Problem,
-    priced: Priced,
+    whole: Priced,
     lowered: Lowered,
     costs: Sequence[StageCost],
     timeline: Timeline,
     everywhere: float,
     rank_priced: Priced,
 ) -> data.PredictedStep:
-    """The predicted step; `priced` are the blocks of the whole model.
+    """The predicted step; `whole` are the blocks of the whole model, with all rows of sequences.
 
     `everywhere` are the seconds that every rank computes for a micro-batch besides its stages;
     `rank_priced` are the blocks of one tensor rank under the plan.
@@ -154,11 +154,7 @@ def step(
         ranks[stage.rank] += cost.forward + cost.backward
     microbatches = problem.options.microbatches
     batch = microbatches * problem.mesh.data  # micro-batches of a step on all data ranks
-    flops = (
-        problem.mesh.context
-        * batch
-        * sum(_flops(c.forward) + _flops(c.backward) for c in priced.costs)
-    )
+    flops = batch * sum(_flops(c.forward) + _flops(c.backward) for c in whole.costs)
     power = problem.mesh.size * mesh(problem).peak
     even = sum(ranks) / problem.mesh.pipeline
     if rank_priced.pace:

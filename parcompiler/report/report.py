@@ -61,7 +61,9 @@ class Report(ReportData):
         and `forms` are the closed forms that are shown. `meshes` weighs neighbouring meshes.
         """
         assert plan.granularity is not None, "a report needs a finished plan"
-        rank_problem, whole = local(problem, plan), problem.priced(plan.granularity)
+        graph = problem.graph.undivided
+        all_rows = problem.anew(graph=graph, bench=None) if graph else problem
+        rank_problem, whole = local(problem, plan), all_rows.priced(1)
         priced = rank_problem.priced(plan.granularity)
         costs = stage_costs(rank_problem, plan, lowered)
         vocabulary = vocabulary_cost(rank_problem, plan)

@@ -108,9 +108,12 @@ def test_context_ranks_are_chosen_where_nothing_else_fits() -> None:
     assert plan == program.plan
     again = pc.compile(program, program.problem.mesh, microbatches=plan.microbatches, plan=plan)
     assert again.plan.stages == plan.stages
-    text = program.report().to_text()
+    report = program.report()
+    text = report.to_text()
     assert " context " in text.partition("Meshes considered")[2]
     assert "each sends" in text
+    alone = pc.compile(long_rows(), pc.Mesh(), microbatches=4, **OPTIONS)
+    assert report.step.flops == alone.report(meshes=False).step.flops
 
 
 @functools.cache
