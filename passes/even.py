@@ -31,16 +31,31 @@ from parcompiler.timeline import Message, StageCost, step_time, timing
 TINY = 1e-9  # sums of the same numbers in another order
 WAITING = ("1f1b", "gpipe", "interleaved")  # schedules whose ranks wait for gradients
 SLACK = 0.1  # share by which whole blocks may be uneven before the stage pass tries parts of them
-STEADY = 2  # micro-batches for each rank, after which all ranks have begun and none has ended
+STEADY = 3  # micro-batches for each rank, after which all ranks have begun and none has ended
 
 
-class Even(NamedTuple):
-    """Seconds of a step with even stages, infinite where they do not fit; whether memory forces
-    recomputation; and whether whole blocks are too uneven, or too large: parts are tried then."""
+class Packed(NamedTuple):
+    """Even stages of a plan with `few` micro-batches: their blocks, the aggregate speed of the
+    ranks in units of the fastest (the ranks, where all are alike), and seconds of one micro-batch
+    on a rank: on all alike, on the slowest if blocks could be cut anywhere, if none is cut."""
 
-    seconds: float
-    is_forced: bool
-    is_coarse: bool
+    few: Plan
+    priced: Priced
+    pace: float
+    even: float
+    slowest: float
+    whole: float
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether whole blocks are too uneven, or too large: parts are tried then."""
+        return self.slowest == math.inf or self.whole > (1 + SLACK) * self.even
+
+    def busy(self, problem: Problem, plan: Plan) -> float:
+        """Seconds of a step of the slowest rank were it never idle."""
+        spread = vocabulary_cost(problem, self.few)
+        each = max(self.slowest, self.whole) + (spread.compute if spread else 0.0)
+        return plan.microbatches * each + least_update(problem)
 
 
 def even_step(problem: Problem, plan: Plan) -> float:
@@ -52,13 +67,21 @@ def even_step(problem: Problem, plan: Plan) -> float:
     ranks.
     """
     key = _key("even", problem, plan)
-    return problem.once(key, lambda: min(_steps(problem, plan)))
+    return problem.once(
+        key, lambda: min(_simulated(problem, plan, x) for x in _tried(problem, plan))
+    )
+
+
+def busy_bound(problem: Problem, plan: Plan) -> float:
+    """Lower bound of `even_step`, in seconds, without simulation: the work of the fullest rank,
+    with what memory makes it compute again."""
+    return min(packed.busy(problem, plan) for packed in _tried(problem, plan))
 
 
 def is_forced(problem: Problem, plan: Plan) -> bool:
     """Whether even stages under the plan's schedule must recompute, or do not fit at all."""
-    key, level = _key("forced", problem, plan), problem.levels[0]
-    return problem.once(key, lambda: _even(problem, plan, level).is_forced)
+    packed = _packed(problem, plan, problem.levels[0])
+    return packed.slowest > (1 + TINY) * packed.even
 
 
 def roomy_bound(problem: Problem, plan: Plan) -> float:
@@ -94,12 +117,12 @@ def _few(plan: Plan) -> Plan:
     return dataclasses.replace(plan, microbatches=few, vocabulary=choice)
 
 
-def _steps(problem: Problem, plan: Plan) -> Iterator[float]:
-    """The even steps of ever finer granularities, while the stage pass would try these."""
+def _tried(problem: Problem, plan: Plan) -> Iterator[Packed]:
+    """Even stages at ever finer granularities, while the stage pass would try these."""
     for level in problem.levels:
-        found = _even(problem, plan, level)
-        yield found.seconds
-        if not found.is_coarse:
+        packed = _packed(problem, plan, level)
+        yield packed
+        if not packed.is_coarse:
             return
 
 
@@ -108,28 +131,36 @@ def _key(what: str, problem: Problem, plan: Plan) -> tuple[object, ...]:
     return what, *identity(plan), repr(problem.options.recompute), plan.recompute, plan.vocabulary
 
 
-def _even(problem: Problem, plan: Plan, level: int) -> Even:
-    """The even step at a granularity. Zero-bubble schedules may do what the fullest rank has more
-    of, where no block is cut, in idle time."""
-    few = _few(plan)
-    trial = as_asked(problem, few, level)
-    priced = problem.recomputing(level, trial.recompute or ())
-    task = division_task(problem, trial, level)
-    slowest = least_slowest_rank(task)
+def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
+    """What even stages at a granularity are, without their step. Zero-bubble schedules may do what
+    the fullest rank has more of, where no block is cut, in idle time. Cached."""
+
+    def find() -> Packed:
+        few = _few(plan)
+        trial = as_asked(problem, few, level)
+        priced = problem.recomputing(level, trial.recompute or ())
+        task = division_task(problem, trial, level)
+        slowest, pace = least_slowest_rank(task), float(task.pace(range(task.ranks)))
+        even = sum((*priced.forward, *priced.backward)) / pace
+        seconds = [load.seconds for load in task.loads]
+        whole = _fullest(seconds, task.ranks) if task.is_uniform else 0.0
+        return Packed(few, priced, pace, even, slowest, whole)
+
+    return problem.once((*_key("packed", problem, plan), level), find)
+
+
+def _simulated(problem: Problem, plan: Plan, packed: Packed) -> float:
+    """Seconds of the even step at a granularity, infinite where stages do not fit."""
+    few, priced, pace, even, slowest, whole = packed
     if slowest == math.inf:
-        return Even(math.inf, is_forced=True, is_coarse=True)
-    pace = float(task.pace(range(task.ranks)))  # the ranks, where all are alike
-    even = sum((*priced.forward, *priced.backward)) / pace
-    whole = _fullest([load.seconds for load in task.loads], task.ranks) if task.is_uniform else 0.0
-    spread = vocabulary_cost(problem, few)
-    busy = plan.microbatches * (max(slowest, whole) + (spread.compute if spread else 0.0))
+        return math.inf
     sums = tuple(map(sum, (priced.forward, priced.backward, priced.weight, priced.hidden)))
     key = "even stages", identity(few), sums, pace  # methods with one order share it
     step = problem.once(key, lambda: _step(problem, few, priced, pace))
     waits = step + (plan.microbatches - few.microbatches) * even
     more = (max(slowest, whole) if plan.schedule in WAITING else slowest) - even
-    least = max(busy, waits + (plan.microbatches - 1) * max(0.0, more)) + least_update(problem)
-    return Even(least, slowest - even > even * TINY, whole > (1 + SLACK) * even)
+    waits += (plan.microbatches - 1) * max(0.0, more)
+    return max(packed.busy(problem, plan), waits + least_update(problem))
 
 
 def _fullest(seconds: Sequence[float], ranks: int) -> float:

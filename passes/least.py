@@ -1,9 +1,10 @@
 """What no plan of a problem is below if its stages are even, whatever is open in the options.
 
     vocabulary, sharding, schedule      `roomy_bound`: no simulation, memory for everything
-    └── with memory                     `even_step`: simulated, with what it makes blocks recompute
-        └── level of ZeRO               `roomy_bound`, with what data ranks then exchange
-            └── with its memory         `even_step`
+    └── with memory                     `busy_bound`: what it makes blocks recompute
+        └── simulated                   `even_step`
+            └── level of ZeRO           `roomy_bound`, with what data ranks then exchange
+                └── with its memory     `busy_bound`, `even_step`
 
 The lowest bound is made sharper until it is at the leaves, or the answer is known. The passes find
 again what was found here. They take even stages for the best under every schedule that is known by
@@ -21,7 +22,7 @@ from functools import partial
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.passes.base import MARGIN
-from parcompiler.passes.even import even_step, roomy_bound
+from parcompiler.passes.even import busy_bound, even_step, is_forced, roomy_bound
 from parcompiler.passes.schedule import CANDIDATES, candidates_for
 from parcompiler.passes.shard import ShardPass
 from parcompiler.passes.shard.local import local
@@ -90,20 +91,14 @@ def _schedules(problem: Problem, start: Plan) -> Iterator[Bound]:
     choices: Sequence[VocabularyChoice | None] = [None]
     if problem.mesh.pipeline > 1:
         choices = choices_for(problem)
-    ways = [(start.selective, start.offload)]
-    if problem.options.recompute == "auto":  # by memory: cheap operators may run again
-        ways += [(True, start.offload), (True, problem.may_offload)]
     for choice in choices:
-        for selective, offload in dict.fromkeys(ways):
-            begun = dataclasses.replace(
-                start, vocabulary=choice, selective=selective, offload=offload, zero=None
-            )
-            plan = dataclasses.replace(_sharded(problem, begun), zero=start.zero)
-            rank_problem = local(problem, plan)
-            for candidate in candidates_for(rank_problem, plan):
-                if asked in ("auto", candidate.schedule):
-                    finer = partial(_with_memory, problem, candidate)
-                    yield roomy_bound(rank_problem, candidate), finer
+        begun = dataclasses.replace(start, vocabulary=choice, zero=None)
+        plan = dataclasses.replace(_sharded(problem, begun), zero=start.zero)
+        rank_problem = local(problem, plan)
+        for candidate in candidates_for(rank_problem, plan):
+            if asked in ("auto", candidate.schedule):
+                finer = partial(_with_memory, problem, candidate)
+                yield roomy_bound(rank_problem, candidate), finer
 
 
 def _sharded(problem: Problem, plan: Plan) -> Plan:
@@ -111,9 +106,26 @@ def _sharded(problem: Problem, plan: Plan) -> Plan:
 
 
 def _with_memory(problem: Problem, plan: Plan) -> Iterator[Bound]:
-    """The bound with the memory of the level of ZeRO, of the highest where that is open."""
+    """The bound with the memory of the level of ZeRO, of the highest where that is open. Where
+    memory forces blocks to run again, cheap operators may instead, which alone takes longer."""
+    rank_problem, is_open = local(problem, plan), _is_open(problem, plan)
+    seconds = busy_bound(rank_problem, plan)
+    if seconds < math.inf:
+        yield seconds, partial(_simulated, problem, plan)
+    else:
+        yield from _simulated(problem, plan)
+    is_plain = problem.options.recompute == "auto" and not plan.selective
+    if is_plain and not is_open and is_forced(rank_problem, plan):
+        for offload in dict.fromkeys((plan.offload, problem.may_offload)):
+            again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
+            other = _sharded(problem, again)
+            yield _roomy(problem, other), partial(_with_memory, problem, other)
+
+
+def _simulated(problem: Problem, plan: Plan) -> Iterator[Bound]:
+    """The same of a simulated step."""
     seconds = even_step(local(problem, plan), plan)
-    if plan.zero is None and problem.options.zero == "auto" and problem.zero:
+    if _is_open(problem, plan):
         if seconds < math.inf:
             yield seconds, partial(_levels, problem, plan)
         return
@@ -124,6 +136,11 @@ def _with_memory(problem: Problem, plan: Plan) -> Iterator[Bound]:
         own = _sharded(problem, dataclasses.replace(plan, sharding=None))
         if own.sharding and own.sharding.templates != plan.sharding.templates:
             yield max(roomy, _roomy(problem, own)), partial(_with_memory, problem, own)
+
+
+def _is_open(problem: Problem, plan: Plan) -> bool:
+    """Whether the level of ZeRO is to be weighed."""
+    return plan.zero is None and problem.options.zero == "auto" and bool(problem.zero)
 
 
 def _levels(problem: Problem, plan: Plan) -> Iterator[Bound]:
