@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import parcompiler as pc
-from parcompiler.device import Link, device
+from parcompiler.device import Device, Link, device
 from parcompiler.models import gpt
 from tests import zoo
 from tests.architectures import ALL
@@ -41,7 +41,10 @@ FEW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"context": 2, "tensor": 2, "device": IN_A_RING}, {"recompute": "full"}),
     ("t5", {"context": 2, "tensor": 2, "device": CHEAP}, {}),
 ]
-MODELS = ("gpt-tied", "llama", "bert", "t5", "hf-llama", "hf-qwen3", "gemma3", "modernbert-mlm")
+MODELS = (
+    "gpt-tied", "llama", "bert", "t5", "hf-llama", "hf-qwen3", "gemma3", "modernbert-mlm",
+    "gpt-oss", "deepseek-v3",
+)  # fmt: skip
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"tensor": 2}, {}),
@@ -53,7 +56,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def case(name: str) -> zoo.Case:
-    model, inputs, *_ = ALL[name]() if name in ("gemma3", "modernbert-mlm") else zoo.build(name)
+    model, inputs, *_ = zoo.build(name) if name in zoo.ALL else ALL[name]()
     return model, inputs
 
 
@@ -115,6 +118,24 @@ def test_attention_by_rows_gathers_keys_and_values(tmp_path: Path) -> None:
     assert re.search(r"attention_of_rows\([^)]*zigzag=True,\s+axis=\"context\",\s+\)", text)
     assert re.search(r"runtime\.take\(tokens, 1, zigzag=True, axis=\"context\"\)", text)
     assert "all_to_all" not in text
+    check(program)
+
+
+@pytest.mark.parametrize(("context", "chip", "dim"), [(3, device("cpu"), 2), (2, BY_HEADS, 1)])
+def test_learned_sinks_are_a_column_of_the_scores_of_own_rows_or_heads(
+    context: int, chip: Device, dim: int, tmp_path: Path
+) -> None:
+    program = compiled("gpt-oss", pc.Mesh(context=context, device=chip))
+    text = layers(program, tmp_path)
+    (scores,) = {
+        tuple(node.meta["val"].shape)
+        for node in program.lowered.graph.fx_graph.nodes
+        if node.name.startswith("softmax") and node.meta["val"].dim() == 4
+    }
+    whole = [2, 4, 12, 13]  # samples, heads, rows, keys and the sink
+    whole[dim] //= context
+    assert list(scores) == whole
+    assert ("runtime.all_to_all(" in text) == (dim == 1)
     check(program)
 
 
