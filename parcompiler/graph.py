@@ -9,7 +9,7 @@ that do not depend on the batch either are *constants*, computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -295,6 +295,22 @@ class Graph:
         used = {operand.name for node in nodes for operand in node.all_input_nodes}
         others = {item.name for item in self.parameters if item.node not in used}
         return frozenset(others - spread.tensors)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, Mapping):
+        yield from tensors_of(list(value.values()))
+
+
+def is_floating(value: Any) -> bool:
+    """Whether autograd knows gradients of it: a floating or complex tensor."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

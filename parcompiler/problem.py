@@ -35,10 +35,9 @@ from parcompiler.cost import (
 )
 from parcompiler.cost.collective import slowest
 from parcompiler.cost.selective import running_again
-from parcompiler.cost.stand_in import tensors
 from parcompiler.cost.times import Bench, measured, modelled, modelled_on
 from parcompiler.device import Device, Link
-from parcompiler.graph import Block, Graph, Parameter, nbytes_of
+from parcompiler.graph import Block, Graph, Parameter, nbytes_of, tensors_of
 from parcompiler.mesh import Mesh
 from parcompiler.naming.variables import argument_names, overwritten
 from parcompiler.options import Options
@@ -373,7 +372,7 @@ class Problem:
         buffers take nothing."""
         read = (node for b in blocks for node in parts.blocks[b].inputs if node in parts.constants)
         return {
-            node.name: sum(one.numel() * one.itemsize for one in tensors(node.meta["val"]))
+            node.name: sum(one.numel() * one.itemsize for one in tensors_of(node.meta["val"]))
             for node in map(viewed, read)
             if node.op == "call_function"
         }

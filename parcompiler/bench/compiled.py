@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from parcompiler.cost.stand_in import tensors
 from parcompiler.cost.times import TimedBlock
+from parcompiler.graph import tensors_of
 from parcompiler.runtime.compiled import build
 from parcompiler.runtime.compiled.layers import (
     CompiledLayer,
@@ -66,7 +66,7 @@ class _BlockLayer(Layer):
 
     def arguments(self) -> list[torch.Tensor]:
         """What it is given for a micro-batch."""
-        return [*tensors([*self._block.values_received().values()])]
+        return [*tensors_of([*self._block.values_received().values()])]
 
     def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the nodes: all tensors among the outputs."""
@@ -78,4 +78,4 @@ class _BlockLayer(Layer):
         given = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
         values |= zip(block.received, pytree.tree_unflatten(given, like), strict=True)
         block.run(values)
-        return tuple(t for node in block.outputs for t in tensors(values[node]))
+        return tuple(t for node in block.outputs for t in tensors_of(values[node]))

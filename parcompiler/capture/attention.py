@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from parcompiler.capture.clean import copied, drop_dead
-from parcompiler.capture.effects import effects_of, overload_name
+from parcompiler.capture.effects import arguments_of, effects_of, overload_name
 from parcompiler.capture.prologue import cone, constants, evaluated
 from parcompiler.graph import Graph
 
@@ -64,7 +64,7 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
     made, nodes = copied(graph.fx_graph)
     for node, after in forms.items():
         copy = nodes[node]
-        copy.meta["kernel"] = tuple(_words(_arguments(node), after))
+        copy.meta["kernel"] = tuple(_words(arguments_of(node), after))
         copy.args = tuple(nodes[after[name]] for name in _OPERANDS)
         copy.kwargs = {
             name: nodes[item] if isinstance(item, fx.Node) else item
@@ -85,7 +85,7 @@ def _forms(graph: Graph, *, on_cpu: bool) -> Iterator[tuple[fx.Node, Arguments]]
     proved: dict[str, bool] = {}
     for node in graph.fx_graph.nodes:
         if overload_name(node) == "scaled_dot_product_attention":
-            before = _arguments(node)
+            before = arguments_of(node)
             after = _in_groups(_with_flags(before, masks, node), node, on_cpu=on_cpu)
             template = repr([_shown(form) for form in (before, after)])
             if after != before and template not in proved:
@@ -99,12 +99,6 @@ _OPERANDS = ("query", "key", "value")
 _DEFAULTS: Arguments = {
     "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
 }  # fmt: skip
-
-
-def _arguments(node: fx.Node) -> Arguments:
-    """The arguments of an attention by name, with torch's defaults."""
-    named = dict(zip((*_OPERANDS, *_DEFAULTS), node.args, strict=False))
-    return {**_DEFAULTS, **named, **node.kwargs}
 
 
 def _shown(arguments: Arguments) -> list[object]:
@@ -149,7 +143,7 @@ class ConstantMasks:
     def read(self, attention: fx.Node) -> ConstantMask | None:
         """The mask of an attention, by the formula that it is computed by, which layers share; None
         for any other."""
-        mask = _arguments(attention)["attn_mask"]
+        mask = arguments_of(attention)["attn_mask"]
         writers = self._effects.writers.get(self._effects.root(mask), ())
         position = self._position
         if mask not in constants(self._graph) or any(

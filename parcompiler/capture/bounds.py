@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.clean import where
-from parcompiler.capture.effects import effects_of, is_random, outside
+from parcompiler.capture.effects import arguments_of, effects_of, is_random, name_of, outside
 from parcompiler.capture.functions import Applied
 from parcompiler.capture.inputs import flat
 from parcompiler.capture.prologue import cone, evaluated
@@ -38,7 +38,7 @@ def high(node: fx.Node) -> int | None:
     while pending:
         item = pending.pop()
         for user in item.users:
-            name = getattr(user.target, "_opname", getattr(user.target, "__name__", ""))
+            name = name_of(user)
             if name in _INDEX:
                 index, table, dim = _INDEX[name]
                 if len(user.args) > index and user.args[index] is item:
@@ -67,9 +67,8 @@ def check_tables(graph: Graph) -> None:
     buffers = (item for item in graph.parameters if item.buffer and not item.mutated)
     values |= {item.node: graph.tensors[item.name] for item in buffers}
     for node in graph.fx_graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _TABLES:
-            names = [argument.name for argument in node.target._schema.arguments]
-            arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if name_of(node) in _TABLES:
+            arguments = arguments_of(node)
             _check_rows(
                 graph, node, arguments["weight"], _computed(graph, arguments["indices"], values)
             )

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import Effects, effects_of, is_random, mutated_operands, viewed
+from parcompiler.capture.effects import (
+    Effects,
+    arguments_of,
+    effects_of,
+    is_random,
+    mutated_operands,
+    overload_name,
+    viewed,
+)
 from parcompiler.capture.gradients import is_unrecorded, returned
 from parcompiler.capture.prologue import constants
 from parcompiler.errors import CaptureError
@@ -142,13 +150,12 @@ def make_gradients_whole(graph: fx.Graph) -> None:
     """Give tables that are looked up with sparse=True gradients of all their rows, as everything
     has that ranks add up; the lookups are marked."""
     for node in graph.nodes:
-        name = getattr(node.target, "_opname", "")
-        if name in ("embedding", "embedding_bag", "_embedding_bag"):
-            place = [item.name for item in node.target._schema.arguments].index("sparse")
-            if node.kwargs.get("sparse") or (len(node.args) > place and node.args[place]):
-                node.meta["sparse"] = True
-                node.args = tuple(False if k == place else x for k, x in enumerate(node.args))
-                node.kwargs = {key: x for key, x in node.kwargs.items() if key != "sparse"}
+        named, looks_up = arguments_of(node), ("embedding", "embedding_bag", "_embedding_bag")
+        if overload_name(node) in looks_up and named["sparse"]:
+            node.meta["sparse"] = True
+            pairs = zip(named, node.args, strict=False)
+            node.args = tuple(False if name == "sparse" else x for name, x in pairs)
+            node.kwargs = {key: x for key, x in node.kwargs.items() if key != "sparse"}
 
 
 def drop_dead(graph: fx.Graph) -> None:

@@ -8,8 +8,9 @@ updated in place is another value afterwards.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,20 +28,50 @@ def overload_name(node: fx.Node) -> str:
     return target._opname if isinstance(target, torch._ops.OpOverload) else ""
 
 
+def name_of(node: fx.Node) -> str:
+    """The function that a node calls, an operator without its overload; empty for a placeholder."""
+    if node.op != "call_function":
+        return ""
+    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an ATen node by name, with the defaults of those that are not given.
+
+    >>> graph = fx.Graph()
+    >>> half = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 0.5))
+    >>> name_of(half), arguments_of(half)["other"]
+    ('mul', 0.5)
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return dict(node.kwargs)
+    return bound(node.target, node.args, node.kwargs)
+
+
+def bound(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of an operator by name, with its defaults."""
+    schema = target._schema.arguments
+    values = {a.name: a.default_value for a in schema if a.has_default_value()}
+    values |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    values |= kwargs
+    return {argument.name: values[argument.name] for argument in schema if argument.name in values}
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers (dropout in training mode with p > 0, say)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        drops = float(_number(node.kwargs.get("dropout_p", 0.0))) > 0.0  # attention of a rank
+        drops = _number(node.kwargs.get("dropout_p", 0.0)) > 0.0  # attention of a rank
         return drops or bool(getattr(target, "random", False))
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     name = target._opname
     if "dropout" in name:
-        return node.args[2] is True and float(_number(node.args[1])) > 0.0
+        return node.args[2] is True and _number(node.args[1]) > 0.0
     if name == "scaled_dot_product_attention":
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return float(_number(probability)) > 0.0
+        return _number(arguments_of(node)["dropout_p"]) > 0.0
     return True
 
 
@@ -54,8 +85,7 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not _may_write(target):
         return
-    arguments = {a.name: v for a, v in zip(target._schema.arguments, node.args, strict=False)}
-    arguments |= node.kwargs
+    arguments = arguments_of(node)
     for argument in target._schema.arguments:
         value = arguments.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:

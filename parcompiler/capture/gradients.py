@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from parcompiler.capture.effects import Effects, mutated_operands
+from parcompiler.capture.effects import Effects, mutated_operands, overload_name
+from parcompiler.graph import is_floating, tensors_of
 
 _NO_GRADIENT = frozenset(
     "detach detach_ zeros_like ones_like empty_like full_like rand_like randn_like new_zeros "
@@ -55,7 +56,7 @@ def requiring(
                     if other.op == "call_function"
                     and effects.root(other) is root
                     and _is_floating(other)
-                    and getattr(other.target, "_opname", "") != "detach"
+                    and overload_name(other) != "detach"
                 )
     return frozenset(recorded)
 
@@ -66,7 +67,7 @@ def _sources(node: fx.Node) -> Iterable[fx.Node]:
         # What is updated in place there is the tensor that it was, and is used as such.
         own = returned(node)
         return mutated_operands(node) if own is None else (own,)
-    return () if getattr(node.target, "_opname", "") in _NO_GRADIENT else node.all_input_nodes
+    return () if overload_name(node) in _NO_GRADIENT else node.all_input_nodes
 
 
 def is_unrecorded(node: fx.Node) -> bool:
@@ -108,7 +109,4 @@ def returned(node: fx.Node) -> fx.Node | None:
 
 def _is_floating(node: fx.Node) -> bool:
     """Whether a node yields a floating or complex tensor, or several of which one is."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    return any(map(is_floating, tensors_of(node.meta.get("val"))))

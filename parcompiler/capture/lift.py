@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.clean import copied
+from parcompiler.capture.effects import arguments_of
 from parcompiler.capture.patches import patched
-from parcompiler.graph import Graph
+from parcompiler.graph import Graph, is_floating, tensors_of
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
@@ -75,14 +76,8 @@ def _follows_default(node: fx.Node) -> bool:
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     has_dtype = any(isinstance(leaf, torch.dtype) for leaf in leaves)
-    return not has_dtype and _floats(node.meta["val"]) and not _floats(operands)
-
-
-def _floats(values: object) -> bool:
-    """Whether there is a floating or complex tensor among values."""
-    leaves = pytree.tree_leaves(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    made, read = (any(map(is_floating, tensors_of(x))) for x in (node.meta["val"], operands))
+    return not has_dtype and made and not read
 
 
 def _settle(node: fx.Node, dtype: torch.dtype) -> None:
@@ -92,8 +87,7 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
         node.kwargs = {**node.kwargs, "dtype": dtype}
         return
     # Arithmetic turns all operands into floats but what chooses (`where`).
-    named = zip(node.target._schema.arguments, node.args, strict=False)
-    choosing = [value for argument, value in named if argument.name in ("condition", "mask")]
+    choosing = [v for k, v in arguments_of(node).items() if k in ("condition", "mask")]
     inputs = [operand for operand in node.all_input_nodes if operand not in choosing]
     operands = [x for x in inputs if isinstance(x.meta.get("val"), torch.Tensor)]
     for operand in operands:

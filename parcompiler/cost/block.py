@@ -40,8 +40,8 @@ from parcompiler.cost.live_memory import (
     free_gradients,
 )
 from parcompiler.cost.operation import EXCHANGE, Operation, describe
-from parcompiler.cost.stand_in import stand_in, storages, tensors
-from parcompiler.graph import dtype_of
+from parcompiler.cost.stand_in import stand_in, storages
+from parcompiler.graph import dtype_of, tensors_of
 
 Overwritten = Mapping[fx.Node, Collection[fx.Node]]
 Storages = set[torch.UntypedStorage]
@@ -220,7 +220,7 @@ def _sizes(
 def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> list[Tensor]:
     """The results that receive a gradient."""
     carrying = (value for node, value in results.items() if node.name in differentiable)
-    return [tensor for value in carrying for tensor in tensors(value) if tensor.requires_grad]
+    return [tensor for value in carrying for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def _backward(
@@ -371,4 +371,4 @@ def _size(memory: Storages) -> int:
 
 
 def _nbytes(values: Mapping[Any, Any]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors(values))
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(values))

@@ -19,9 +19,9 @@ from parcompiler.again import again
 from parcompiler.capture.effects import outside
 from parcompiler.cost.live_memory import ForwardVariables, LiveMemory
 from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
-from parcompiler.cost.stand_in import CPU, is_differentiable, run, source, stand_in, tensors
+from parcompiler.cost.stand_in import CPU, run, source, stand_in
 from parcompiler.errors import InputError
-from parcompiler.graph import dtype_of
+from parcompiler.graph import dtype_of, is_floating, tensors_of
 from parcompiler.spmd.runtime_call import NodeCollectives
 
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
     def follow(self, result: object) -> None:
         """Let the backward of what a node has just made be at its place."""
         place, key = self.place, "parcompiler"
-        functions = [tensor.grad_fn for tensor in tensors(result)]
+        functions = [tensor.grad_fn for tensor in tensors_of(result)]
         while functions:
             function: Any = functions.pop()
             if function is not None and key not in function.metadata:
@@ -148,7 +148,7 @@ def boundary(
             made.received[node] = stand_in(value)
         elif node.name in parameters:
             made.parameters[node] = stand_in(value)
-            if is_differentiable(made.parameters[node]):
+            if is_floating(made.parameters[node]):
                 made.leaves.append(made.parameters[node].requires_grad_())
         elif node.name in buffers or node.op == "get_attr":
             made.buffers[node] = stand_in(value)
@@ -237,7 +237,7 @@ def _result(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     target: Any = node.target
     exchange = node.meta.get("exchange")
     if exchange is not None and target.likeness is None:  # a conversion
-        (value,) = tensors(args)
+        (value,) = tensors_of(args)
         shares = target.shares and value.shape == node.meta["val"].shape
         # Not the tensor itself: autograd would take it for an operand, and wait for its own lock.
         make = None if shares else partial(stand_in, node.meta["val"])
@@ -376,8 +376,8 @@ def _estimate(node: fx.Node, args: Any, kwargs: Any, recorder: Recorder) -> Any:
     except Exception:  # by its elements when the formula of the operator fails too
         operation = describe(node.target, args, kwargs, result, by_formula=False)
     recorder.add(operation)
-    inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
-    floating = tuple(tensor for tensor in tensors(result) if is_differentiable(tensor))
+    inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
+    floating = tuple(tensor for tensor in tensors_of(result) if is_floating(tensor))
     if not inputs or not floating or not torch.is_grad_enabled():
         return result
     if operation is None:  # it costs nothing itself, but gradients pass through it

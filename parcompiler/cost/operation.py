@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
-from parcompiler.cost.stand_in import is_differentiable, tensors
 from parcompiler.cost.tiles import Product, products_of
+from parcompiler.graph import is_floating, tensors_of
 
 EXCHANGE = "exchange"  # the kind of what tensor ranks send one another
 
@@ -118,13 +118,13 @@ def describe(
     """
     # Without its overload, as in "aten::mm".
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else label(target)
-    produced = list(tensors(result))
+    produced = list(tensors_of(result))
     is_view = isinstance(target, torch._ops.OpOverload) and (
         target.is_view or torch.Tag.inplace_view in target.tags
     )
     if not produced or name in FREE or is_view:
         return None
-    consumed = list(tensors((args, kwargs)))
+    consumed = list(tensors_of((args, kwargs)))
     compute = formula(name, getattr(target, "overloadpacket", target)) if by_formula else None
     if compute is None:
         kind, flops = "other", float(sum(tensor.numel() for tensor in produced))
@@ -134,7 +134,7 @@ def describe(
         real_products = 4 if any(tensor.is_complex() for tensor in produced) else 1
         flops = float(real_products * compute(*args, **kwargs, out_val=result))
     # That of the first floating input, else of the first output; of complex ones the parts'.
-    floating = (tensor.dtype for tensor in consumed if is_differentiable(tensor))
+    floating = (tensor.dtype for tensor in consumed if is_floating(tensor))
     dtype = next(floating, produced[0].dtype)
     return Operation(
         name=label(target),

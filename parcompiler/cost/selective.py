@@ -21,8 +21,7 @@ from torch import fx
 from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.cost.execution import Boundary, Recorder, boundary, execute
 from parcompiler.cost.live_memory import SavedTensors
-from parcompiler.cost.stand_in import tensors
-from parcompiler.graph import Block, Graph, nbytes_of
+from parcompiler.graph import Block, Graph, nbytes_of, tensors_of
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.runtime_call import RuntimeCall, is_conversion
 
@@ -110,7 +109,7 @@ def _saved(nodes: Sequence[fx.Node], outside: Boundary) -> _Saved:
 
 def _note(found: _Saved, node: fx.Node, value: object) -> None:
     """Remember who makes the memory of a value."""
-    for tensor in tensors(value):
+    for tensor in tensors_of(value):
         home = found.homes.setdefault(tensor.untyped_storage(), node)
         found.of.setdefault(node, home)
 

@@ -14,11 +14,13 @@ on an accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
+
+from parcompiler.graph import is_floating, tensors_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -87,7 +89,7 @@ def source(value: Any) -> tuple[Any, list[torch.Tensor]]:
 
     def make(item: Any) -> Any:
         fresh = _fresh(item)
-        if not is_differentiable(fresh):
+        if not is_floating(fresh):
             return fresh
         leaf = _fresh(item).requires_grad_()
         leaves.append(leaf)
@@ -96,25 +98,9 @@ def source(value: Any) -> tuple[Any, list[torch.Tensor]]:
     return map_aggregate(value, make), leaves
 
 
-def is_differentiable(value: Any) -> bool:
-    """Whether autograd knows gradients of it: a floating or complex tensor."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, Mapping):
-        yield from tensors(list(value.values()))
-
-
 def storages(value: Any) -> set[torch.UntypedStorage]:
     """The memory that the tensors in nested values would occupy; views share it."""
-    return {tensor.untyped_storage() for tensor in tensors(value)}
+    return {tensor.untyped_storage() for tensor in tensors_of(value)}
 
 
 class _Source(torch.autograd.Function):

@@ -24,10 +24,9 @@ from parcompiler.cost.block import BlockCost
 from parcompiler.cost.execution import calls
 from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import hidden_seconds, seconds
-from parcompiler.cost.stand_in import is_differentiable, tensors
 from parcompiler.device import Device
 from parcompiler.errors import InputError
-from parcompiler.graph import Block, Graph
+from parcompiler.graph import Block, Graph, is_floating, tensors_of
 from parcompiler.mesh import Mesh
 from parcompiler.plan import TemplateTime, VocabularyTime
 from parcompiler.spmd.runtime_call import is_conversion
@@ -198,7 +197,7 @@ class TimedBlock:
                 node.meta.get("val"),
                 lambda like, high=high: self._filled(like, high, generator),  # type: ignore[misc]
             )
-            if node.name in self.parameters and is_differentiable(value):
+            if node.name in self.parameters and is_floating(value):
                 value.requires_grad_()
             is_state = node.name in self.parameters or node.name in self.buffers
             (self.state if is_state or node.op == "get_attr" else self.received)[node] = value
@@ -215,7 +214,7 @@ class TimedBlock:
         values = self.state | self.values_received()
         self.run(values)
         outputs = (node for node in self.outputs if node.name in self.differentiable)
-        return [tensor for node in outputs for tensor in tensors(values[node])]
+        return [tensor for node in outputs for tensor in tensors_of(values[node])]
 
     def run(self, values: dict[fx.Node, Any]) -> None:
         """Run the nodes on `values`, which gets theirs."""
@@ -223,7 +222,7 @@ class TimedBlock:
         with torch.enable_grad(), closing(steps):  # contexts of nodes end, also at an error
             for node, args, kwargs in steps:
                 if is_conversion(node):
-                    (value,) = tensors(args)
+                    (value,) = tensors_of(args)
                     values[node] = _Converted.apply(value, node.meta["val"])  # type: ignore[no-untyped-call]
                 else:
                     assert callable(node.target)
@@ -241,7 +240,7 @@ class TimedBlock:
             return like
         shape, strides = list(map(int, like.shape)), list(map(int, like.stride()))
         made = torch.empty_strided(shape, strides, dtype=like.dtype, device=self.device)
-        if is_differentiable(like):
+        if is_floating(like):
             with torch.no_grad():
                 made.copy_(torch.randn(shape, generator=generator).mul_(0.1))
         elif like.dtype == torch.bool:
@@ -304,7 +303,7 @@ def medians(
 
 def _received(value: Any) -> Any:
     """A leaf of the gradient that may be updated in place."""
-    if not is_differentiable(value):
+    if not is_floating(value):
         return value
     return _Received.apply(value.detach().requires_grad_())  # type: ignore[no-untyped-call]
 

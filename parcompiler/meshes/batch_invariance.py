@@ -22,9 +22,8 @@ from enum import Enum, auto
 import torch
 from torch import fx
 
-from parcompiler.cost.stand_in import tensors
-from parcompiler.graph import Graph
-from parcompiler.spmd.call import bound
+from parcompiler.capture.effects import arguments_of, overload_name
+from parcompiler.graph import Graph, tensors_of
 
 AFFINE = frozenset("add add_ sub sub_ rsub".split())
 LINEAR = frozenset(
@@ -57,7 +56,7 @@ def batch_dependence(graph: Graph, other: Graph) -> str | None:
         if node.name not in twins:
             return f"other rows are computed by other operators ({node.name!r})"
         if node.op != "output":
-            values = (tensors(one.meta.get("val")) for one in (node, twins[node.name]))
+            values = (tensors_of(one.meta.get("val")) for one in (node, twins[node.name]))
             rows = any(one.shape != two.shape for one, two in zip(*values, strict=True))
             known[node] = _dependence(node, known, rows=rows)
     if known[graph.loss] in (Dependence.MEAN, Dependence.FIXED):
@@ -89,20 +88,15 @@ def _is_mean(node: fx.Node) -> bool:
     """Whether an operator takes the mean of what it reads."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    name, arguments = _operator(node), bound(node.target, node.args, node.kwargs)
+    name, arguments = overload_name(node), arguments_of(node)
     if name in WEIGHTED and arguments.get("weight") is not None:
         return False
     return name == "mean" or arguments.get("reduction") == MEAN_OF_CRITERIA
 
 
-def _operator(node: fx.Node) -> str:
-    """The name of an operator without its library and overload."""
-    return str(getattr(node.target, "_opname", ""))
-
-
 def _is_linear(node: fx.Node, known: Mapping[fx.Node, Dependence | None]) -> bool:
     """Whether an operator yields a mean over rows if it reads one."""
-    name = _operator(node)
+    name = overload_name(node)
     means = [known[item] is Dependence.MEAN for item in node.args if isinstance(item, fx.Node)]
     if name in ("mul", "mul_"):
         return sum(means) == 1

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from parcompiler.capture.effects import name_of
 from parcompiler.cost import BlockCost, Operation, seconds
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
@@ -34,7 +35,6 @@ from parcompiler.passes.schedule import CANDIDATES
 from parcompiler.problem import Problem
 from parcompiler.schedules import stages_per_rank
 from parcompiler.vocabulary import find
-from parcompiler.vocabulary.nodes import name_of
 
 VOCABULARY = ("embedding", "cross_entropy_loss")
 

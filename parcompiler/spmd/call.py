@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from parcompiler.capture import effects
-from parcompiler.graph import Graph
+from parcompiler.capture.effects import bound
+from parcompiler.graph import Graph, is_floating, tensors_of
 
 Shape = tuple[int, ...]
 
@@ -130,30 +129,9 @@ def call_of(node: fx.Node, graph: Graph) -> NodeCall:
     return graph.once(("call", node), lambda: read(node, graph.differentiable))
 
 
-def bound(
-    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of an operator by name, with its defaults."""
-    schema = target._schema.arguments
-    values = {a.name: a.default_value for a in schema if a.has_default_value()}
-    values |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    values |= kwargs
-    return {argument.name: values[argument.name] for argument in schema if argument.name in values}
-
-
 def shape_of(value: torch.Tensor) -> Shape:
     """The shape of a tensor; sizes that are not known before the step are -1."""
     return tuple(size if isinstance(size, int) else -1 for size in value.shape)
-
-
-def is_floating(value: torch.Tensor) -> bool:
-    """Whether autograd knows gradients of it."""
-    return value.is_floating_point() or value.is_complex()
-
-
-def is_random(call: NodeCall) -> bool:
-    """Whether a call draws random numbers (dropout in training mode with p > 0, say)."""
-    return effects.is_random(call.node)
 
 
 def written(call: NodeCall) -> tuple[int, ...]:
@@ -181,8 +159,3 @@ def _operands(
                 carries = differentiable is None or item.name in differentiable
                 place = index if listed else None
                 yield Operand(argument, place, item, tensor, carries and is_floating(tensor))
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value or list of values."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

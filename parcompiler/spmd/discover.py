@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from parcompiler.spmd.call import NodeCall, Shape, is_floating, is_random, written
+from parcompiler.capture.effects import is_random
+from parcompiler.graph import is_floating
+from parcompiler.spmd.call import NodeCall, Shape, written
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.simulate import agrees, attempt, example, faults
 from parcompiler.spmd.strategy import Strategy
@@ -42,7 +44,7 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
     torch's private ones: neither check what they are given. Results are kept, by operator, other
     arguments, and shapes.
     """
-    if not call.is_plain or is_random(call) or written(call) or is_unchecked(call):
+    if not call.is_plain or is_random(call.node) or written(call) or is_unchecked(call):
         return ()
     operands = {operand.argument for operand in call.operands}
     constants = [(k, v) for k, v in call.arguments.items() if k not in operands]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parcompiler.spmd.call import NodeCall, is_floating
+from parcompiler.graph import is_floating
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.formula import Rule
 
 Family = Callable[[NodeCall], Rule | None]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from parcompiler.capture.effects import name_of
 from parcompiler.capture.templates import unique
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
@@ -63,7 +64,7 @@ def find(graph: Graph) -> list[MixtureLayer]:
     """The layers of experts of a graph, in order."""
     layers: dict[fx.Node, MixtureLayer] = {}
     for node in graph.fx_graph.nodes:
-        if node.op == "call_function" and _base(node) in GROUPED:
+        if name_of(node) in GROUPED:
             rows, weight, ends = node.all_input_nodes[:3]
             if [len(shape_of(x)) for x in (rows, weight, ends)] == [2, 3, 1]:
                 layer = layers.setdefault(ends, MixtureLayer(ends, shape_of(weight)[0]))
@@ -86,7 +87,7 @@ def _stacked(graph: Graph) -> list[MixtureLayer]:
             continue
         layers = [home[one] for one in node.all_input_nodes if one in home]
         stack = next((one for one in node.all_input_nodes if _stack(graph, one)), None)
-        if not layers and (stack is None or _base(node) not in STACKED):
+        if not layers and (stack is None or name_of(node) not in STACKED):
             continue
         layer = layers[0] if layers else MixtureLayer(None, shape_of(stack or node)[0])
         if all(one is layer for one in layers) and _joins(graph, layer, node):
@@ -167,7 +168,7 @@ def _fill_between(layer: MixtureLayer, products: Sequence[fx.Node]) -> None:
 def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     """Take note of what leads from a parameter to a product; whether that is all it leads to."""
     path = []
-    while node.op == "call_function" and _base(node) in SLIDES and len(node.all_input_nodes) == 1:
+    while name_of(node) in SLIDES and len(node.all_input_nodes) == 1:
         path.append(node)
         node = node.all_input_nodes[0]
     item = graph.by_node.get(node.name)
@@ -179,12 +180,6 @@ def _trace_weight(graph: Graph, layer: MixtureLayer, node: fx.Node) -> bool:
     layer.weights |= dict.fromkeys(reversed(path)) | {node: None}
     layer.parameters[item.name] = None
     return True
-
-
-def _base(node: fx.Node) -> str:
-    """The name of an operator without library and overload."""
-    name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
-    return name.rpartition("::")[2]
 
 
 def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
@@ -236,7 +231,7 @@ def divisible(graph: Graph) -> int:
 def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
     """Refuse operators between the products that mix rows, or know their number."""
     for node in layer.dims:
-        if _base(node) in GROUPED:
+        if name_of(node) in GROUPED:
             continue
         call = call_of(node, graph)
         splits = any(_splits_rows(s, call, layer) for s in strategies(node, 2))
@@ -244,7 +239,7 @@ def _check_rows(graph: Graph, layer: MixtureLayer) -> None:
             continue
         module = list((node.meta.get("nn_module_stack") or {"": ("", "")}).values())[-1][0]
         message = (
-            f"{_base(node)} in {module!r} stands between the products of experts and mixes rows, "
+            f"{name_of(node)} in {module!r} stands between the products of experts and mixes rows, "
             "or knows their number, which is another on each expert rank: take expert=1"
         )
         raise InputError(message)

@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 
-from parcompiler.spmd.call import NodeCall, Shape, is_random
+from parcompiler.capture.effects import is_random
+from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.strategy import Draws, SizeArgument, Strategy
 
@@ -150,7 +151,7 @@ def replicated(call: NodeCall) -> tuple[Strategy, ...]:
     gradients give whole ones, and summands give summands. Where there is no gradient, R stands for
     both.
     """
-    draws: Draws = "same" if is_random(call) else ""
+    draws: Draws = "same" if is_random(call.node) else ""
     everywhere = Strategy((R,) * len(call.operands), (R,) * len(call.results), draws=draws)
     if not any((*call.gradients, *call.carries)):
         return (everywhere,)
@@ -209,7 +210,7 @@ def _split(
             tuple(output or (P if contracted else R) for output in outputs),
             sizes,
             factor=1 / n if averaged else 1.0,
-            draws="own" if is_random(call) else "",
+            draws="own" if is_random(call.node) else "",
         )
 
 
@@ -227,7 +228,7 @@ def _linear_operands(
 
 def _summands(formula: Formula, call: NodeCall) -> Iterator[Strategy]:
     """Summands in, summands out."""
-    draws: Draws = "same" if is_random(call) else ""
+    draws: Draws = "same" if is_random(call.node) else ""
     for chosen in _linear_operands(formula, len(call.operands), except_in=set()):
         inputs: tuple[Placement, ...] = tuple(
             P if place in chosen else R for place in range(len(call.operands))

@@ -28,10 +28,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
-from parcompiler.capture.effects import effects_of, mutated_operands
+from parcompiler.capture.effects import effects_of, is_random, mutated_operands
 from parcompiler.capture.templates import unique
 from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
-from parcompiler.spmd.call import NodeCall, call_of, is_random
+from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
 from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.runtime_call import conversion_call, local_size
@@ -308,7 +308,7 @@ class _Sharding:
 
     def _draw_own(self, call: NodeCall, strategy: Strategy, made: fx.Node) -> None:
         """Let each rank draw the random numbers of its own piece."""
-        if strategy.draws != "own" or not is_random(call):
+        if strategy.draws != "own" or not is_random(call.node):
             return
         attends = "attention" in call.name  # it draws for the scores, which queries have rows of
         placement = strategy.inputs[0] if attends else strategy.outputs[0]

@@ -20,8 +20,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from parcompiler.graph import is_floating, tensors_of
 from parcompiler.pieces import piece
-from parcompiler.spmd.call import NodeCall, Shape, is_floating, read, tensors_of
+from parcompiler.spmd.call import NodeCall, Shape, read
 from parcompiler.spmd.placement import I, P, Placement, R, join, take
 from parcompiler.spmd.strategy import Strategy, localized
 
@@ -84,11 +85,11 @@ def _faults(call: NodeCall, strategy: Strategy, n: int, special: Special | None)
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
-    whole = tensors_of(_seeded(call, leaves, seed))
+    whole = list(tensors_of(_seeded(call, leaves, seed)))
     operands = [dealt(v, t, n) for v, t in zip(_values(call), strategy.inputs, strict=True)]
     ranks = [_leaves(call, [pieces[rank] for pieces in operands]) for rank in range(n)]
     computed = [
-        tensors_of(_seeded(call, local, seed, strategy, (n, rank), special))
+        list(tensors_of(_seeded(call, local, seed, strategy, (n, rank), special)))
         for rank, local in enumerate(ranks)
     ]
     tolerance = _tolerance(call)
@@ -127,7 +128,7 @@ def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[to
     operands = [dealt(v, t, n) for v, t in zip(_values(call), inputs, strict=True)]
     with torch.no_grad():
         return [
-            tensors_of(run(call, [pieces[rank] for pieces in operands], strategy, (n, rank)))
+            list(tensors_of(run(call, [x[rank] for x in operands], strategy, (n, rank))))
             for rank in range(n)
         ]
 

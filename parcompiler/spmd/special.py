@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from parcompiler.capture.effects import is_random
 from parcompiler.ring import RingAttention
-from parcompiler.spmd.call import NodeCall, is_random
+from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.elementwise import REDUCTION_MEAN, REDUCTION_SUM
 from parcompiler.spmd.placement import I, P, Placement, R, S
 from parcompiler.spmd.rows import Rows
@@ -230,7 +231,7 @@ def _head_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]
     for mask in call.shapes[3:]:
         place = len(mask) - 3
         inputs.append(S(place) if place >= 0 and mask[place] > 1 else R)
-    draws: Draws = "own" if is_random(call) else ""
+    draws: Draws = "own" if is_random(call.node) else ""
     yield Strategy(tuple(inputs), (S(heads),), special="own heads", draws=draws)
 
 
@@ -257,7 +258,7 @@ def _row_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     rows = len(query) - 2
     if not call.arguments.get("is_causal") or len(call.shapes) != 3 or query[rows] % n:
         return
-    draws: Draws = "own" if is_random(call) else ""
+    draws: Draws = "own" if is_random(call.node) else ""
     yield Strategy((S(rows), R, R), (S(rows),), special="causal rows", draws=draws)
 
 
@@ -281,7 +282,7 @@ def _like_rows(
 
 def _ring_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
     """Four dimensions, as kernels take them, without a mask or dropout."""
-    if [len(shape) for shape in call.shapes] != [4, 4, 4] or is_random(call):
+    if [len(shape) for shape in call.shapes] != [4, 4, 4] or is_random(call.node):
         return
     (samples, heads, rows, _), (others, groups, keys, _), value = call.shapes
     grouped = bool(call.arguments.get("enable_gqa")) and heads % groups == 0

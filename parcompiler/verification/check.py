@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from parcompiler.capture.effects import overload_name
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -192,7 +193,7 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
     options, mesh = program.problem.options, program.problem.mesh
     double = prepared(program.captured, options, mesh, torch.float64)
     for node in double.fx_graph.nodes:
-        name = str(getattr(node.target, "_opname", ""))
+        name = overload_name(node)
         if name in ("_grouped_mm", "grouped_mm"):
             message = f"{name} has no kernel for it"
             raise _NoReference(message)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects, effects_of, is_random, outside
+from parcompiler.capture.effects import (
+    Effects,
+    arguments_of,
+    effects_of,
+    is_random,
+    name_of,
+    outside,
+)
 from parcompiler.capture.prologue import cone, is_sendable
 from parcompiler.graph import Graph, Parameter, shape_of
 from parcompiler.vocabulary.head_pattern import (
@@ -26,7 +33,7 @@ from parcompiler.vocabulary.head_pattern import (
     match_loss,
     match_product,
 )
-from parcompiler.vocabulary.nodes import arguments, name_of, readers, source, tensor_of
+from parcompiler.vocabulary.nodes import readers, source, tensor_of
 
 NOTICEABLE = 0.05  # of what a rank has of the other parameters
 CONSTANT = "are constants"
@@ -125,7 +132,7 @@ class _Matching:
         """An embedding of something in the batch; one that must stay whole is noted."""
         if name_of(node) not in ("embedding", "embedding_bag", "_embedding_bag"):
             return
-        values = arguments(node)
+        values = arguments_of(node)
         table, index = tensor_of(self.graph, values["weight"]), values["indices"]
         if table is None or len(table.shape) != 2 or not isinstance(index, fx.Node):
             return

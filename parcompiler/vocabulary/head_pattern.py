@@ -18,12 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from parcompiler.capture.effects import overload_name
+from parcompiler.capture.effects import arguments_of, name_of, overload_name
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
 from parcompiler.vocabulary.nodes import (
-    arguments,
     is_copy,
-    name_of,
     source,
     tensor_of,
     transposed,
@@ -126,7 +124,7 @@ def match_loss(graph: Graph) -> Criterion:
 
 def _cross_entropy(node: fx.Node) -> Criterion | None:
     """The criterion of one node; None for a node of another kind."""
-    name, values = name_of(node), arguments(node)
+    name, values = name_of(node), arguments_of(node)
     if name not in CROSS_ENTROPIES:
         return None
     if values["target"].meta["val"].is_floating_point():
@@ -170,10 +168,10 @@ def match_product(graph: Graph, node: fx.Node) -> TableProduct | None:
     if name in ("matmul", "mm"):
         x, table = node.args[:2]
     elif name == "linear":
-        values = arguments(node)
+        values = arguments_of(node)
         x, table, bias = values["input"], values["weight"], values["bias"]
     elif name == "addmm":
-        values = arguments(node)
+        values = arguments_of(node)
         if not values["beta"] == values["alpha"] == 1:
             return None
         x, table, bias = values["mat1"], values["mat2"], values["self"]
@@ -340,7 +338,7 @@ def _add_bias(graph: Graph, chain: Chain, node: fx.Node) -> None:
 
 def _add_softmax(chain: Chain, node: fx.Node) -> None:
     """A log-softmax over the classes: the cross-entropy has one of its own."""
-    values = arguments(node)
+    values = arguments_of(node)
     if values["dim"] % len(shape_of(node)) != chain.dim:
         keep_whole("a log-softmax of another dimension")
     if values.get("dtype") is not None or values.get("half_to_float"):
@@ -356,7 +354,7 @@ def _row_operation(chain: Chain, node: fx.Node, name: str) -> RowOperation:
     if not isinstance(operand, fx.Node):
         _needs_logits(name)
     before, after, dim = shape_of(operand), shape_of(node), chain.dim
-    values = arguments(node)
+    values = arguments_of(node)
     if name in _RESHAPES:
         ahead = math.prod(before[:dim])
         places = [i for i, size in enumerate(after)

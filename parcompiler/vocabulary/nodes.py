@@ -1,39 +1,16 @@
-"""Reading nodes: their arguments by name, copies and transposes, and tensors of the model.
-
->>> graph = fx.Graph()
->>> x = graph.placeholder("x")
->>> half = graph.call_function(torch.ops.aten.mul.Tensor, (x, 0.5))
->>> name_of(half), arguments(half)["other"]
-('mul', 0.5)
-"""
+"""Reading nodes: copies and transposes, and tensors of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import fx
 
+from parcompiler.capture.effects import arguments_of, name_of
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
-from parcompiler.spmd.call import bound
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
 _COPIES = frozenset("alias contiguous clone to _to_copy float double".split())
-
-
-def name_of(node: fx.Node) -> str:
-    """The operator of a node without its overload; empty for a placeholder."""
-    if node.op != "call_function":
-        return ""
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an ATen node by name, with the defaults of those that are not given."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return dict(node.kwargs)
-    return bound(node.target, node.args, node.kwargs)
 
 
 def is_copy(node: fx.Node) -> bool:
@@ -60,7 +37,7 @@ def transposed(node: fx.Node) -> fx.Node | None:
     operand = node.args[0]
     if len(shape_of(operand)) != 2:
         return None
-    values = arguments(node)
+    values = arguments_of(node)
     is_transpose = name in ("t", "numpy_T", "mT", "matrix_H")
     if name == "transpose":
         is_transpose = values["dim0"] % 2 != values["dim1"] % 2

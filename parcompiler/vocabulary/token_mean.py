@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from parcompiler.capture.clean import copied
-from parcompiler.capture.effects import effects_of
+from parcompiler.capture.effects import arguments_of, effects_of
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.vocabulary.find import obstacle
 from parcompiler.vocabulary.head_pattern import Criterion, WholeError, keep_whole, match_loss
-from parcompiler.vocabulary.nodes import arguments
 from parcompiler.vocabulary.spread import extract
 
 SUM = 2  # of torch's reductions
@@ -49,7 +48,7 @@ def over_tokens(graph: Graph) -> Graph:
         raise InputError(message) from stop
     made, nodes = copied(graph.fx_graph)
     copy = nodes[criterion.node]
-    values = {**arguments(criterion.node), "reduction": SUM}
+    values = {**arguments_of(criterion.node), "reduction": SUM}
     copy.args = tuple(nodes[v] if isinstance(v, fx.Node) else v for v in values.values())
     copy.kwargs = {}
     return dataclasses.replace(

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from parcompiler.capture.effects import name_of
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.passes.shard import pins as pinning
@@ -36,7 +37,6 @@ from parcompiler.passes.shard.templates import fold
 from parcompiler.plan import Plan, Sharding
 from parcompiler.problem import Problem
 from parcompiler.spmd.shard import shard
-from parcompiler.vocabulary.nodes import name_of
 
 LONG = 4096  # positions of a row from which memory alone may be worth the axis
 
