@@ -241,29 +241,29 @@ def assumed() -> bool | None:
 
 
 @lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
-    """The syntax of a source file, if it can be read."""
+def _tree(file: str) -> ast.Module:
+    """The syntax of a source file; of none where it cannot be read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return None
+        return ast.parse("")
 
 
+@lru_cache(maxsize=1024)
 def _wanted(file: str, start: Position, end: Position) -> bool | None:
     """The truth value of the expression between two positions that lets execution go on."""
-    path = _path(_tree(file), start, end)
-    for depth, node in enumerate(path):
+    for node in ast.walk(_tree(file)):
         goal = _goal(node)
         if goal is None:
             continue
         assert isinstance(node, ast.Assert | ast.If)
-        if node is path[-1]:  # the interpreter asks on behalf of the statement
-            signs = set(_signs(node.test))
+        parts = list(_logic(node.test))
+        if _extent(node) == (start, end):  # the interpreter asks on behalf of the statement
+            signs = {sign for part, sign in parts if not isinstance(part, ast.BoolOp | ast.UnaryOp)}
             return goal == signs.pop() if len(signs) == 1 else None
-        inner = path[depth + 1 :]
-        logic = all(isinstance(n, ast.BoolOp) or _negates(n) for n in inner[:-1])
-        if inner[0] is node.test and logic:
-            return goal == (sum(map(_negates, inner)) % 2 == 0)
+        for part, sign in parts:
+            if _extent(part) == (start, end):
+                return goal == sign
     return None
 
 
@@ -278,43 +278,20 @@ def _goal(node: ast.AST) -> bool | None:
     return None
 
 
-def _signs(test: ast.expr) -> Iterator[bool]:
-    """For each operand of a test whether it stands there as it is (or negated)."""
-    if isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from _signs(value)
-    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from (not sign for sign in _signs(test.operand))
-    else:
-        yield True
+def _logic(test: ast.expr, sign: bool = True) -> Iterator[tuple[ast.expr, bool]]:
+    """A test and what its `not`, `and` and `or` combine, each with whether it counts as it is (or
+    negated)."""
+    inner: list[ast.expr] = test.values if isinstance(test, ast.BoolOp) else []
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner, sign = [test.operand], not sign
+    yield test, sign
+    for part in inner:
+        yield from _logic(part, sign)
 
 
-def _path(tree: ast.AST | None, start: Position, end: Position) -> list[ast.AST]:
-    """The nodes of the syntax around two positions, outermost first; empty unless one is just
-    between them."""
-    path: list[ast.AST] = []
-    node = tree
-    while node is not None:
-        path.append(node)
-        if _extent(node) == (start, end):
-            return path
-        extents = ((child, _extent(child)) for child in ast.iter_child_nodes(node))
-        node = next((n for n, e in extents if e and e[0] <= start and end <= e[1]), None)
-    return []
-
-
-def _extent(node: ast.AST) -> tuple[Position, Position] | None:
-    """Where a node begins and ends in its source; None for one that has no place there."""
-    if not isinstance(node, ast.stmt | ast.expr):
-        return None
-    if node.end_lineno is None or node.end_col_offset is None:
-        return None
+def _extent(node: ast.stmt | ast.expr) -> tuple[Position, tuple[int | None, int | None]]:
+    """Where a node begins and ends in its source."""
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-
-
-def _negates(node: ast.AST) -> bool:
-    """Whether a node is a `not`."""
-    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
 
 
 def _harmless(body: list[ast.stmt]) -> bool:
