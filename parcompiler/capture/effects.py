@@ -89,13 +89,14 @@ def mutated_operands(node: fx.Node) -> Iterator[fx.Node]:
     for argument in target._schema.arguments:
         value = arguments.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (v for v in _nodes(value))
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (item for item in values if isinstance(item, fx.Node))
     # Running statistics are updated without the schema saying so.
     if target._opname in _TRAINING_NORMS and (
         arguments.get("training") or arguments.get("use_input_stats")
     ):
-        for name in ("running_mean", "running_var"):
-            yield from _nodes(arguments.get(name))
+        statistics = (arguments.get(name) for name in ("running_mean", "running_var"))
+        yield from (item for item in statistics if isinstance(item, fx.Node))
 
 
 def is_statement(node: fx.Node) -> bool:
@@ -127,15 +128,6 @@ def _may_share(target: torch._ops.OpOverload) -> bool:
     return aliased or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
 
-def _nodes(value: object) -> Iterator[fx.Node]:
-    """The nodes in one argument: itself, or those in a list."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _nodes(item)
-
-
 def outside(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """The nodes that `nodes` read and that are none of them, by first use."""
     inside = set(nodes)
@@ -151,7 +143,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
     # Functions and conversions may return what they got.
     shares = isinstance(target, Applied) or getattr(target, "shares", False)
     if shares or (isinstance(target, torch._ops.OpOverload) and _may_share(target)):
-        return next(_nodes(list(node.args)), None)
+        return next(iter(node.all_input_nodes), None)
     return None
 
 

@@ -12,7 +12,7 @@ shard         a graph and a strategy for each node -> the graph of one rank
 """
 
 from parcompiler.spmd.placement import I, P, Placement, R, S
-from parcompiler.spmd.rules import source, strategies
+from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.strategy import SizeArgument, Strategy
 
-__all__ = ["I", "P", "Placement", "R", "S", "SizeArgument", "Strategy", "source", "strategies"]
+__all__ = ["I", "P", "Placement", "R", "S", "SizeArgument", "Strategy", "strategies"]

@@ -3,31 +3,24 @@
 Conversions are linear and act on each element by itself, but for the dimensions along which they
 move pieces; attention by rows splits by samples and heads, and has its rows whole. Rows that go to
 their experts and back are whole, or have a piece of their columns.
-
->>> split(("1", "2"), 4)
-'d0 (d1) (d2) d3'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from parcompiler.spmd.call import NodeCall
+from parcompiler.spmd.dimensions import words
 from parcompiler.spmd.formula import Rule
-
-
-def split(moved: Iterable[object], rank: int) -> str:
-    """The words of a value some of whose dimensions stay whole."""
-    whole = {int(str(dim)) for dim in moved}
-    return " ".join(f"(d{dim})" if dim in whole else f"d{dim}" for dim in range(rank))
 
 
 def _conversion(*dims: str) -> Callable[[NodeCall], Rule]:
     """A conversion that moves pieces along the dimensions that these arguments name."""
 
     def rule(call: NodeCall) -> Rule:
-        words = split((call.arguments[name] for name in dims), len(call.shapes[0]))
-        return Rule(f"{words} -> {words}")
+        moved = [int(call.arguments[name]) for name in dims]
+        line = " ".join(words(len(call.shapes[0]), moved))
+        return Rule(f"{line} -> {line}")
 
     return rule
 
@@ -41,8 +34,8 @@ def _attention(call: NodeCall) -> Rule:
 
 def _routed(call: NodeCall) -> Rule:
     """Rows to their experts, or back: any of their columns."""
-    words = split((0,), len(call.shapes[0]))
-    return Rule(f"{words}, !(e), !(r) (k) -> {words}")
+    line = " ".join(words(len(call.shapes[0]), (0,)))
+    return Rule(f"{line}, !(e), !(r) (k) -> {line}")
 
 
 RULES: Mapping[str, Callable[[NodeCall], Rule]] = {

@@ -12,14 +12,11 @@ S(2) S(1) -> P
 R S(0) -> S(2)
 P R -> P
 R P -> P
->>> source(node, 4)
-'written'
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Literal
 
 import torch  # noqa: F401  (of the example above)
 from torch import fx
@@ -34,8 +31,6 @@ from parcompiler.spmd.runtime_call import RuntimeCall
 from parcompiler.spmd.segments import segment_strategies
 from parcompiler.spmd.special import special_strategies
 from parcompiler.spmd.strategy import SizeArgument, Strategy
-
-Source = Literal["written", "discovered", "replicated"]
 
 
 def maker(call: NodeCall) -> Rule | None:
@@ -104,14 +99,6 @@ def _is_sound(strategy: Strategy, call: NodeCall) -> bool:
     """Whether operands that are updated in place have the type of the result that they become."""
     result = strategy.outputs[:1]
     return all(strategy.inputs[place] == result[0] for place in written(call) if result)
-
-
-def source(node: fx.Node, n: int) -> Source:
-    """Where the strategies of a node come from; "replicated" when there are no others."""
-    call = read(node)
-    if is_unknown(call) and not all(s.is_replicated for s in strategies(node, n)):
-        return "discovered"
-    return "replicated" if is_unknown(call) or written_rule(call) is None else "written"
 
 
 def is_unknown(call: NodeCall) -> bool:

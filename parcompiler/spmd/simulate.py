@@ -14,7 +14,7 @@ type, values and gradients must be those of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,23 +22,11 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.graph import is_floating, tensors_of
 from parcompiler.pieces import piece
-from parcompiler.spmd.call import NodeCall, Shape, read
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.placement import I, P, Placement, R, join, take
 from parcompiler.spmd.strategy import Strategy, localized
 
-
-class RankCall(NamedTuple):
-    """A call on one of `n` ranks: `arguments` are local, `shapes` those of the whole operands."""
-
-    target: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    shapes: Sequence[Shape]
-    n: int
-    rank: int
-
-
 Values = Sequence[torch.Tensor]
-Special = Mapping[str, Callable[[RankCall], Any]]  # what a rank computes, by special strategy
 TOLERANCE = 1e-9
 
 
@@ -66,22 +54,19 @@ def example(target: Callable[..., Any], *args: Any, **kwargs: Any) -> NodeCall:
     return read(node, {*carrying, node.name} if carrying else None)
 
 
-def faults(
-    call: NodeCall, strategy: Strategy, n: int, special: Special | None = None
-) -> tuple[str, ...]:
+def faults(call: NodeCall, strategy: Strategy, n: int) -> tuple[str, ...]:
     """The faults of a strategy on the values of `call`; none when it is right.
 
-    Strategies that draw other numbers on each rank are not carried out, nor special ones that are
-    not in `special`.
+    Strategies that draw other numbers on each rank are not carried out, nor special ones.
     """
-    if strategy.draws == "own" or strategy.special not in ("", *(special or ())):
+    if strategy.draws == "own" or strategy.special:
         return ()
     with torch.random.fork_rng(devices=[]):  # torch.manual_seed would seed other devices for good
         torch.default_generator.manual_seed(0)
-        return tuple(_faults(call, strategy, n, special))
+        return tuple(_faults(call, strategy, n))
 
 
-def _faults(call: NodeCall, strategy: Strategy, n: int, special: Special | None) -> Iterator[str]:
+def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
     """Values first, then gradients."""
     seed = int(torch.randint(1 << 30, ()))
     leaves = _leaves(call, _values(call))
@@ -89,7 +74,7 @@ def _faults(call: NodeCall, strategy: Strategy, n: int, special: Special | None)
     operands = [dealt(v, t, n) for v, t in zip(_values(call), strategy.inputs, strict=True)]
     ranks = [_leaves(call, [pieces[rank] for pieces in operands]) for rank in range(n)]
     computed = [
-        list(tensors_of(_seeded(call, local, seed, strategy, (n, rank), special)))
+        list(tensors_of(_seeded(call, local, seed, strategy, (n, rank))))
         for rank, local in enumerate(ranks)
     ]
     tolerance = _tolerance(call)
@@ -198,12 +183,11 @@ def _seeded(
     seed: int,
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
-    special: Special | None = None,
 ) -> Any:
     """The call with copies of the leaves (it may update them in place), drawing by `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return run(call, [leaf.clone() for leaf in leaves], strategy, place, special)
+        return run(call, [leaf.clone() for leaf in leaves], strategy, place)
 
 
 def run(
@@ -211,26 +195,20 @@ def run(
     values: Values,
     strategy: Strategy | None = None,
     place: tuple[int, int] = (1, 0),
-    special: Special | None = None,
 ) -> Any:
     """The call on whole values; with a strategy, on what one rank (`n`, `rank`) holds."""
-    arguments = _filled(call, values)
+    arguments = filled(call, values)
     if strategy is None:
         return _invoke(call.node.target, arguments)
     n, rank = place
     arguments = localized(arguments, strategy.sizes, lambda whole: piece(whole, n, rank).size)
-    if strategy.special:
-        assert callable(call.node.target), f"{call.name} is no function"
-        rank_call = RankCall(call.node.target, arguments, call.shapes, n, rank)
-        assert special is not None, f"{strategy.special} has no simulation"
-        return special[strategy.special](rank_call)
     result = _invoke(call.node.target, arguments)
     if strategy.factor == 1.0:
         return result
     return pytree.tree_map(lambda leaf: leaf * strategy.factor, result)
 
 
-def _filled(call: NodeCall, values: Values) -> dict[str, Any]:
+def filled(call: NodeCall, values: Values) -> dict[str, Any]:
     """The arguments with values for operands."""
     by_place = {
         (operand.argument, operand.index): value

@@ -23,7 +23,7 @@ from parcompiler.spmd.conversions import conversion
 from parcompiler.spmd.placement import join, take
 from parcompiler.spmd.shard import stored
 from parcompiler.spmd.simulate import run
-from tests.spmd.special_ranks import SPECIAL
+from tests.spmd.special_ranks import run_special
 from tests.vocabulary.running import of_vocabulary
 
 Parts = list[torch.Tensor]  # what each rank holds
@@ -145,11 +145,11 @@ class _Ranks:
                 self.values[node] = [run(call, [])] * self.n
             else:
                 local = _Filled(call, self.values)
+                compute = run_special if strategy.special else run
                 self.values[node] = [
-                    run(local.on(rank), [parts[rank] for parts in operands], strategy,
-                         (self.n, rank), SPECIAL)
+                    compute(local.on(rank), [x[rank] for x in operands], strategy, (self.n, rank))
                     for rank in range(self.n)
-                ]  # fmt: skip
+                ]
         self.types[node] = strategy.outputs
 
 

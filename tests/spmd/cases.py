@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from torch import fx
 
-from parcompiler.spmd.call import NodeCall
+from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.elementwise import NONLINEAR
+from parcompiler.spmd.rules import is_unknown, strategies, written_rule
 from parcompiler.spmd.simulate import example
 
 aten = torch.ops.aten
@@ -23,6 +25,14 @@ Case = Callable[[int, int, int, int], NodeCall]
 def real(*shape: int) -> torch.Tensor:
     """Between 0.1 and 0.9: inside the domain of every function."""
     return torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1
+
+
+def source(node: fx.Node, n: int) -> str:
+    """Where the strategies of a node come from; "replicated" when there are no others."""
+    call = read(node)
+    if is_unknown(call) and not all(s.is_replicated for s in strategies(node, n)):
+        return "discovered"
+    return "replicated" if is_unknown(call) or written_rule(call) is None else "written"
 
 
 def below(high: int, *shape: int) -> torch.Tensor:

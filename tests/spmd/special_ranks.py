@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from parcompiler.pieces import Span, piece
+from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.elementwise import REDUCTION_SUM
-from parcompiler.spmd.simulate import RankCall, Special
+from parcompiler.spmd.simulate import Values, filled
+from parcompiler.spmd.strategy import Strategy, localized
+
+
+class RankCall(NamedTuple):
+    """A call on one of `n` ranks: `arguments` are local, `shapes` those of the whole operands."""
+
+    target: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    shapes: Sequence[Shape]
+    n: int
+    rank: int
+
+
+def run_special(call: NodeCall, values: Values, strategy: Strategy, place: tuple[int, int]) -> Any:
+    """What one rank (`n`, `rank`) computes by a special strategy."""
+    n, rank = place
+    sizes = strategy.sizes
+    local = localized(filled(call, values), sizes, lambda whole: piece(whole, n, rank).size)
+    assert callable(call.node.target), f"{call.name} is no function"
+    return SPECIAL[strategy.special](RankCall(call.node.target, local, call.shapes, n, rank))
 
 
 def part(call: RankCall, operand: int, dim: int) -> Span:
@@ -75,7 +97,7 @@ def experts(call: RankCall) -> torch.Tensor:
     return F.pad(product, (0, 0, first, rows.shape[0] - last))
 
 
-SPECIAL: Special = {
+SPECIAL: Mapping[str, Callable[[RankCall], Any]] = {
     "vocabulary lookup": embedding,
     "vocabulary bags": bags,
     "own rows": loss_of_rows,

@@ -6,9 +6,9 @@ import torch
 from parcompiler.spmd import P, R, S, Strategy
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.discover import discovered
-from parcompiler.spmd.rules import source, strategies
+from parcompiler.spmd.rules import strategies
 from parcompiler.spmd.simulate import example
-from tests.spmd.cases import aten, below, real
+from tests.spmd.cases import aten, below, real, source
 
 
 def splits(call: NodeCall) -> set[Strategy]:

@@ -10,12 +10,13 @@ from torch import fx
 
 from parcompiler.capture import capture
 from parcompiler.graph import Graph
-from parcompiler.spmd import I, P, R, S, Strategy, source, strategies
+from parcompiler.spmd import I, P, R, S, Strategy, strategies
 from parcompiler.spmd.call import NodeCall, read
 from parcompiler.spmd.discover import on_random
 from parcompiler.spmd.segments import segmentations
 from parcompiler.spmd.simulate import faults
 from tests import architectures, zoo
+from tests.spmd.cases import source
 
 OWN = (
     "gpt", "gpt-dropout", "llama", "bert", "t5", "resnet", "moe", "dlrm", "hf-gpt2", "hf-llama",
