@@ -77,7 +77,6 @@ class ProgramTasks:
     orders: Sequence[Sequence[int]]
     lines: Sequence[tuple[int, Instruction]]
     exchanges: Sequence[Exchange]
-    members: Sequence[Sequence[int]]  # by exchange: the tasks that take part, START among them
     buffers: Sequence[Buffer]
     trained: frozenset[Place]
     within: Sequence[int] = ()  # sums that begin in a whole backward, as gradients become final
@@ -196,7 +195,7 @@ class _Builder:
         self.summed: list[int] = []  # the sums, and that all ranks are there
         self.within: list[int] = []  # the sums that begin in a backward
         self.number: dict[tuple[Exchange, int], int] = {}
-        self.members: list[list[int]] = []
+        self.early: list[int] = []  # by exchange: those that take part from the begin
         self.lines: list[tuple[int, Instruction]] = []
         self.needs: list[list[int]] = []
         self.joins: list[list[int]] = []
@@ -210,17 +209,15 @@ class _Builder:
         occupied = [
             tuple(lanes.setdefault(lane, len(lanes)) for lane in _lanes(what)) for what in exchanges
         ]
-        expected = [self._parties(what) for what in exchanges]
-        parties = [
-            n - members.count(START) for n, members in zip(expected, self.members, strict=True)
-        ]
+        pairs = zip(exchanges, self.early, strict=True)
+        parties = [self._parties(what) - count for what, count in pairs]
         early = [self.size + x for x, n in enumerate(parties) if n == 0]
         tasks = Tasks(self.size, self.needs, self.joins, parties, occupied, len(lanes), early)
         trained = frozenset(
             (line.stage, line.microbatch) for _, line in self.lines if line.kind in BACKWARDS
         )
         return ProgramTasks(
-            tasks, orders, self.lines, exchanges, self.members, self.buffers, trained, self.within
+            tasks, orders, self.lines, exchanges, self.buffers, trained, self.within
         )
 
     def _parties(self, what: Exchange) -> int:
@@ -233,14 +230,15 @@ class _Builder:
         """The number of an exchange, or of one of several alike."""
         if (what, time) not in self.number:
             self.number[what, time] = self.size + len(self.number)
-            self.members.append([])
+            self.early.append(0)
         return self.number[what, time]
 
     def _join(self, at: _RankTasks, what: Exchange, time: int = 0) -> None:
         """A rank takes part in an exchange by the task before."""
         number = self._exchange(what, time)
-        self.members[number - self.size].append(at.last)
-        if at.last != START:
+        if at.last == START:
+            self.early[number - self.size] += 1
+        else:
             self.joins[at.last].append(number)
 
     def _rank(self, at: _RankTasks, lines: Sequence[Instruction]) -> list[int]:
@@ -263,7 +261,7 @@ class _Builder:
                     at.begun.add(line.stage)
                     self.needs[at.last].append(self._exchange(Ready(line.stage or 0)))
             elif line.kind is GATHER:
-                self.members[self._exchange(line) - self.size].append(START)
+                self.early[self._exchange(line) - self.size] += 1
             elif line.kind is Kind.RECV:
                 self._post(at, line, message(at.rank, line))
             elif line.kind is Kind.SEND:

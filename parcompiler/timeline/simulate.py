@@ -17,9 +17,8 @@ rank 1   62.5 %        114 B  ................F0------B0--------------..........
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from operator import attrgetter
 from typing import Protocol
 
@@ -35,7 +34,7 @@ from parcompiler.timeline.program import (
     SendRecv,
     tasks_of,
 )
-from parcompiler.timeline.run import INFINITY, START, Moments, run
+from parcompiler.timeline.run import Moments, run
 from parcompiler.timeline.timeline import Timeline, TimelineEvent, idle
 
 
@@ -146,7 +145,6 @@ def simulate(
         bubble=idle(events, moments.last, len(instructions)),
         peak_memory=tuple(own.most() for own in held),
         events=events,
-        critical_path=_critical_path(program, moments),
         memory=tuple(own.levels() for own in held),
     )
 
@@ -267,66 +265,6 @@ def _send(sent: SendRecv) -> Instruction:
     )  # fmt: skip
 
 
-def _critical_path(program: ProgramTasks, moments: Moments) -> tuple[TimelineEvent, ...]:
-    """From the begin of the step to what ends last, each begun by the end of the one before."""
-    begins, ends, size = moments.begins, moments.ends, program.tasks.size
-    before = {task: previous for order in program.orders for previous, task in pairwise(order)}
-    until: dict[tuple[int, float], list[int]] = {}  # by lane and end
-    for x, lanes in enumerate(program.tasks.lanes, size):
-        for lane in lanes:
-            until.setdefault((lane, ends[x]), []).append(x)
-    path = [max(range(len(ends)), key=lambda x: (ends[x], x), default=START)]
-    seen = {START, *path}
-    while path[-1] != START and begins[path[-1]] > 0.0:
-        at = path[-1]
-        if at < size:
-            causes = [before.get(at, START), *program.tasks.needs[at]]
-        else:
-            lanes = program.tasks.lanes[at - size]
-            others = (until.get((lane, begins[at]), ()) for lane in lanes)
-            causes = [*program.members[at - size], *(x for same in others for x in same)]
-        inside = at in program.within
-        causes = [
-            cause
-            for cause in causes
-            if cause not in seen
-            and (ends[cause] == begins[at] or (inside and begins[cause] < begins[at] < ends[cause]))
-        ]
-        if causes:
-            path.append(causes[0])
-            seen.add(causes[0])
-        else:  # a dead end among exchanges that take no time
-            path.pop()
-    path.reverse()
-    follow = [*(begins[x] for x in path[1:]), INFINITY]  # sums begin within backwards
-    shown = [(x, end) for x, end in zip(path, follow, strict=False) if _is_shown(program, x)]
-    events = [(_event(program, moments, x), end) for x, end in shown]
-    return tuple(replace(event, end=min(event.end, end)) for event, end in events)
-
-
-def _is_shown(program: ProgramTasks, x: int) -> bool:
-    """Whether a task or exchange is an event: a wait for a loss, or for all ranks, is none."""
-    if x >= program.tasks.size:
-        return not _is_meeting(program.exchanges[x - program.tasks.size])
-    return x != START and program.lines[x][1].kind not in ENDS
-
-
 def _is_meeting(what: Exchange) -> bool:
     """Whether an exchange says that all ranks are at the optimizer's step, or parameters there."""
     return isinstance(what, Ready) or (isinstance(what, Instruction) and what.kind is Kind.UPDATE)
-
-
-def _event(program: ProgramTasks, moments: Moments, x: int) -> TimelineEvent:
-    """The event of a task; of an exchange on the rank that came last."""
-    if x < program.tasks.size:
-        rank, line = program.lines[x]
-    else:
-        members, what = (
-            program.members[x - program.tasks.size],
-            program.exchanges[x - program.tasks.size],
-        )
-        assert not isinstance(what, Ready)
-        last = max(members, key=lambda task: 0.0 if task == START else moments.ends[task])
-        rank = what.source if isinstance(what, SendRecv) else program.lines[last][0]
-        line = _send(what) if isinstance(what, SendRecv) else what
-    return TimelineEvent(rank, moments.begins[x], moments.ends[x], line)

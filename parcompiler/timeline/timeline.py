@@ -30,15 +30,13 @@ class Timeline:
     `bubble` is the fraction of the step in which a rank does not compute. `peak_memory` counts
     resident bytes, activations of micro-batches in flight, and message buffers, and at the end what
     the optimizer's step takes; `memory` are its steps, for each rank (second, bytes from then on).
-    `events` are sorted by their begin. `critical_path` are events, each beginning when the one
-    before ends, that last the whole step.
+    `events` are sorted by their begin.
     """
 
     step_time: float
     bubble: tuple[float, ...]
     peak_memory: tuple[int, ...]
     events: tuple[TimelineEvent, ...] = field(repr=False)
-    critical_path: tuple[TimelineEvent, ...] = field(repr=False)
     memory: tuple[tuple[tuple[float, int], ...], ...] = field(repr=False)
 
     @property

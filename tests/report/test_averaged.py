@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from parcompiler.models import gpt
 from parcompiler.prices import left_seconds
 from parcompiler.report import Report
 from parcompiler.report.trace import trace_text
+from tests.timeline.causes import unbroken
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,10 +87,7 @@ def test_sums_of_buckets_begin_in_the_last_backward_when_their_gradients_are_fin
     assert backward.begin < sums[0].begin < backward.end
     assert sums[0].begin == pytest.approx(backward.end - left(sums[0].instruction))
     assert sums[-1].begin >= backward.end - left(sums[-1].instruction)
-    path = timeline.critical_path
-    assert all(a.end == b.begin for a, b in pairwise(path))
-    assert path[0].begin == 0.0
-    assert path[-1].end == timeline.step_time
+    assert unbroken(timeline)
 
 
 def test_sums_are_not_part_of_the_compute_and_end_before_the_update() -> None:
