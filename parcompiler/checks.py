@@ -88,6 +88,7 @@ def check_lowered(lowered: Lowered) -> None:
     _check_outputs(lowered)
     _check_token_mean(lowered)
     _check_updates_of_model(lowered)
+    _check_ties(lowered)
 
 
 def _check_hooks(lowered: Lowered) -> None:
@@ -96,6 +97,17 @@ def _check_hooks(lowered: Lowered) -> None:
         message = (
             f"{min(lowered.graph.hooks)!r} has a hook, which runs once a step, and pipedream "
             "updates behind every backward: take a synchronous schedule"
+        )
+        raise InputError(message)
+
+
+def _check_ties(lowered: Lowered) -> None:
+    """Refuse copies of a parameter that are updated behind each backward, apart from each other."""
+    if lowered.asynchronous and lowered.tied:
+        item = lowered.tied[0]
+        message = (
+            f"{item.name} is on stages {', '.join(map(str, item.ranks))}, and pipedream would let "
+            "its copies drift apart: untie them or take a synchronous schedule"
         )
         raise InputError(message)
 

@@ -80,7 +80,12 @@ def flow(
         if isinstance(mesh, Cluster):
             sizes = MicrobatchSizes(problem, captured, wanted)
             captured, problem, plan = search(
-                sizes, mesh, chosen, lambda one, options: check_mesh(one, source, options), steps
+                sizes,
+                mesh,
+                chosen,
+                lambda one, options: check_mesh(one, source, options),
+                check_lowered,
+                steps,
             )
             plan = _with_costs(local(problem, plan), plan)
         else:

@@ -43,7 +43,7 @@ from parcompiler.meshes.bounds import Bounds
 from parcompiler.meshes.refusal import nothing_fits
 from parcompiler.meshes.sizes import GIVEN, MicrobatchSizes, Wanted, first_line, wanted_rows
 from parcompiler.meshes.space import Candidate, are_neighbours, global_microbatches, space
-from parcompiler.meshes.weigh import Check, figures, on_mesh, unplanned
+from parcompiler.meshes.weigh import Check, CheckLowered, figures, on_mesh, unplanned
 from parcompiler.passes import DEFAULT, Pass
 from parcompiler.passes.base import MARGIN
 from parcompiler.passes.decide import Observer, fastest, plainest, start, step_of
@@ -65,6 +65,7 @@ AHEAD = 1.05  # times the lowest bound: a plainer mesh up to that is weighed bef
 __all__ = [
     "GIVEN",
     "Check",
+    "CheckLowered",
     "MicrobatchSizes",
     "Wanted",
     "global_microbatches",
@@ -78,15 +79,16 @@ def search(
     cluster: Cluster,
     passes: Sequence[Pass],
     check: Check,
+    check_lowered: CheckLowered,
     observer: Observer,
 ) -> tuple[Graph, Problem, Plan]:
     """The best mesh: the captured graph, its problem and plan, which lists all that was weighed.
 
-    `check` raises InputError for options that a mesh cannot have. Raises InfeasibleError when
-    nothing fits, with the least memory with which something would, and what the options raise when
-    no mesh can have them.
+    `check` raises InputError for options that a mesh cannot have, `check_lowered` for those that
+    the stages of a plan cannot. Raises InfeasibleError when nothing fits, with the least memory
+    with which something would, and what the options raise when no mesh can have them.
     """
-    state = MeshSearch(sizes, cluster, passes, check, observer)
+    state = MeshSearch(sizes, cluster, passes, check, check_lowered, observer)
     state.weigh_all()
     return state.answer()
 
@@ -122,10 +124,11 @@ class MeshSearch:
         cluster: Cluster,
         passes: Sequence[Pass],
         check: Check,
+        check_lowered: CheckLowered,
         observer: Observer,
     ) -> None:
         self.sizes, self.cluster, self.passes = sizes, cluster, passes
-        self.check, self.observer = check, observer
+        self.check, self.check_lowered, self.observer = check, check_lowered, observer
         with observer("bounds of meshes"):
             self.faults = {rows: sizes.fault(rows) for rows in sizes.rows}
             possible = [rows for rows, fault in self.faults.items() if fault is None]
@@ -209,7 +212,10 @@ class MeshSearch:
             plan = plainest(best.problem, self.passes, best.plan, enough - more)
         if plan is best.plan:
             return best
-        choice = figures(best.problem, plan, best.candidate.rows)
+        try:
+            choice = figures(best.problem, plan, best.candidate.rows, self.check_lowered)
+        except InputError:  # its stages cannot have what is asked for
+            return best
         assert choice.seconds is not None, "it was simulated"
         if choice.seconds > enough:
             return best
@@ -397,7 +403,7 @@ class MeshSearch:
             with self.observer(self._title("plan of", candidate)):
                 self.check(candidate.mesh, problem.options)
                 plan = fastest(problem, self.passes, below=below)
-                choice = figures(problem, plan, candidate.rows)
+                choice = figures(problem, plan, candidate.rows, self.check_lowered)
         except InputError as error:
             self._refuse(item, error)
             return

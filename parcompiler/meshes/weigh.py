@@ -9,6 +9,7 @@ from parcompiler.cost import seconds
 from parcompiler.cost.operation import EXCHANGE
 from parcompiler.instruction import COMPUTE, Kind
 from parcompiler.lower import lower
+from parcompiler.lower.lowered import Lowered
 from parcompiler.mesh import Mesh
 from parcompiler.meshes.space import Candidate
 from parcompiler.options import Options
@@ -21,6 +22,7 @@ from parcompiler.prices import simulated
 from parcompiler.problem import Problem
 
 Check = Callable[[Mesh, Options], None]
+CheckLowered = Callable[[Lowered], None]
 
 
 def planned(
@@ -53,11 +55,15 @@ def on_mesh(problem: Problem, candidate: Candidate) -> Problem:
     return on_axes(problem.anew(mesh=candidate.mesh, options=options, explain=False))
 
 
-def figures(problem: Problem, plan: Plan, rows: int | None) -> MeshChoice:
-    """The simulated step of a plan, and what its ranks do in it, in their mean."""
+def figures(
+    problem: Problem, plan: Plan, rows: int | None, check: CheckLowered = lambda lowered: None
+) -> MeshChoice:
+    """The simulated step of a plan, and what its ranks do in it, in their mean. Raises InputError
+    if `check` does: where what is asked for does not go with these stages."""
     assert plan.granularity is not None, "the passes decide it"
     rank_problem = local(problem, plan)
     lowered = lower(rank_problem.graph, plan, rank_problem.priced(plan.granularity).cut)
+    check(lowered)
     timeline, mesh = simulated(problem, plan, lowered), problem.mesh
     step = timeline.step_time
     computed = max((e.end for e in timeline.events if e.instruction.kind in COMPUTE), default=0.0)

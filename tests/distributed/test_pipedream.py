@@ -136,7 +136,7 @@ def test_a_program_is_proved_by_its_re_enactment(name: str, pipeline: int, recom
 
 def test_copies_that_would_drift_apart_are_refused_before_anything_starts() -> None:
     model, inputs = zoo.build("gpt-tied")
-    with pytest.raises(pc.PlanError, match=r"embedding\.weight is on stages 0, 1") as caught:
+    with pytest.raises(pc.InputError, match=r"embedding\.weight is on stages 0, 1") as caught:
         pc.compile(model, pc.Mesh(pipeline=2), inputs, microbatches=4, schedule="pipedream")
     assert "untie them or take a synchronous schedule" in str(caught.value)
     pc.compile(model, pc.Mesh(), inputs, microbatches=4, schedule="pipedream")

@@ -350,3 +350,13 @@ def test_a_model_without_a_vocabulary_is_searched_too() -> None:
     )
     assert found.problem.mesh.size == 2
     assert {item.reason for item in found.plan.meshes or ()} <= {None, *BEATEN}
+
+
+def test_meshes_whose_stages_share_a_tied_table_are_passed_over_by_pipedream() -> None:
+    model = gpt.GPT(dataclasses.replace(SMALL, tied=True))
+    tokens = torch.zeros(1, SMALL.sequence, dtype=torch.long)
+    cluster = pc.Cluster(devices_per_node=4)
+    program = pc.compile(model, cluster, (tokens, tokens), microbatches=8, schedule="pipedream")
+    assert program.plan.mesh.pipeline == 1
+    reasons = [choice.reason for choice in program.plan.meshes or () if choice.pipeline > 1]
+    assert any("copies drift apart" in (reason or "") for reason in reasons), reasons
