@@ -105,29 +105,31 @@ def _sharded(problem: Problem, plan: Plan) -> Plan:
     return ShardPass().run(local(problem, plan), plan)
 
 
-def _with_memory(problem: Problem, plan: Plan) -> Iterator[Bound]:
+def _with_memory(problem: Problem, plan: Plan, *, is_plain: bool = True) -> Iterator[Bound]:
     """The bound with the memory of the level of ZeRO, of the highest where that is open. Where
-    memory forces blocks to run again, cheap operators may instead, which alone takes longer."""
-    rank_problem, is_open = local(problem, plan), _is_open(problem, plan)
-    seconds = busy_bound(rank_problem, plan)
-    if seconds < math.inf:
-        yield seconds, partial(_simulated, problem, plan)
-    else:
-        yield from _simulated(problem, plan)
-    is_plain = problem.options.recompute == "auto" and not plan.selective
-    if is_plain and not is_open and is_forced(rank_problem, plan):
+    memory forces blocks of a plain plan to run again, cheap operators may instead, which alone
+    takes longer."""
+    rank_problem = local(problem, plan)
+    is_plain = is_plain and problem.options.recompute == "auto" and not plan.selective
+    if is_plain and is_forced(rank_problem, plan):
+        is_plain = False
         for offload in dict.fromkeys((plan.offload, problem.may_offload)):
             again = dataclasses.replace(plan, selective=True, offload=offload, sharding=None)
             other = _sharded(problem, again)
             yield _roomy(problem, other), partial(_with_memory, problem, other)
+    seconds, finer = busy_bound(rank_problem, plan), partial(_simulated, problem, plan, is_plain)
+    if seconds < math.inf:
+        yield seconds, finer
+    else:
+        yield from finer()
 
 
-def _simulated(problem: Problem, plan: Plan) -> Iterator[Bound]:
+def _simulated(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
     """The same of a simulated step."""
     seconds = even_step(local(problem, plan), plan)
     if _is_open(problem, plan):
         if seconds < math.inf:
-            yield seconds, partial(_levels, problem, plan)
+            yield seconds, partial(_levels, problem, plan, is_plain)
         return
     if seconds < math.inf:
         yield seconds + least_exchange(local(problem, plan), plan), None
@@ -135,7 +137,8 @@ def _simulated(problem: Problem, plan: Plan) -> Iterator[Bound]:
     if plan.zero is not None and plan.sharding and seconds > (1 + MARGIN) * roomy:
         own = _sharded(problem, dataclasses.replace(plan, sharding=None))
         if own.sharding and own.sharding.templates != plan.sharding.templates:
-            yield max(roomy, _roomy(problem, own)), partial(_with_memory, problem, own)
+            finer = partial(_with_memory, problem, own, is_plain=is_plain)
+            yield max(roomy, _roomy(problem, own)), finer
 
 
 def _is_open(problem: Problem, plan: Plan) -> bool:
@@ -143,7 +146,7 @@ def _is_open(problem: Problem, plan: Plan) -> bool:
     return plan.zero is None and problem.options.zero == "auto" and bool(problem.zero)
 
 
-def _levels(problem: Problem, plan: Plan) -> Iterator[Bound]:
+def _levels(problem: Problem, plan: Plan, is_plain: bool) -> Iterator[Bound]:
     """A bound for each level of ZeRO with the sharding that was decided while that was open; where
     its memory matters, the one that is decided for the level may be better."""
     mesh = problem.mesh
@@ -152,7 +155,8 @@ def _levels(problem: Problem, plan: Plan) -> Iterator[Bound]:
         states = sum(map(whole.state_bytes, whole.graph.parameters))
         if states <= mesh.tensor * sum(whole.memories):
             trial = dataclasses.replace(plan, zero=level)
-            yield _roomy(problem, trial), partial(_with_memory, problem, trial)
+            finer = partial(_with_memory, problem, trial, is_plain=is_plain)
+            yield _roomy(problem, trial), finer
 
 
 def _roomy(problem: Problem, plan: Plan) -> float:

@@ -19,7 +19,9 @@ from parcompiler.lower import lower
 from parcompiler.models import gpt
 from parcompiler.options import Options
 from parcompiler.passes import DEFAULT
+from parcompiler.passes.decide import start
 from parcompiler.passes.estimate import costs, estimate
+from parcompiler.passes.least import least_step
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan, Shape
 from parcompiler.priced import Priced
@@ -262,6 +264,20 @@ def test_what_memory_forces_is_offloaded_where_the_link_is_faster_than_a_second_
         assert max(program.simulate().peak_memory) <= memory
         steps.append(program.simulate().step_time)
     assert steps[1] < 0.97 * steps[0]
+
+
+@pytest.mark.parametrize(("ranks", "gibibytes"), [(1, 0.66), (1, 0.5), (2, 0.6)])
+def test_no_plan_is_below_the_bound_whatever_memory_makes_it_do(
+    ranks: int, gibibytes: float
+) -> None:
+    memory, host = int(gibibytes * 2**30), Link(4.5e11, 1e-5)
+    mesh = pc.Mesh(
+        ranks, data=2, device=dataclasses.replace(device("h100"), memory=memory, host=host)
+    )
+    program = pc.compile(roomy(), mesh, microbatches=8)
+    assert program.plan.offload
+    least = least_step(program.problem, start(program.problem))
+    assert 0.7 < least / program.simulate().step_time <= 1
 
 
 def test_a_device_without_a_link_to_its_host_cannot_offload() -> None:
