@@ -22,7 +22,8 @@ True
 
 Rows of context ranks may be dealt `zigzag`, as two chunks from either end: `S(1 zigzag)`. Rows that
 each of these ranks has `sorted` for itself (`S(0 sorted)`) are its own ones in its own order, which
-nothing converts: they are no piece of the rows that one rank would sort.
+nothing converts: they are no piece of the rows that one rank would sort. Counts of such rows are
+`P(0 sorted)`, for no other summands are those of the rank's rows.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ class Placement:
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
-        if self.kind != "S":
+        if self.dim < 0:
             return self.kind
         segments = f": {' '.join(map(str, self.segments))}" if self.segments else ""
-        return f"S({self.dim}{' zigzag' * self.zigzag}{' sorted' * self.sorted}{segments})"
+        return (
+            f"{self.kind}({self.dim}{' zigzag' * self.zigzag}{' sorted' * self.sorted}{segments})"
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -75,27 +78,28 @@ def S(dim: int, segments: Sequence[int] = ()) -> Placement:
 
 
 _TEXT = re.compile(
-    r"(?P<kind>[RIP])|S\((?P<dim>\d{1,9})(?P<zigzag> zigzag)?(?P<sorted> sorted)?"
-    r"(?::(?P<segments>( \d{1,18})+))?\)"
+    r"(?P<whole>[RIP])|(?P<kind>S|P(?=\(0( zigzag)? sorted))\((?P<dim>\d{1,9})"
+    r"(?P<zigzag> zigzag)?(?P<sorted> sorted)?(?::(?P<segments>( \d{1,18})+))?\)"
 )
 
 
 def parse(text: str) -> Placement:
     """The placement that `text` names.
 
-    >>> [str(parse(word)) for word in ("I", "S(2)", "S(1 zigzag: 8 8)", "S(0 sorted)")]
-    ['I', 'S(2)', 'S(1 zigzag: 8 8)', 'S(0 sorted)']
+    >>> [str(parse(word)) for word in ("I", "S(2)", "S(1 zigzag: 8 8)", "P(0 sorted)")]
+    ['I', 'S(2)', 'S(1 zigzag: 8 8)', 'P(0 sorted)']
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         message = f"{text!r} is no placement: write 'R', 'I', 'P' or 'S(0)' with a dimension"
         raise InputError(message)
     for whole in (R, I, P):
-        if match["kind"] == whole.kind:
+        if match["whole"] == whole.kind:
             return whole
     segments = tuple(map(int, (match["segments"] or "").split()))
     zigzag, own_order = match["zigzag"] is not None, match["sorted"] is not None
-    return Placement("S", int(match["dim"]), segments, zigzag, own_order)
+    kind: Kind = "P" if match["kind"] == "P" else "S"
+    return Placement(kind, int(match["dim"]), segments, zigzag, own_order)
 
 
 def shard_of(placement: Placement, size: int) -> Shard:

@@ -93,17 +93,10 @@ def sorted_by_ranks(
         if any(length % n for length in lengths):
             continue
         is_dealt = all(is_zigzag(length, rows, n) for length in lengths)
-        types = [
-            replace(
-                t,
-                segments=tuple(part * shape[0] // item.tokens for part in division),
-                zigzag=is_dealt,
-            )
-            if t.kind == "S"
-            else t
-            for t, shape in zip(
-                (*item.strategy.inputs, *item.strategy.outputs), shapes, strict=True
-            )
-        ]
-        place = len(item.strategy.inputs)
-        yield replace(item.strategy, inputs=tuple(types[:place]), outputs=tuple(types[place:]))
+        types = []
+        for t, shape in zip((*item.strategy.inputs, *item.strategy.outputs), shapes, strict=True):
+            each = shape[0] // item.tokens if t.kind == "S" else 1
+            segments = tuple(each * part for part in division)
+            types.append(t if t.dim < 0 else replace(t, segments=segments, zigzag=is_dealt))
+        number = len(item.strategy.inputs)
+        yield replace(item.strategy, inputs=tuple(types[:number]), outputs=tuple(types[number:]))

@@ -4,7 +4,7 @@
     experts of [b a a b c a]    of [b a a]    of [b c a]      S(0)         as tokens are dealt
     sort         a a a b b c    a a b         a b c           S(0 sorted)
     row of each  1 2 5 0 3 4    1 2 0         2 0 1           S(0 sorted)  numbers of own rows
-    ends of each 3 5 6          2 3 3         1 2 3           P            they add up
+    ends of each 3 5 6          2 3 3         1 2 3           P(0 sorted)  of own rows; they add up
     products     by expert      of own rows                   S(0 sorted)
     and back     rows[inverse]                                S(0)
 
@@ -21,7 +21,7 @@ from dataclasses import replace
 from torch import fx
 
 from parcompiler.graph import Graph
-from parcompiler.spmd.call import NodeCall, call_of
+from parcompiler.spmd.call import NodeCall, Operand, call_of
 from parcompiler.spmd.experts import GROUPED
 from parcompiler.spmd.placement import P, Placement, R, S
 from parcompiler.spmd.rows import Rows, SortedNode, causal_lengths
@@ -33,6 +33,8 @@ from parcompiler.spmd.views import SIZE_ARGUMENTS
 OWN_ORDER = "own order"  # numbers are written for as many rows as a rank has
 PIECE = S(0)
 SORTED = replace(PIECE, sorted=True)
+COUNTS = replace(P, dim=0, sorted=True)  # no other summands are those of the rank's own rows
+SUMS = ("cumsum", "to", "_to_copy")
 
 
 def rows_of(graph: Graph, axis: str) -> Rows | None:
@@ -137,21 +139,57 @@ class _Sorted:
                 return "rows", Strategy((PIECE, SORTED), (SORTED,))
             case "index", ["rows", "inverse"]:
                 return "back", Strategy((SORTED, SORTED), (PIECE,))
+            case "index_add", ["", "tokens", "rows"] if self._is_of_tokens(call):
+                return "", Strategy((PIECE, SORTED, SORTED), (PIECE,))
+            case "argsort", ["order"]:
+                kind = "inverse"
             case "empty_like", ["order"]:
                 kind = "blank"
             case "index_put", ["blank", "order", ""] if self._is_numbered(call):
                 return "inverse", Strategy((SORTED, SORTED, R), (SORTED,), special=OWN_ORDER)
-            case "histc", ["rows"] if call.arguments["min"] < call.arguments["max"]:
-                return "counts", Strategy((SORTED,), (P,))
-            case "cumsum" | "to" | "_to_copy", ["counts"]:
-                return "counts", Strategy((P,), (P,))
-            case product, ["rows", "", "counts"] if product in GROUPED:
-                return "rows", Strategy((SORTED, R, P), (SORTED,))
+            case "histc", ["rows"] if _has_bins(call):
+                return "counts", Strategy((SORTED,), (COUNTS,))
+            case sums, ["counts"] if sums in SUMS:
+                return "counts", Strategy((COUNTS,), (COUNTS,))
+            case product, ["rows", "", _] if product in GROUPED and self._counted(call.operands[2]):
+                return "rows", Strategy((SORTED, R, COUNTS), (SORTED,))
             case view, ["back"] if view in VIEWS and self._parts(call):
                 return "", _view(call)
             case _:
                 return None
         return kind, Strategy((SORTED,), (SORTED,))
+
+    def _counted(self, operand: Operand) -> bool:
+        """Whether a value says how many rows the experts have: of the sorted ones, or of those in
+        their first order, where nothing else reads it."""
+        node = operand.node
+        if node in self.kinds:
+            return self.kinds[node] == "counts"
+        call = call_of(node, self.graph) if node.op == "call_function" else None
+        if call is None or not self._reads_counts(node):
+            return False
+        (source, *others) = call.operands
+        if call.base == "histc" and _has_bins(call):
+            of_tokens = source.shape[0] == self.tokens
+            known, strategy = (
+                of_tokens or self._in_pieces(source.node),
+                Strategy((PIECE,), (COUNTS,)),
+            )
+        else:
+            known = call.base in SUMS and not others and self._counted(source)
+            strategy = Strategy((COUNTS,), (COUNTS,))
+        if known:
+            self.strategies[node] = strategy
+        return known
+
+    def _reads_counts(self, node: fx.Node) -> bool:
+        """Whether sums and products alone read a value."""
+        bases = {call_of(x, self.graph).base for x in node.users if x.op == "call_function"}
+        return bases <= {*SUMS, *GROUPED} and all(x.op == "call_function" for x in node.users)
+
+    def _is_of_tokens(self, call: NodeCall) -> bool:
+        """Whether rows are added to what their tokens have."""
+        return call.shapes[0][0] == self.tokens and call.arguments["dim"] == 0
 
     def _is_token(self, call: NodeCall) -> bool:
         """Whether numbers of rows are divided by the choices of each token."""
@@ -192,6 +230,11 @@ class _Sorted:
             self.strategies[call.node] = made
             return True
         return False
+
+
+def _has_bins(call: NodeCall) -> bool:
+    """Whether a histogram has bins that do not depend on what it counts."""
+    return bool(call.arguments["min"] < call.arguments["max"])
 
 
 def _view(call: NodeCall) -> Strategy:
