@@ -17,13 +17,16 @@ before it reads it, or makes once and then keeps (tables of positions) does no h
 
 from __future__ import annotations
 
+import ast
 import enum
+import linecache
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,7 +39,8 @@ from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 Attribute = tuple[str, str]  # the path of a module, and a name in its __dict__
-Lines = dict[Attribute, set[tuple[str, int]]]  # of code
+Position = tuple[int, int]  # line and column of code
+Places = dict[Attribute, set[tuple[str, Position]]]  # each with its file
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PLAIN = (
@@ -190,12 +194,12 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
     """Within it, code runs; afterwards the set has the attributes of `watched` that it read.
 
     Code that takes the `__dict__` of a module, other than torch's, reads all its attributes. What
-    was written before within it does not count, nor numbers that are read in no other lines than
-    those that write them (a counter that nobody asks).
+    was written before within it does not count, nor numbers that are read in no other statements
+    than those that only assign them (a counter that nobody asks).
     """
     attributes: set[Attribute] = set()
-    read: Lines = {}
-    written: Lines = {}
+    read: Places = {}
+    written: Places = {}
     paths, names = {path for path, _ in watched}, {name for _, name in watched}
     places = {id(vars(m)): p for p, m in model.named_modules() if p in paths}
     kinds = {type(m) for p, m in model.named_modules() if p in paths}
@@ -208,7 +212,7 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
             path = place(self) if name == "__dict__" or name in names else None
             if path is not None and name != "__dict__":
                 if (path, name) in read or (path, name) not in written:
-                    read.setdefault((path, name), set()).add(_line())
+                    read.setdefault((path, name), set()).add(_place())
             elif path is not None and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
                 attributes.update(at for at in watched if at[0] == path)
             return original(self, name)
@@ -220,9 +224,9 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
         def put(self: nn.Module, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             path = place(self)
             if path is not None:
-                lines = written.setdefault((path, name), set())
+                places_of = written.setdefault((path, name), set())
                 if isinstance(value, int | float):
-                    lines.add(_line())
+                    places_of.add(_place())
             original(self, name, value, *args, **kwargs)
 
         return put
@@ -235,13 +239,52 @@ def reads(model: nn.Module, watched: Collection[Attribute]) -> Iterator[set[Attr
                 stack.enter_context(patched(kind, **own))
             yield attributes
     finally:
-        read_at = (at for at, lines in read.items() if not lines <= written.get(at, set()))
+        read_at = (at for at, found in read.items() if not found <= written.get(at, set()))
         attributes.update(at for at in read_at if at in watched)
 
 
-def _line() -> tuple[str, int]:
-    """The line of code that reads or writes an attribute."""
+def _place() -> tuple[str, Position]:
+    """Where code reads or writes an attribute: the beginning of a statement that does nothing but
+    assign attributes, or else the very expression. Without its source, the line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    line, _, column, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    assignments = _assignments("".join(linecache.getlines(file, frame.f_globals)))
+    if assignments is None or line is None or column is None:
+        return file, (frame.f_lineno, 0)
+    around = (begin for begin, end in assignments if begin <= (line, column) < end)
+    return file, next(around, (line, column))
+
+
+@lru_cache(maxsize=64)
+def _assignments(source: str) -> tuple[tuple[Position, Position], ...] | None:
+    """Where statements begin and end that only assign attributes; None without source.
+
+    >>> _assignments("self.n += 1; x = self.n")
+    (((1, 0), (1, 11)),)
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return None
+    return (
+        tuple(
+            ((x.lineno, x.col_offset), (x.end_lineno or x.lineno, x.end_col_offset or 0))
+            for x in nodes
+            if isinstance(x, ast.stmt) and _only_assigns(x)
+        )
+        if source
+        else None
+    )
+
+
+def _only_assigns(statement: ast.stmt) -> bool:
+    """Whether a statement puts what it computes into attributes, and nowhere else."""
+    if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+        return isinstance(call.func, ast.Name) and call.func.id == "setattr"
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    leaves = [x for t in targets for x in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    is_assignment = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign)
+    return is_assignment and all(isinstance(leaf, ast.Attribute) for leaf in leaves)

@@ -80,6 +80,22 @@ def reads_and_writes_in_one_line(self: Any, x: torch.Tensor) -> Any:
     return x
 
 
+def counts_and_asks_in_one_line(self: Any, x: torch.Tensor) -> Any:
+    self.count += 1; x = x * self.count  # noqa: E702  # fmt: skip
+    return x
+
+
+def counts_and_returns_in_one_line(self: Any, x: torch.Tensor) -> Any:
+    def counted() -> int: self.count += 1; return int(self.count)  # noqa: E702  # fmt: skip
+
+    return x * counted()
+
+
+def asks_in_the_line_that_counts(self: Any, x: torch.Tensor) -> Any:
+    self.count, x = self.count + 1, x * (self.count + 1)
+    return x
+
+
 def assigns_a_buffer(self: Any, x: torch.Tensor) -> Any:
     self.norm.running_mean = self.norm.running_mean * 0.5
     return x
@@ -102,6 +118,9 @@ def assigns_a_buffer_that_no_checkpoint_holds(self: Any, x: torch.Tensor) -> Any
         (counts_in_an_object, "numbers"),
         (reads_its_last_output, "state"),
         (reads_and_writes_in_one_line, "state"),
+        (counts_and_asks_in_one_line, "count"),
+        (counts_and_returns_in_one_line, "count"),
+        (asks_in_the_line_that_counts, "count"),
         (assigns_a_buffer, "norm.running_mean"),
         (assigns_a_buffer_that_no_checkpoint_holds, "slopes"),
     ],
@@ -121,6 +140,18 @@ def test_what_a_forward_reads_of_an_earlier_one_is_refused(
 
 def counts(self: Any, x: torch.Tensor) -> Any:
     self.count += 1
+    return x
+
+
+def counts_beside_something_else(self: Any, x: torch.Tensor) -> Any:
+    self.count += 1; x = x * 2  # noqa: E702  # fmt: skip
+    return x
+
+
+def counts_by_name_over_two_lines(self: Any, x: torch.Tensor, name: str = "count") -> Any:
+    setattr(
+        self, name, self.count + 1
+    )  # fmt: skip
     return x
 
 
@@ -155,8 +186,9 @@ def registers_a_buffer_each_time(self: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "step",
     [
-        counts, keeps_what_it_made, writes_before_it_reads, makes_a_table_once,
-        registers_a_buffer_once, registers_a_buffer_each_time,
+        counts, counts_beside_something_else, counts_by_name_over_two_lines, keeps_what_it_made,
+        writes_before_it_reads, makes_a_table_once, registers_a_buffer_once,
+        registers_a_buffer_each_time,
     ],
 )  # fmt: skip
 def test_what_no_later_forward_depends_on_is_captured(
