@@ -58,14 +58,12 @@ class BlockCost:
     deferred: products for the weights of linear layers. `saved` is kept from the forward to the
     backward, apart from parameters, buffers and the block's inputs; `saved_inputs` are those of
     its inputs that are kept. `output_bytes` is the size of all outputs, `gradient_bytes` that of
-    those that receive gradients, `parameter_bytes` that of the trainable parameters. `estimated`
-    names the operators that could not run without data ("backward" for the backward as a whole):
-    their cost is a guess from shapes.
+    those that receive gradients. `estimated` names the operators that could not run without data
+    ("backward" for the backward as a whole): their cost is a guess from shapes.
 
     A value on the boundary of two blocks occupies memory once: `saved_outputs` is the part of
     `saved` that the outputs occupy; `kept_inputs` and `kept_outputs` are the positions of the
-    inputs and outputs that are kept (the same for all blocks of a template), `kept` their names
-    in the block that was traced.
+    inputs and outputs that are kept (the same for all blocks of a template).
 
     Peaks of the live memory, besides parameters, their gradients and the inputs:
 
@@ -89,10 +87,8 @@ class BlockCost:
     saved: int
     saved_inputs: int
     output_bytes: int
-    parameter_bytes: int
     estimated: tuple[str, ...]
     saved_outputs: int = 0
-    kept: tuple[str, ...] = ()
     kept_inputs: tuple[int, ...] = ()
     kept_outputs: tuple[int, ...] = ()
     weight: tuple[Operation, ...] = ()
@@ -209,9 +205,7 @@ def _sizes(
         "saved": _size(saved),
         "saved_inputs": _size(kept & received),
         "output_bytes": _nbytes(results),
-        "parameter_bytes": _nbytes(outside.parameters),
         "saved_outputs": _size(saved & produced),
-        "kept": tuple(node.name for node in touched),
         "kept_inputs": tuple(i for i, node in enumerate(inputs) if node in touched),
         "kept_outputs": tuple(i for i, node in enumerate(outputs) if node in touched),
     }

@@ -61,7 +61,7 @@ class Timeline:
     def __str__(self) -> str:
         """The numbers of each rank and a drawing of its step; `.` is idle."""
         idle = sum(self.bubble) / len(self.bubble) if self.bubble else 0.0
-        largest = _in_units(max(self.peak_memory, default=0))
+        largest = in_units(max(self.peak_memory, default=0))
         first = f"step {self.step_time:.6g} s, {100 * idle:.1f} % idle, at most {largest} on a rank"
         return "\n".join([first, *self._rows()])
 
@@ -76,7 +76,7 @@ class Timeline:
                 label = f"{DRAWN[line.kind]}{'' if line.microbatch is None else line.microbatch}"
                 drawn[event.rank][begin:end] = label.ljust(end - begin, "-")[: end - begin]
         for rank, (bubble, peak) in enumerate(zip(self.bubble, self.peak_memory, strict=True)):
-            numbers = f"rank {rank:<3} {100 * bubble:4.1f} % {_in_units(peak):>12}"
+            numbers = f"rank {rank:<3} {100 * bubble:4.1f} % {in_units(peak):>12}"
             yield f"{numbers}  {''.join(drawn[rank])}"
 
 
@@ -89,11 +89,11 @@ def idle(events: Iterable[TimelineEvent], step_time: float, ranks: int) -> tuple
     return tuple(1.0 - seconds / step_time if step_time else 0.0 for seconds in busy)
 
 
-def _in_units(nbytes: float) -> str:
+def in_units(nbytes: float) -> str:
     """Bytes in the largest unit of which there is one.
 
-    >>> _in_units(3 * 2**29)
-    '1.5 GiB'
+    >>> in_units(3 * 2**29), in_units(1000)
+    ('1.5 GiB', '1000 B')
     """
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:

@@ -35,6 +35,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import COMPUTE, HEAD, SHARDING, TRANSFERS, Kind
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.timeline import Made, StageCost, VocabularyCost
+from parcompiler.timeline.timeline import in_units
 from parcompiler.verifier.fault import Fault
 from parcompiler.verifier.steps import Phase, Places, StepIndex
 
@@ -208,7 +209,7 @@ def _late(step: StepIndex, rank: int, early: int, memory: MemoryLimits) -> Itera
     update = sum(cost.update for cost in costs)
     update += memory.vocabulary.update if memory.vocabulary else 0
     if update:
-        parts = f"resident {_in_units(resident)}, gradients of masters {_in_units(update)} more"
+        parts = f"resident {in_units(resident)}, gradients of masters {in_units(update)} more"
         where, total = "in the optimizer's step", resident + update
         yield from _too_much(rank, total, memory.limits[rank], where, parts)
 
@@ -225,10 +226,10 @@ def _at_most(
     stages = [j for j, stage in enumerate(step.wiring.stages) if stage.rank == rank]
     counts = " + ".join(str(in_flight[j]) for j in stages)
     noun = "micro-batch" if counts == "1" else "micro-batches"
-    activations = _in_units(fullest.activations - gradients)
+    activations = in_units(fullest.activations - gradients)
     parts = (
-        f"resident {_in_units(early + gradients)}, activations of {counts} {noun} {activations}, "
-        f"messages {_in_units(fullest.messages)}"
+        f"resident {in_units(early + gradients)}, activations of {counts} {noun} {activations}, "
+        f"messages {in_units(fullest.messages)}"
     )
     where = f"at {step.at(rank, place) if step.lists[rank] else 'its begin'}"
     yield from _too_much(rank, early + fullest.total, limit, where, parts)
@@ -237,19 +238,6 @@ def _at_most(
 def _too_much(rank: int, total: int, limit: int, where: str, parts: str) -> Iterator[Fault]:
     """A fault that says by how much a rank exceeds its limit, and what that consists of."""
     if total > limit:
-        excess, parts = _in_units(total - limit), f"limit {_in_units(limit)}; {parts}"
-        detail = f"rank {rank} holds {_in_units(total)} {where}, {excess} too much ({parts})"
+        excess, parts = in_units(total - limit), f"limit {in_units(limit)}; {parts}"
+        detail = f"rank {rank} holds {in_units(total)} {where}, {excess} too much ({parts})"
         yield Fault(SUFFICES, detail)
-
-
-def _in_units(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is one.
-
-    >>> _in_units(3 * 2**29), _in_units(1000)
-    ('1.5 GiB', '1000 B')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

@@ -46,8 +46,7 @@ class SearchResult:
     """A schedule, and how good it is.
 
     No order with a placement that was given takes less than `bound` seconds; `gap` is what is left
-    to prove, relative to `step_time`. `best_named` is the shortest schedule given that fits into
-    the memory, "" when none does.
+    to prove, relative to `step_time`.
     """
 
     schedule: Schedule
@@ -55,7 +54,6 @@ class SearchResult:
     bound: float
     gap: float
     status: Status
-    best_named: str
 
 
 @dataclass(slots=True)
@@ -108,7 +106,6 @@ def search(
             SearchTask(start[0].placement, tuple(costs), tuple(messages), tuple(limits), m)
         )
     best = _named(start, tasks)
-    best_named = best.schedule.name if best.schedule is not None else ""
     bounds = [_improve(task, start, best, effort / len(tasks)) for task in tasks]
     schedule = best.schedule if best.words is None else merged(*best.words)
     if schedule is None:
@@ -118,7 +115,7 @@ def search(
     bound = min(step_time, *bounds)
     gap = relative_gap(step_time, bound)
     status: Status = "optimal" if gap <= PROVEN else "feasible"
-    return SearchResult(found, step_time, bound, gap, status, best_named)
+    return SearchResult(found, step_time, bound, gap, status)
 
 
 def _check(start: Sequence[Schedule], limits: Sequence[float]) -> None:

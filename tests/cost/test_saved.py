@@ -113,7 +113,6 @@ def test_parameters_and_buffers_are_not_counted_and_a_storage_counts_once() -> N
     x = torch.randn(8, 4, requires_grad=True)
     cost = cost_of(Twice(), x)
     assert (cost.saved, cost.saved_inputs) == really_saved(Twice(), x) == (128, 128)
-    assert cost.parameter_bytes == 16
 
 
 def test_what_only_leads_to_a_dropped_value_is_not_kept() -> None:
@@ -123,10 +122,10 @@ def test_what_only_leads_to_a_dropped_value_is_not_kept() -> None:
             return torch.tanh(x)
 
     cost = cost_of(Dropped(), torch.randn(8, requires_grad=True))
-    assert (cost.saved, cost.saved_outputs, cost.kept) == (32, 32, ("tanh",))
+    assert (cost.saved, cost.saved_outputs, cost.kept_outputs) == (32, 32, (0,))
 
 
-def test_a_value_between_two_blocks_is_counted_on_both_sides_and_named() -> None:
+def test_a_value_between_two_blocks_is_counted_on_both_sides() -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.silu(torch.tanh(x) * 2).exp()
@@ -136,6 +135,7 @@ def test_a_value_between_two_blocks_is_counted_on_both_sides_and_named() -> None
     first = whole.cost(nodes=[tanh], outputs=[tanh])
     middle = whole.cost(nodes=[double, silu], inputs=[tanh], outputs=[silu])
     last = whole.cost(nodes=[exp], inputs=[silu], outputs=[exp])
-    assert (first.kept, middle.kept, last.kept) == (("tanh",), (), ("exp",))
     assert (first.kept_inputs, first.kept_outputs) == ((), (0,))
+    assert (middle.kept_inputs, middle.kept_outputs) == ((), ())
+    assert (last.kept_inputs, last.kept_outputs) == ((), (0,))
     assert first.saved + middle.saved + last.saved == whole.cost().saved

@@ -142,10 +142,9 @@ def _priced(
             )
         )
     costs = tuple(
-        BlockCost((), (), saved=size, saved_inputs=0, output_bytes=VALUE,
-                  parameter_bytes=4 * count, estimated=())
-        for size, count in zip(saved, elements, strict=True)
-    )  # fmt: skip
+        BlockCost((), (), saved=size, saved_inputs=0, output_bytes=VALUE, estimated=())
+        for size in saved
+    )
     return Priced(
         cut=Cut(tuple(blocks), ()),
         costs=costs,

@@ -110,7 +110,7 @@ def handmade(seconds: float = 3.0) -> Priced:
     """Three blocks that keep 900 bytes each, and read the value before them."""
     priced = chain([seconds] * 3, saved=[900] * 3).priced(1)
     cost = BlockCost((), (), saved=900, saved_inputs=VALUE, output_bytes=VALUE,
-                     parameter_bytes=0, estimated=(), kept_inputs=(0,), forward_peak=1000,
+                     estimated=(), kept_inputs=(0,), forward_peak=1000,
                      backward_peak=1500, gradient_bytes=600, deferred=950, unsaved_peak=700,
                      recompute_peak=1000)  # fmt: skip
     first = dataclasses.replace(cost, kept_inputs=())
