@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.blocks import steps
-from parcompiler.capture.templates import ATTRIBUTES, identifier, relative_name
+from parcompiler.capture.templates import ATTRIBUTES, identifier, relative_name, unique
 from parcompiler.codegen.calls import BoundCall, bind
 from parcompiler.codegen.layout import remarked, table, wrap
 from parcompiler.codegen.literals import literal, string
@@ -90,10 +90,7 @@ class BlockAttributes:
             wish = identifier(f"{before}_{last}")
         if wish.startswith("__"):  # Python would put the name of the class before it
             wish = f"a{wish}"
-        taken = self._taken.setdefault(owner, set(ATTRIBUTES))
-        while wish in taken:
-            wish += "_"
-        taken.add(wish)
+        wish = unique(wish, self._taken.setdefault(owner, set(ATTRIBUTES)))
         path = self._paths[key] = f"{owner}.{wish}".lstrip(".")
         scope = self._block.scope
         name = f"{scope}{key}" if key.startswith(".") else key

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from parcompiler.capture.templates import ATTRIBUTES, identifier
+from parcompiler.capture.templates import ATTRIBUTES, identifier, unique
 from parcompiler.codegen.attributes import BlockAttributes
 from parcompiler.codegen.layout import wrap
 from parcompiler.codegen.loops import loops
@@ -39,13 +39,10 @@ class StageLayers:
         for loop in self.loops:
             names = dict.fromkeys(self.paths[call.block.name] for call in loop.rounds[0])
             lists = [path.rpartition("[")[0] for path in names if path.endswith("]")]
-            used: set[str] = set()
+            used = set(taken)
             for path in lists if len(loop.rounds) > 1 else []:
                 wish = "layer" if len(lists) == 1 else _piece(self.attributes[path][0])
-                while wish in taken or wish in used:
-                    wish += "_"
-                used.add(wish)
-                variables[path] = wish
+                variables[path] = unique(wish, used)
         return variables
 
     def made(self) -> Iterator[str]:
@@ -100,10 +97,7 @@ class StageLayers:
         if listed:
             words = [word for word in wish.split("_") if not word.isdigit()]
             wish = "_".join(words) or "layers"
-        wish = identifier(wish)
-        while wish in self.attributes or wish in ATTRIBUTES:
-            wish += "_"
-        return wish
+        return unique(identifier(wish), {*self.attributes, *ATTRIBUTES})
 
 
 def _piece(name: str) -> str:

@@ -11,7 +11,7 @@ from parcompiler.capture.blocks import steps
 from parcompiler.capture.deferrable import deferrable_weight, overlapping
 from parcompiler.capture.effects import Effects, is_random
 from parcompiler.capture.prologue import constants
-from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
+from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier, unique
 from parcompiler.codegen.attributes import (
     BlockAttributes,
     constructor,
@@ -185,11 +185,7 @@ class StageWriter:
         for name in self.stage.tensors:
             item = self.graph.by_name[name]
             if name not in of_layers or item.node in read:
-                attribute = identifier(name)
-                while attribute in taken:
-                    attribute += "_"
-                taken.add(attribute)
-                further[attribute] = item
+                further[unique(identifier(name), taken)] = item
         return further
 
     def _constants(self, further: dict[str, Parameter]) -> list[str]:

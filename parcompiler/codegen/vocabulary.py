@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler import runtime
 from parcompiler.capture.gradients import requiring
-from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier
+from parcompiler.capture.templates import ATTRIBUTES, EMITTED, identifier, unique
 from parcompiler.codegen.algorithm import algorithm
 from parcompiler.codegen.attributes import names_table, tensor_line
 from parcompiler.codegen.functions import method
@@ -196,14 +196,7 @@ def _rows(item: Parameter, size: int) -> str:
 def _distinct(names: Sequence[str], reserved: Collection[str], form: str = "{}") -> dict[str, str]:
     """An identifier for each name, none of them `reserved`."""
     taken = {*reserved, *EMITTED}
-    identifiers: dict[str, str] = {}
-    for name in names:
-        wish = form.format(identifier(name))
-        while wish in taken:
-            wish += "_"
-        taken.add(wish)
-        identifiers[name] = wish
-    return identifiers
+    return {name: unique(form.format(identifier(name)), taken) for name in names}
 
 
 def _graphs(spread: Spread) -> Iterator[fx.Graph]:

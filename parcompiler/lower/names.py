@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from parcompiler.capture.blocks import Cut, steps
-from parcompiler.capture.templates import EMITTED, identifier
+from parcompiler.capture.templates import EMITTED, identifier, unique
 from parcompiler.graph import Graph
 from parcompiler.naming.source import spoken_name
 
@@ -25,8 +25,7 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     short = short_names(block.name for block in cut.blocks)
 
     def give(node: fx.Node, wish: str) -> None:
-        names[node] = _free(wish, taken)
-        taken.add(names[node])
+        names[node] = unique(wish, taken)
 
     placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     for item in graph.inputs:
@@ -88,8 +87,7 @@ def short_names(blocks: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
         end = ".".join(name.partition("@")[0].split(".")[-lengths[name] :])
-        found[name] = _free(identifier(end), taken)
-        taken.add(found[name])
+        found[name] = unique(identifier(end), taken)
     return found
 
 
@@ -115,12 +113,3 @@ def _lengths(paths: Mapping[str, list[str]]) -> dict[str, int]:
 def _pattern(path: list[str]) -> tuple[str, ...]:
     """A path without its numbers."""
     return tuple("#" if part.isdigit() else part for part in path)
-
-
-def _free(wish: str, taken: set[str]) -> str:
-    """`wish`, with a number behind it when it is taken."""
-    candidate, count = wish, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{wish}_{count}"
-    return candidate

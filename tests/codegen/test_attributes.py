@@ -75,7 +75,7 @@ def lowered() -> Lowered:
     [
         "self.plain = nn.Linear(4, 6, bias=False)",
         "self.frozen = nn.Linear(6, 4).requires_grad_(False)",
-        "self.names_ = nn.RMSNorm(4, eps=0.001)",
+        "self.names_2 = nn.RMSNorm(4, eps=0.001)",
         "self.own = nn.Module()",
         "self.own.weight = nn.Parameter(torch.empty(4, 4))",
         "self.borrowed = nn.Module()",
@@ -85,7 +85,7 @@ def lowered() -> Lowered:
         'self.evaluated.register_buffer("running_mean", torch.empty(6))',
         "self.weighted.parametrizations = nn.Module()",
         "self.mlp_0 = nn.Linear(4, 8)",
-        '"names_": ".names",',
+        '"names_2": ".names",',
         '"mlp_2": ".mlp.2",',
         "self.mlp_2(",
     ],
