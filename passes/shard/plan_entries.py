@@ -97,7 +97,7 @@ def _line(member: NodeChoices, strategy: Strategy) -> str:
 def _is_never_split(member: NodeChoices) -> bool:
     """Whether every rank computes the whole under all strategies, be it of summands."""
     return not any(
-        placement.kind == "S"
+        placement.dim >= 0
         for strategy in member.strategies
         for placement in (*strategy.inputs, *strategy.outputs)
     )

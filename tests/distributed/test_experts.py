@@ -118,13 +118,17 @@ def test_what_expert_ranks_cannot_do_is_refused_by_name(
 
 
 def test_context_ranks_exchange_nothing_of_a_mixture_to_sort_it() -> None:
+    program = compiled("hf-mixtral", {"context": 2})
     mixture = [
         node
-        for node in compiled("hf-mixtral", {"context": 2}).lowered.graph.fx_graph.nodes
+        for node in program.lowered.graph.fx_graph.nodes
         if "mlp.experts" in str(node.meta.get("nn_module_stack"))
     ]
     assert any("sort" in node.name for node in mixture)
     assert not any("exchange" in node.meta for node in mixture)
+    assert program.plan.context is not None
+    (layer,) = (x for x in program.plan.context.templates if x.template == "MixtralDecoderLayer")
+    assert layer.whole == ()  # nor is anything computed by all
 
 
 def test_experts_that_draw_by_row_are_not_sorted_by_context_ranks() -> None:
