@@ -27,6 +27,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from parcompiler.capture.effects import overload_name
+from parcompiler.capture.gradients import differentiable
+from parcompiler.capture.lift import lift
 from parcompiler.capture.synchronized import alone, computing_as, is_synchronized
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
@@ -197,11 +199,25 @@ def _lifted(program: Compiled, seed: int, folder: str, compiled: bool) -> Trial:
         if name in ("_grouped_mm", "grouped_mm"):
             message = f"{name} has no kernel for it"
             raise _NoReference(message)
+    if mesh.tensor * mesh.context > 1 and (names := _gain_history(program.captured)):
+        message = (
+            f"under no_grad {names[0]!r} casts to another dtype, which cuts gradients off, and in "
+            "float64 it would let them through, for which the tensors are not divided"
+        )
+        raise _NoReference(message)
     if program.problem.context is not None:
         double = of_one_rank(double, program.problem, program.problem.context)
     if mesh.expert > 1:
         double = on_expert_ranks(double, mesh)
     return _trial(program, double, seed, torch.float64, folder, compiled)
+
+
+def _gain_history(graph: Graph) -> list[str]:
+    """The casts under `no_grad` that return their operand itself in float64, with its gradient."""
+    trainable = [item.node for item in graph.parameters if item.trainable]
+    graphs = graph, lift(graph, torch.float64)
+    before, after = (differentiable(one.fx_graph, trainable, one.loss) for one in graphs)
+    return sorted(after - before)
 
 
 def _trial(

@@ -294,3 +294,27 @@ def test_a_large_step_is_lifted_on_shorter_rows_unless_anything_differs(
     model.get_parameter("layers.0.ffn.up.weight").register_hook(lambda gradient: gradient * 0.5)
     found = program.verify()
     assert not found.ok and not found.decisive.sizes  # the program as it was compiled
+
+
+class Halved(nn.Module):
+    """Scales its layer by a copy of it in 16 bits, to which no gradient goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.first(x))
+        with torch.no_grad():
+            scale = x.to(torch.bfloat16).float()
+        loss: torch.Tensor = self.last(x * scale).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradients_that_float64_alone_lets_through_are_no_difference(precision: str) -> None:
+    found = compiled(Halved(), pc.Mesh(tensor=2), precision=precision).verify()
+    assert found.ok, str(found)
+    assert "no float64 comparison: under no_grad 'to" in found.note
+    assert compiled(Halved(), pc.Mesh(tensor=2), precision="fp64").verify().ok
