@@ -13,20 +13,12 @@ masked, which is the same loss and gradient. A target that is no class raises, a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from parcompiler.capture.patches import patched
-
-
-def computing_all_rows() -> AbstractContextManager[None]:
-    """Within it, adaptive softmaxes have fixed shapes."""
-    return patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows)
 
 
 def on_all_rows(

@@ -30,17 +30,17 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from parcompiler.capture import clean
-from parcompiler.capture.adaptive import computing_all_rows
+from parcompiler.capture.adaptive import on_all_rows
 from parcompiler.capture.bounds import check_tables
 from parcompiler.capture.cuttable import make_cuttable
-from parcompiler.capture.functions import call_functions, kept_whole
+from parcompiler.capture.functions import call_functions, traced
 from parcompiler.capture.hooks import hooks_of, without_hooks
 from parcompiler.capture.inputs import Batch, arguments, flat
 from parcompiler.capture.known import Known
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.modes import in_modes
-from parcompiler.capture.patches import ONE_THREAD, as_if_eager, quiet, suspended, unmoved
+from parcompiler.capture.patches import ONE_THREAD, patched, quiet, suspended, unmoved
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
@@ -179,8 +179,9 @@ def _export(
     copied = tried = failed = _copy_of(original)
     first: Exception | None = None
     with (
-        warnings.catch_warnings(), quiet(), unmoved(), kept_whole(), computing_as(alone),
-        computing_all_rows(), without_hooks(), Known() as known,
+        warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
+        patched(torch.autograd.Function, apply=classmethod(traced)),
+        patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         copies = LayerCopies(copied, known.follows)
@@ -254,7 +255,8 @@ def _attempts(
     if copies.used:
         copies.used = False
         yield nullcontext(), lambda: _copy_of(original)
-    yield as_if_eager(), lambda: _copy_of(original)
+    eager = patched(torch.compiler, is_compiling=lambda: False, is_exporting=lambda: False)
+    yield eager, lambda: _copy_of(original)
     yield nullcontext(), resolved
 
 

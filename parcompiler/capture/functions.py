@@ -12,7 +12,6 @@ import importlib
 import operator
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 _CONSTANT = int | float | bool | str | complex | torch.dtype | torch.device | None
@@ -112,18 +110,14 @@ _library.impl("function", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("parcompiler::function", _run, lib=_library)
 
 
-def kept_whole() -> AbstractContextManager[None]:
-    """Within it, applications of Functions that are not torch's own are traced as one node."""
-    return patched(torch.autograd.Function, apply=classmethod(_traced))
-
-
 def _apply(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`kind.apply` as torch has it."""
     return _original.__get__(None, kind)(*arguments)
 
 
-def _traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Record one application."""
+def traced(kind: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """What `apply` is while a model is traced: an application of a Function that is not torch's own
+    is recorded as one node."""
     if kind is CheckpointFunction:
         message = (
             "checkpoint(use_reentrant=True) runs the forward without gradients, and none would "

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
@@ -70,11 +69,6 @@ def quiet() -> Iterator[None]:
             stack.enter_context(patched(logging.getLogger(name), disabled=True))
         stack.enter_context(patched(_trace, print=lambda *_, **__: None))
         yield
-
-
-def as_if_eager() -> AbstractContextManager[None]:
-    """The model is told that nothing is being compiled: some then leave out steps."""
-    return patched(torch.compiler, is_compiling=lambda: False, is_exporting=lambda: False)
 
 
 def unmoved() -> AbstractContextManager[None]:

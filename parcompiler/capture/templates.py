@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from parcompiler.capture.effects import outside
-from parcompiler.graph import Binding, Block, Graph
+from parcompiler.graph import Binding, Block, Graph, shape_of
 
 # Names that emitted code uses itself, so that no variable or class of a model may have them; and
 # the attributes of its modules, so that no parameter may.
@@ -108,7 +108,9 @@ def _structure(
         how = node.meta.get("contexts", ()), "synchronized" in node.meta
         digest.update(repr((str(node.target), arguments, how, node in outputs)).encode())
     for node in inputs:
-        digest.update(repr((_type(node), node.name in graph.differentiable)).encode())
+        value = node.meta["val"]
+        kind = (shape_of(node), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        digest.update(repr((kind, node.name in graph.differentiable)).encode())
     for binding in tensors:
         known = graph.by_name[binding.name]
         name = relative_name(binding.name, scope)
@@ -118,12 +120,6 @@ def _structure(
             ).encode()
         )
     return digest.hexdigest()
-
-
-def _type(node: fx.Node) -> object:
-    """The shape and dtype of a node's value."""
-    value = node.meta["val"]
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _class_name(path: str, nodes: list[fx.Node], label: str) -> str:

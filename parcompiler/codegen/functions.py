@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import Effects
 from parcompiler.codegen.body import Body
@@ -71,7 +70,7 @@ def method(
 ) -> list[str]:
     """The lines of a method that computes what a small graph of the model does, from `operands`;
     nodes that are `differentiable` carry gradients."""
-    (result,) = pytree.tree_leaves(small.output_node().args)
+    (result,) = small.output_node().all_input_nodes
     part = replace(graph, fx_graph=small, differentiable=differentiable)
     body = Body(part, Effects(small), operands)
     lines = body.lines(_calls(small), {result: None})

@@ -41,8 +41,8 @@ class StageLayers:
             lists = [path.rpartition("[")[0] for path in names if path.endswith("]")]
             used = set(taken)
             for path in lists if len(loop.rounds) > 1 else []:
-                wish = "layer" if len(lists) == 1 else _piece(self.attributes[path][0])
-                variables[path] = unique(wish, used)
+                last = self.attributes[path][0].partition("@")[0].rpartition(".")[2]
+                variables[path] = unique("layer" if len(lists) == 1 else identifier(last), used)
         return variables
 
     def made(self) -> Iterator[str]:
@@ -98,11 +98,6 @@ class StageLayers:
             words = [word for word in wish.split("_") if not word.isdigit()]
             wish = "_".join(words) or "layers"
         return unique(identifier(wish), {*self.attributes, *ATTRIBUTES})
-
-
-def _piece(name: str) -> str:
-    """The last word of a block's path."""
-    return identifier(name.partition("@")[0].rpartition(".")[2])
 
 
 def _instances(calls: tuple[Call, ...]) -> dict[str, str]:

@@ -34,9 +34,12 @@ def wrap(line: str, indent: int = 0, width: int = WIDTH) -> str:
         return _parenthesized(line, indent, width)
     closing = _closing(line, opening)
     inner, tail = line[opening + 1 : closing], line[closing:]
-    one = indent + 4 + len(inner) <= width and _is_call(line, opening) and inner[-1:] != ","
+    before = line[max(opening - 1, 0)]  # of arguments or an index, not of a tuple, list or dict
+    calls = opening > 0 and (before.isalnum() or before in "_)]")
+    one = indent + 4 + len(inner) <= width and calls and inner[-1:] != ","
     parts = split(inner)
-    comma = "" if one or (len(parts) == 1 and _is_bare(parts[0])) else ","
+    bare = len(parts) == 1 and (parts[0].startswith(("*", "for ")) or " for " in parts[0])
+    comma = "" if one or bare else ","
     rows = [wrap(inner, indent + 4, width)] if one else []
     rows = rows or [wrap(f"{part}{comma}", indent + 4, width) for part in parts]
     return "\n".join([pad + line[: opening + 1], *rows, pad + tail])
@@ -122,16 +125,6 @@ def _opening(line: str) -> int | None:
     if opening is None or line[_closing(line, opening) + 1 :].strip(" ,:"):
         return None  # more than a comma follows
     return opening
-
-
-def _is_call(line: str, opening: int) -> bool:
-    """Whether a bracket holds arguments or an index, and is no tuple, list or dict."""
-    return opening > 0 and (line[opening - 1].isalnum() or line[opening - 1] in "_)]")
-
-
-def _is_bare(part: str) -> bool:
-    """Whether a part takes no comma behind it."""
-    return part.startswith(("*", "for ")) or " for " in part
 
 
 def _closing(line: str, opening: int) -> int:

@@ -129,14 +129,6 @@ def _member(owner: str, name: str) -> str:
     return f"getattr({owner}, {literal(name)})"
 
 
-def _select(call: BoundCall) -> str:
-    return _at(call, call.text("index"))
-
-
-def _slice(call: BoundCall) -> str:
-    return _at(call, ":".join(_bounds(call)))
-
-
 def _bounds(call: BoundCall) -> Iterator[str]:
     """Start, end and step of a slice, each empty where it is open."""
     start, end, step = (call.values[name] for name in ("start", "end", "step"))
@@ -248,8 +240,8 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 SPECIALS: Mapping[str, Callable[[BoundCall], str | None]] = {
-    "select.int": _select,
-    "slice.Tensor": _slice,
+    "select.int": lambda call: _at(call, call.text("index")),
+    "slice.Tensor": lambda call: _at(call, ":".join(_bounds(call))),
     "index.Tensor": _index,
     "index_put.default": _index_put,
     "index_put_.default": _index_put,

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache, cached_property
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from parcompiler import runtime
 from parcompiler.capture.gradients import requiring
@@ -174,7 +173,7 @@ class VocabularyWriter:
 
     def _is_plain(self, small: fx.Graph, inputs: tuple[str, ...]) -> bool:
         """Whether a graph yields the one tensor of the batch that it reads."""
-        result = _result(small)
+        (result,) = small.output_node().all_input_nodes
         return result.op == "placeholder" and inputs == (self._operand(result, inputs),)
 
     def _operand(self, node: fx.Node, arguments: Sequence[str]) -> str:
@@ -211,10 +210,3 @@ def _graphs(spread: Spread) -> Iterator[fx.Graph]:
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     """What a graph reads."""
     return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def _result(graph: fx.Graph) -> fx.Node:
-    """What a graph yields."""
-    (value,) = pytree.tree_leaves(graph.output_node().args)
-    assert isinstance(value, fx.Node)
-    return value

@@ -22,6 +22,7 @@ from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
 from parcompiler.cost.stand_in import CPU, run, source, stand_in
 from parcompiler.errors import InputError
 from parcompiler.graph import dtype_of, is_floating, tensors_of
+from parcompiler.spmd.conversions import moved
 from parcompiler.spmd.runtime_call import NodeCollectives
 
 
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
         """Record the collectives of a conversion, of its forward or its backward; beside the first
         run the products that were left, and all `steps` but one of the call that it is in."""
         for action, nbytes in exchange.backward if backward else exchange.forward:
-            sent = exchange.sent_by(action, nbytes)
+            sent = moved(action, nbytes, exchange.n)
             beside = *(product for product, _ in self.left), *steps[len(steps) // exchange.n :]
             self.add(
                 Operation(

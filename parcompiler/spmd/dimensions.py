@@ -6,14 +6,12 @@ rank a summand; all others split. `segments` has the splits within the parts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.elementwise import nonlinear
-from parcompiler.spmd.formula import Rule
+from parcompiler.spmd.formula import Family, Rule
 from parcompiler.spmd.strategy import SizeArgument
-
-Family = Callable[[NodeCall], Rule | None]
 
 
 def words(rank: int, whole: Collection[int] = ()) -> list[str]:

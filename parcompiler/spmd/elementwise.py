@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from parcompiler.graph import is_floating
 from parcompiler.spmd.call import NodeCall
-from parcompiler.spmd.formula import Rule
-
-Family = Callable[[NodeCall], Rule | None]
+from parcompiler.spmd.formula import Family, Rule
 
 # Any number of operands, none of them linear.
 NONLINEAR = frozenset(

@@ -21,7 +21,7 @@ with its flattened elements).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
@@ -142,6 +142,9 @@ class Rule:
     means: frozenset[str] = frozenset()
     affine: bool = False
     least: int = 1
+
+
+Family = Callable[[NodeCall], Rule | None]  # the rule of operators that work alike
 
 
 def replicated(call: NodeCall) -> tuple[Strategy, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from parcompiler.spmd.call import NodeCall, Shape
 from parcompiler.spmd.dimensions import formula, words
-from parcompiler.spmd.formula import Rule
+from parcompiler.spmd.formula import Family, Rule
 
 
 def index_select(call: NodeCall) -> Rule:
@@ -130,7 +128,7 @@ def searchsorted(call: NodeCall) -> Rule | None:
     return Rule(f"{', '.join(lines)} -> *b")
 
 
-RULES: dict[str, str | Callable[[NodeCall], Rule | None]] = {
+RULES: dict[str, str | Family] = {
     "index_select": index_select,
     **dict.fromkeys(("gather", "take_along_dim"), gather),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),

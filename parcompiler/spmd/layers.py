@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.dimensions import formula, words
-from parcompiler.spmd.formula import Rule
+from parcompiler.spmd.formula import Family, Rule
 from parcompiler.spmd.strategy import SizeArgument
 
-Family = Callable[[NodeCall], Rule | None]
 _PLANE = "*b (h) (w)"
 
 

@@ -16,7 +16,7 @@ R P -> P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch  # noqa: F401  (of the example above)
 from torch import fx
@@ -24,7 +24,7 @@ from torch import fx
 from parcompiler.spmd import context, dimensions, elementwise, indexing, layers, views
 from parcompiler.spmd.call import NodeCall, read, written
 from parcompiler.spmd.discover import discovered
-from parcompiler.spmd.formula import Rule, Segments, expand, replicated
+from parcompiler.spmd.formula import Family, Rule, Segments, expand, replicated
 from parcompiler.spmd.placement import I
 from parcompiler.spmd.rows import Rows, sorted_by_ranks, zigzag
 from parcompiler.spmd.runtime_call import RuntimeCall
@@ -44,7 +44,7 @@ def maker(call: NodeCall) -> Rule | None:
 
 
 MAKERS = "zeros ones full empty new_zeros new_ones new_full new_empty".split()
-RULES: Mapping[str, str | Callable[[NodeCall], Rule | None]] = {
+RULES: Mapping[str, str | Family] = {
     **elementwise.RULES,
     **dimensions.RULES,
     **views.RULES,
@@ -92,13 +92,13 @@ def strategies(
         possible = [x for x in dealt if x is not None]
         if item := rows.sorting.get(node):
             possible += sorted_by_ranks(item, shapes, segments, rows, n)
-    return tuple(strategy for strategy in dict.fromkeys(possible) if _is_sound(strategy, call))
-
-
-def _is_sound(strategy: Strategy, call: NodeCall) -> bool:
-    """Whether operands that are updated in place have the type of the result that they become."""
-    result = strategy.outputs[:1]
-    return all(strategy.inputs[place] == result[0] for place in written(call) if result)
+    updated = written(call)  # in place: such an operand has the type of the result that it becomes
+    return tuple(
+        strategy
+        for strategy in dict.fromkeys(possible)
+        if not strategy.outputs
+        or all(strategy.inputs[place] == strategy.outputs[0] for place in updated)
+    )
 
 
 def is_unknown(call: NodeCall) -> bool:

@@ -92,10 +92,6 @@ class NodeCollectives:
     axis: str = "tensor"
     within: bool = False
 
-    def sent_by(self, action: Action, nbytes: float) -> float:
-        """Bytes that each rank sends in one action."""
-        return moved(action, nbytes, self.n)
-
     @property
     def sent(self) -> tuple[float, float]:
         """Bytes that each rank sends, forward and backward."""

@@ -77,7 +77,9 @@ def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
         list(tensors_of(_seeded(call, local, seed, strategy, (n, rank))))
         for rank, local in enumerate(ranks)
     ]
-    tolerance = _tolerance(call)
+    values = (*_values(call), *call.results)
+    steps = [torch.finfo(value.dtype).eps for value in values if is_floating(value)]
+    tolerance = max([TOLERANCE, *(1e3 * step for step in steps)])  # some have less than double
     wrong = f"of {strategy} differs from the whole"
     for place, placement in enumerate(strategy.outputs):
         parts = [results[place] for results in computed]
@@ -98,13 +100,6 @@ def _faults(call: NodeCall, strategy: Strategy, n: int) -> Iterator[str]:
         parts = [part for local in locally if (part := local[place]) is not None]
         if gradient is not None and not agrees(parts, _dual(placement), gradient, tolerance):
             yield f"gradient of operand {place} {wrong}"
-
-
-def _tolerance(call: NodeCall) -> float:
-    """More where a call computes in less than double precision."""
-    values = [*_values(call), *call.results]
-    steps = [torch.finfo(value.dtype).eps for value in values if is_floating(value)]
-    return max([TOLERANCE, *(1e3 * step for step in steps)])
 
 
 def attempt(call: NodeCall, inputs: Sequence[Placement], n: int) -> list[list[torch.Tensor]]:

@@ -152,9 +152,7 @@ def _loss_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]
 
 
 def _loss_of_rows(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    kwargs = _loss_options(local)
-    if local["weight"] is not None:
-        kwargs = {"weight": local["weight"], **kwargs}
+    kwargs = _changed(local, weight=None, ignore_index=-100, label_smoothing=0.0)
     target = RuntimeCall("cross_entropy_of_rows", likeness=_like_loss_of_rows)
     return SpecialCall(target, (local["self"], local["target"]), kwargs)
 
@@ -172,10 +170,8 @@ def _like_loss_of_rows(
 
 
 def _loss_of_classes(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    kwargs = _loss_options(local)
-    reduction = REDUCTIONS[local["reduction"]]
-    if reduction != "mean":
-        kwargs = {"reduction": reduction, **kwargs}
+    local = {**local, "reduction": REDUCTIONS[local["reduction"]]}
+    kwargs = _changed(local, reduction="mean", ignore_index=-100, label_smoothing=0.0)
     target = RuntimeCall("cross_entropy", likeness=_like_loss)
     args = local["self"], local["target"], call.shapes[0][1]
     return SpecialCall(target, args, kwargs, NodeCollectives(n, class_loss_actions(call)))
@@ -205,11 +201,6 @@ def class_loss_actions(call: NodeCall) -> Actions:
 
 def _like_loss(logits: torch.Tensor, target: torch.Tensor, _size: int, **more: Any) -> torch.Tensor:
     return F.cross_entropy(logits, target, **more)
-
-
-def _loss_options(local: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that differ from the defaults of a cross entropy."""
-    return _changed(local, ignore_index=-100, label_smoothing=0.0)
 
 
 def _changed(local: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -293,8 +284,7 @@ def _ring_strategies(call: NodeCall, n: int) -> Iterator[Strategy]:
 
 
 def _ring(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
-    defaults = {"is_causal": False, "scale": None}
-    kwargs = {name: local[name] for name, default in defaults.items() if local[name] != default}
+    kwargs = _changed(local, is_causal=False, scale=None)
     args = local["query"], local["key"], local["value"]
     target = RuntimeCall("ring_attention", likeness=partial(_like_ring, n))
     return SpecialCall(target, args, kwargs, ring_exchange(call, n))

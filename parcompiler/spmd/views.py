@@ -12,12 +12,12 @@ splits the last dimension in pieces of whole heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from parcompiler.spmd.call import NodeCall
 from parcompiler.spmd.dimensions import formula, words
-from parcompiler.spmd.formula import Rule
+from parcompiler.spmd.formula import Family, Rule
 from parcompiler.spmd.strategy import SizeArgument
 
 # The argument of each view that says its sizes.
@@ -134,7 +134,7 @@ def permute(call: NodeCall) -> Rule | None:
     return Rule(formula([listed], [[listed[dim] for dim in order]]))
 
 
-RULES: dict[str, str | Callable[[NodeCall], Rule | None]] = {
+RULES: dict[str, str | Family] = {
     **dict.fromkeys((*SIZE_ARGUMENTS, "flatten", "squeeze", "unsqueeze", "ravel"), view),
     **dict.fromkeys(
         ("permute", "t", "numpy_T", "transpose", "swapaxes", "swapdims", "mT", "adjoint"), permute

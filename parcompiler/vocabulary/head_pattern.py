@@ -33,6 +33,7 @@ _FUNCTIONS = frozenset(
     "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
     "relu abs sqrt square asinh nan_to_num type_as to _to_copy float double half bfloat16".split()
 )
+_CASTS = ("to", "_to_copy", "type_as", "float")
 _RESHAPES = frozenset("view reshape flatten unflatten unsqueeze squeeze _unsafe_view".split())
 
 
@@ -261,7 +262,9 @@ def match_chain(graph: Graph, criterion: Criterion) -> Chain:
     chain = Chain(product, product.dim, rows=list(product.rows), bias=product.bias)
     for item in reversed(between):
         _add(graph, chain, item)
-    while chain.functions and _widens(chain.functions[-1]):
+    while chain.functions and overload_name(last := chain.functions[-1]) in _CASTS:
+        if (dtype_of(last.all_input_nodes[0]).itemsize, dtype_of(last)) != (2, torch.float32):
+            break
         chain.functions.pop()  # the softmax of logits is in float32 anyway
     _note_kept(chain, between[::-1])
     if criterion.normalized and not chain.normalized:
@@ -285,13 +288,6 @@ def _note_kept(chain: Chain, behind: list[fx.Node]) -> None:
         if not (whole and ready) or (done and {*chain.functions} & after):
             keep_whole("an output that is kept of its logits is neither its product nor their end")
         chain.kept[node] = bool(done)
-
-
-def _widens(node: fx.Node) -> bool:
-    """Whether a node casts 16 bits to float32."""
-    (operand,) = node.all_input_nodes[:1]
-    cast = overload_name(node) in ("to", "_to_copy", "type_as", "float")
-    return cast and dtype_of(operand).itemsize == 2 and dtype_of(node) == torch.float32
 
 
 def _numel(node: fx.Node) -> int:
