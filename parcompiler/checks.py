@@ -242,10 +242,6 @@ def _check_axes(mesh: Mesh, options: Options) -> None:
     elif wanted.compression is not None:
         name = f"compression={wanted.compression!r}"
         reason = f"{name} is of the gradients of whole batches: leave it out"
-    elif options.vocabulary in METHODS:
-        reason = (
-            f"vocabulary={options.vocabulary!r} needs all rows of the head's input: take 'whole'"
-        )
     if mesh.context > 1 and reason:
         message = f"context={mesh.context}: its ranks have pieces of one batch; {reason}"
         raise InputError(message)

@@ -129,7 +129,9 @@ class VocabularyHead:
     loss = scale · cross_entropy(logits(x Wᵀ + bias), targets) for a weight [V, h]. `targets`
     computes the classes [n] from tensors of the batch, `logits` is elementwise (None: nothing).
     `outputs` that are kept are the product with its bias, or what `logits` makes of it where true,
-    in their dtypes.
+    in their dtypes. Where `axis` names one, x has the rows of one of its ranks, and the loss is the
+    sum over all; with `sizes` the classes are those of all rows, in segments of which each rank has
+    its piece (`zigzag`: a chunk from either end).
     """
 
     node: fx.Node
@@ -143,6 +145,9 @@ class VocabularyHead:
     label_smoothing: float = 0.0
     reduction: str = "mean"
     scale: float = 1.0
+    axis: str = ""
+    sizes: tuple[int, ...] = ()
+    zigzag: bool = False
     outputs: Mapping[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
 
 

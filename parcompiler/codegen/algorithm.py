@@ -128,7 +128,8 @@ def _letters(head: SpreadHead) -> str:
         labels += f" (smoothed by {real(head.head.label_smoothing)})"
     if head.head.class_weight is not None:
         labels += f", weighted by {docstring(head.head.class_weight)}"
-    text = LETTERS.format(x=head.value, weight=docstring(head.head.weight), labels=labels)
+    x = head.value + " of this context rank's rows" * bool(head.head.axis)
+    text = LETTERS.format(x=x, weight=docstring(head.head.weight), labels=labels)
     return text + (_DERIVED if head.head.logits is not None else "") + ":"
 
 

@@ -98,7 +98,8 @@ class VocabularyWriter:
             )
         head = self.spread.head
         if head is not None and not self._is_plain(head.head.targets, head.inputs):
-            comment = f"The class of each row of {head.value}."
+            whose = " on all context ranks" if head.head.sizes else ""
+            comment = f"The class of each row of {head.value}{whose}."
             methods["targets"] = (comment, head.inputs, head.head.targets)
         if head is not None and head.head.logits is not None:
             comment = "From x Wᵀ to what the loss takes, element by element."
@@ -147,6 +148,9 @@ class VocabularyWriter:
             label_smoothing=head.label_smoothing,
             reduction=head.reduction,
             scale=head.scale,
+            axis=head.axis,
+            sizes=head.sizes,
+            zigzag=head.zigzag,
         )
         yield wrap(f"head = {construction(made, 'runtime.', keywords=True)}", 4)
 

@@ -33,18 +33,23 @@ from typing import NamedTuple
 
 import torch
 
-from parcompiler.pieces import Span
+from parcompiler.pieces import Shard, Span
+from parcompiler.runtime.axis import current
 from parcompiler.runtime.lookup import gradient_of, located
 from parcompiler.runtime.softmax import Softmax, column_of_rows, precision
 from parcompiler.runtime.vocabulary import Head, Vocabulary
 
 
 class Labels(NamedTuple):
-    """Of each row: whether it counts, whether its label's class is here, and in which column."""
+    """Of each row: whether it counts, whether its label's class is here, and in which column.
+
+    `number` is that of the rows that count on all context ranks, where the mean is over those.
+    """
 
     counted: torch.Tensor
     owned: torch.Tensor
     columns: torch.Tensor
+    number: torch.Tensor | None = None
 
 
 class Statistics(NamedTuple):
@@ -138,10 +143,14 @@ def rows_of_head(vocabulary: Vocabulary, *, fused: bool = False) -> HeadRows:
 
 
 def labels_of(rows: HeadRows, targets: torch.Tensor) -> Labels:
-    """Where the labels of rows [n] stand."""
-    counted = targets != rows.head.ignore_index
+    """Where the labels of rows [n] stand; `targets` may be those of all context ranks."""
+    counted, number = targets != rows.head.ignore_index, None
+    if rows.head.sizes:
+        axis, shard = current(rows.head.axis), Shard(0, rows.head.sizes, rows.head.zigzag)
+        number = counted.sum()
+        targets, counted = (shard.take(x, axis.size, axis.rank) for x in (targets, counted))
     at = located(targets, rows.span, len(rows.weight))
-    return Labels(counted, at.owned & counted, at.rows)
+    return Labels(counted, at.owned & counted, at.rows, number)
 
 
 @torch.no_grad()
@@ -294,7 +303,7 @@ def log_powers(whole: Statistics) -> torch.Tensor:
 
 
 def loss(head: Head, classes: int, labels: Labels, whole: Statistics) -> torch.Tensor:
-    """The loss of a micro-batch, a scalar."""
+    """The loss of a micro-batch, a scalar; of a context rank, its summand."""
     epsilon = head.label_smoothing
     rows = -log_powers(whole)
     if whole.weight is not None:
@@ -330,5 +339,7 @@ def _divisor(head: Head, labels: Labels, whole: Statistics) -> torch.Tensor:
     """The divisor of the sum over rows."""
     if head.reduction != "mean":
         return whole.total.new_ones(())
+    if labels.number is not None:
+        return labels.number.to(whole.total.dtype)
     weight = torch.ones_like(whole.total) if whole.weight is None else whole.weight
     return torch.where(labels.counted, weight, 0).sum()

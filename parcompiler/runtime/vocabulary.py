@@ -47,7 +47,9 @@ class Head:
 
     Names of attributes and methods: those without a default are always there. `targets` [n] are
     the only input where no method computes them; `logits` says that there is a method of this name,
-    an elementwise function.
+    an elementwise function. Where `axis` names one, its ranks have rows each, and the loss is the
+    sum over them; with `sizes` the targets are those of all rows, in segments of which each rank
+    has its piece (`zigzag`: a chunk from either end).
     """
 
     x: str
@@ -61,6 +63,9 @@ class Head:
     label_smoothing: float = 0.0
     reduction: str = "mean"
     scale: float = 1.0
+    axis: str = ""
+    sizes: tuple[int, ...] = ()
+    zigzag: bool = False
 
 
 class Vocabulary(nn.Module):

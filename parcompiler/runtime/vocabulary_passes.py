@@ -246,6 +246,8 @@ class VocabularyPasses:
         if i not in live.factors:
             exchanged = self._awaited(live.exchanges.pop(i))
             live.factors[i], loss = self._factors_and_loss(live.logits[i], exchanged)
+            if self._rows.head.axis:  # the mean over all ranks is then the sum over context ranks
+                loss = loss * self._program.context
             state.losses[i] = loss.to(self._program.loss)
         return live.factors[i]
 

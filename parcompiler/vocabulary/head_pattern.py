@@ -2,9 +2,10 @@
 
     x ──► product ──► + bias ──► functions of each logit, casts ──► views, slices ──► cross_entropy
 
-The loss is a cross-entropy, or log-softmax and nll, perhaps times a constant. Functions and
-operations on rows may come in any order, for they do not touch: the rows can be taken of x, before
-the product. The product may be written in several ways:
+The loss is a cross-entropy, or log-softmax and nll, perhaps times a constant; of a context rank it
+is that of the own rows, and an all-reduce adds up those of all. Functions and operations on rows
+may come in any order, for they do not touch: the rows can be taken of x, before the product. The
+product may be written in several ways:
 
     linear(x, W, b)   matmul(x, Wᵀ)   mm(x, Wᵀ)   addmm(b, x, Wᵀ)   einsum("bsh,vh->bsv", x, W)
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx
@@ -28,6 +29,7 @@ from parcompiler.vocabulary.nodes import (
 )
 
 CROSS_ENTROPIES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+_OF_ROWS = "cross_entropy_of_rows"  # of the own rows of a context rank
 _REDUCTIONS = ("none", "mean", "sum")
 _FUNCTIONS = frozenset(
     "mul div add sub rsub neg tanh sigmoid clamp clamp_min clamp_max hardtanh pow exp log softplus "
@@ -73,7 +75,9 @@ class RowOperation:
 class Criterion:
     """loss = scale · cross_entropy(logits, targets, ...); the classes are dimension 1 (or 0).
 
-    The logits must be log-probabilities already where `normalized`.
+    The logits must be log-probabilities already where `normalized`. Where `axis` names one, the
+    loss is the sum over its ranks, each with some of the rows; with `sizes` the targets are those
+    of all rows, in segments of which each rank has its piece (`zigzag`: a chunk from either end).
     """
 
     node: fx.Node
@@ -85,11 +89,15 @@ class Criterion:
     label_smoothing: float = 0.0
     scale: float = 1.0
     normalized: bool = False
+    axis: str = ""
+    sizes: tuple[int, ...] = ()
+    zigzag: bool = False
 
 
 def match_loss(graph: Graph) -> Criterion:
     """The cross-entropy that the loss of `graph` is. Raises WholeError with why it is none."""
     node, scale, reduction = graph.loss, 1.0, ""  # a reduction behind that of the cross-entropy
+    axis = ""
     while (criterion := _cross_entropy(node)) is None:
         name = name_of(node)
         operand, number = (*node.args, None, None)[:2]
@@ -105,6 +113,10 @@ def match_loss(graph: Graph) -> Criterion:
             scale = scale * number if name == "mul" else scale / number
         elif name == "neg":
             scale = -scale
+        elif name == "all_reduce" and node.kwargs.get("axis") == "context":
+            axis = "context"
+        elif name == "once":
+            keep_whole("every context rank computes its loss on all rows")
         elif name in ("mean", "sum") and not (reduction or shape_of(node) or len(node.args) > 1):
             if dtype_of(node) != dtype_of(operand):
                 _needs_logits(name)
@@ -114,6 +126,7 @@ def match_loss(graph: Graph) -> Criterion:
             if not single or operand.meta["val"].numel() != 1:
                 _needs_logits(name)
         node = operand
+    criterion = replace(criterion, axis=axis)
     if criterion.reduction != "none":  # what follows is the sum or mean of one number
         return replace(criterion, scale=scale)
     count = math.prod(shape_of(criterion.targets))
@@ -126,6 +139,8 @@ def match_loss(graph: Graph) -> Criterion:
 def _cross_entropy(node: fx.Node) -> Criterion | None:
     """The criterion of one node; None for a node of another kind."""
     name, values = name_of(node), arguments_of(node)
+    if name == _OF_ROWS:
+        return _of_rows(node)
     if name not in CROSS_ENTROPIES:
         return None
     if values["target"].meta["val"].is_floating_point():
@@ -140,6 +155,28 @@ def _cross_entropy(node: fx.Node) -> Criterion | None:
         ignore_index=values["ignore_index"],
         label_smoothing=0.0 if normalized else float(values["label_smoothing"]),
         normalized=normalized,
+    )
+
+
+def _of_rows(node: fx.Node) -> Criterion:
+    """The criterion of a context rank's rows of a mean."""
+    logits, targets = node.args
+    assert isinstance(logits, fx.Node)
+    assert isinstance(targets, fx.Node)
+    values = node.kwargs
+    if "weight" in values:
+        keep_whole("its mean counts rows of other context ranks by the weights of their classes")
+    sizes: Any = values.get("sizes", shape_of(targets))
+    return Criterion(
+        node=node,
+        logits=logits,
+        targets=targets,
+        weight=None,
+        reduction="mean",
+        ignore_index=cast(int, values.get("ignore_index", -100)),
+        label_smoothing=cast(float, values.get("label_smoothing", 0.0)),
+        sizes=tuple(sizes),
+        zigzag=bool(values.get("zigzag", False)),
     )
 
 

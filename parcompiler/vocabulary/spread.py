@@ -166,6 +166,9 @@ class _Spreading:
             label_smoothing=item.criterion.label_smoothing,
             reduction=item.criterion.reduction,
             scale=item.criterion.scale,
+            axis=item.criterion.axis,
+            sizes=item.criterion.sizes,
+            zigzag=item.criterion.zigzag,
             outputs={n: (item.chain.kept[node], dtype_of(node)) for n, node in kept.items()},
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import parcompiler as pc
 from parcompiler.device import Device, Link, device
@@ -52,6 +53,13 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": 2}, {"schedule": "zb-h1", "recompute": "full"}),
     ({"data": 2}, {"zero": 1}),
     ({"data": 2}, {"zero": 3}),
+    ({"pipeline": 2}, {"vocabulary": "vocab-2"}),
+]
+WITH_VOCABULARY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"context": 2, "tensor": 2}, {"schedule": "zb-h1"}),
+    ({"context": 3}, {"vocabulary": "vocab-1", "loss_weights": "tokens"}),
+    ({"context": 3, "data": 2}, {"zero": 3}),
+    ({"context": 4}, {"recompute": "full"}),
 ]
 
 
@@ -94,10 +102,11 @@ def test_context_ranks_train_as_the_model_does(
     check(program)
 
 
-def own_gpt(mesh: pc.Mesh, dropout: float = 0.1, **options: Any) -> pc.Program:
+def own_gpt(mesh: pc.Mesh, dropout: float = 0.1, masked: int = 0, **options: Any) -> pc.Program:
     config = gpt.Config(layers=1, heads=4, hidden=16, vocabulary=32, sequence=12, dropout=dropout)
     tokens = torch.randint(32, (1, 12), generator=torch.Generator().manual_seed(1))
-    inputs = {"tokens": tokens, "labels": tokens}
+    labels = torch.cat([torch.full((1, masked), -100), tokens[:, masked:]], 1)
+    inputs = {"tokens": tokens, "labels": labels}
     return pc.compile(gpt.GPT(config), mesh, inputs, microbatches=1, progress=False, **options)
 
 
@@ -179,6 +188,65 @@ def test_tensor_ranks_split_heads_and_classes_of_the_rows(tmp_path: Path) -> Non
     check(program)
 
 
+@pytest.mark.parametrize(("mesh", "options"), WITH_VOCABULARY)
+def test_the_vocabulary_on_all_ranks_of_a_pipeline_is_of_own_rows(
+    mesh: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"vocabulary": "vocab-2", **options}
+    program = own_gpt(pc.Mesh(pipeline=2, **mesh), masked=5, **options)  # others count elsewhere
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert (choice.method, choice.lookups, choice.head, choice.kept) == (
+        options["vocabulary"], ("embedding.weight",), "embedding.weight", (),
+    )  # fmt: skip
+    spread = program.lowered.graph.vocabulary
+    assert spread is not None
+    assert spread.head is not None
+    assert tuple(spread.head.x.meta["val"].shape) == (12 // mesh["context"], 16)
+    program.export(tmp_path)
+    text = (tmp_path / "vocabulary.py").read_text()
+    assert re.search(r"tokens = runtime.take\(tokens, 1, .*axis=\"context\"\)", text)
+    assert "x = norm of this context rank's rows" in " ".join(text.split())
+    check(program)
+
+
+class OwnLoss(gpt.GPT):
+    """The loss by a form that is not among those that context ranks divide, or is weighed."""
+
+    each: torch.Tensor
+
+    def __init__(self, form: str) -> None:
+        super().__init__(gpt.Config(layers=1, heads=4, hidden=16, vocabulary=32, sequence=12))
+        self.form = form
+        self.register_buffer("each", torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        logits = self.head(self.norm(self.layers[0](x)))
+        if self.form == "weighed":
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), self.each)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("weighed", "its mean counts rows of other context ranks by the weights of their classes"),
+        ("shifted", "every context rank computes its loss on all rows"),
+    ],
+)
+def test_a_head_that_context_ranks_cannot_share_stays_whole(form: str, reason: str) -> None:
+    tokens = torch.randint(32, (1, 12), generator=torch.Generator().manual_seed(1))
+    program = pc.compile(
+        OwnLoss(form), pc.Mesh(pipeline=2, context=2), {"tokens": tokens, "labels": tokens},
+        microbatches=1, vocabulary="vocab-2", progress=False,
+    )  # fmt: skip
+    choice = program.plan.vocabulary
+    assert choice is not None
+    assert (choice.head, choice.kept) == (None, (f"embedding.weight: {reason}",))
+    check(program)
+
+
 def test_activations_and_what_they_take_are_in_pieces() -> None:
     whole, divided = own_gpt(pc.Mesh()), own_gpt(pc.Mesh(context=3))
     nodes = {node.name: node for node in divided.lowered.graph.fx_graph.nodes}
@@ -228,7 +296,6 @@ def test_a_plan_says_how_rows_are_divided_and_is_reused() -> None:
             r"context=2: .* updates='local' each rank by itself",
         ),
         ({"context": 2}, {"compression": "powersgd"}, r"context=2: .* compression='powersgd'"),
-        ({"context": 2}, {"vocabulary": "vocab-2"}, r"context=2: .* take 'whole'"),
     ],
 )
 def test_what_context_ranks_cannot_do_is_refused_by_name(
