@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeVar
 
 from parcompiler.errors import PlanError
 from parcompiler.plan import Plan
 from parcompiler.schedules import SCHEDULES, build
-from parcompiler.schedules.action import Action
 from parcompiler.schedules.schedule import Schedule
 from parcompiler.schedules.staleness import waiting
 from parcompiler.schedules.vocabulary import spread
 
-Found = TypeVar("Found")
-
-ROUNDS = 3  # of one micro-batch for each rank, after which a steady state is looked for
 Identity = tuple[str | None, tuple[str, ...] | None, int, int, int, str | None]
 
 
@@ -48,14 +42,6 @@ def outline(plan: Plan) -> Schedule:
 def held(plan: Plan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Micro-batches that the stages of each rank keep activations of."""
     return _held(*identity(plan))
-
-
-def ending(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """The order of a rank, of a schedule with a name in as few micro-batches as end like all."""
-    name, orders, ranks, microbatches, virtual_stages, method = identity(plan)
-    if orders is None:
-        microbatches = min(microbatches, ROUNDS * ranks + microbatches % ranks)
-    return _planned(name, orders, ranks, microbatches, virtual_stages, method).orders[rank]
 
 
 def left(plan: Plan) -> int:
@@ -105,39 +91,15 @@ def _planned(
 @lru_cache(maxsize=256)
 def _held(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Uncached body of `held`."""
-
-    def find(*known: *Identity) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        schedule = _planned(*known)
-        return tuple(map(schedule.held, range(schedule.ranks)))
-
-    return _of_few(find, known)
+    schedule = _planned(*known)
+    return tuple(map(schedule.held, range(schedule.ranks)))
 
 
 @lru_cache(maxsize=256)
 def _left(*known: *Identity) -> int:
     """Uncached body of `left`."""
-
-    def find(*known: *Identity) -> int:
-        schedule = _planned(*known)
-        return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
-
-    return _of_few(find, known)
-
-
-def _of_few(find: Callable[[*Identity], Found], known: Identity) -> Found:
-    """What `find` says of a schedule's memory, from fewer micro-batches where it has a name.
-
-    In its steady state a schedule begins a micro-batch when one has ended, so that what is in
-    flight does not change with a further round of one micro-batch for each rank. One that holds
-    more with it (GPipe) has no such state, and is read as a whole.
-    """
-    name, orders, ranks, microbatches, virtual_stages, method = known
-    few, more = (k * ranks + microbatches % ranks for k in (ROUNDS, ROUNDS + 1))
-    if orders is None and microbatches > more:
-        known_of_few = find(name, None, ranks, few, virtual_stages, method)
-        if known_of_few == find(name, None, ranks, more, virtual_stages, method):
-            return known_of_few
-    return find(*known)
+    schedule = _planned(*known)
+    return max(waiting(schedule.orders[r], j) for j, r in enumerate(schedule.placement))
 
 
 def check_size(schedule: Schedule, ranks: int, microbatches: int) -> None:

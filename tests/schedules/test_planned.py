@@ -1,4 +1,4 @@
-"""What a plan's schedule holds is read off a few rounds as off the whole step."""
+"""What a plan's schedule holds, and where its stages are, by name alone."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from parcompiler.schedules.staleness import waiting
 
 @pytest.mark.parametrize("method", ["whole", "naive", "interlaced", "vocab-1", "vocab-2"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_few_rounds_say_what_is_in_flight_in_all(name: str, method: str) -> None:
+def test_a_plan_says_what_its_schedule_holds_and_where_stages_are(name: str, method: str) -> None:
     if name == "pipedream" and method != "whole":
         return
     choice = VocabularyChoice(method, head="head" if method != "whole" else None)
