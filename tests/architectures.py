@@ -157,7 +157,11 @@ REFUSED: dict[str, tuple[Builder, str]] = {
     ),
     "wav2vec2: layers dropped by chance": (
         model("Wav2Vec2ForCTC", spoken, **{**SOUND, "layerdrop": 0.1}),
-        r"'wav2vec2.encoder'.*skip_the_layer",
+        r"'wav2vec2.encoder'.*skip_the_layer.*\n.*dropped by chance: set layerdrop=0 in the config",
+    ),
+    "bart: layers dropped by chance": (
+        model("BartForConditionalGeneration", masked_pair, **{**SEQ2SEQ, "decoder_layerdrop": 0.1}),
+        r"layers are dropped by chance: set decoder_layerdrop=0 in the config",
     ),
 }
 

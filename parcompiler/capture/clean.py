@@ -126,15 +126,20 @@ def drop_objects(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+_TRANSFORMS = {  # by the first call that torch records of each
+    "_add_batch_dim": "torch.vmap cannot be divided: write the operation with a batch dimension",
+    "_make_dual": "torch.func.jvp cannot be divided: write the derivative out",
+    "_wrap_for_grad": "torch.func.grad cannot be divided: write the derivative out",
+    "_unwrap_for_grad": "torch.func.grad cannot be divided: write the derivative out",
+}
+
+
 def refuse_transforms(graph: fx.Graph) -> None:
-    """Raise CaptureError for a function that `torch.vmap` transforms: its operators run within a
+    """Raise CaptureError for a function that `torch.func` transforms: its operators run within a
     stack of torch's own, not in stages."""
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") == "_add_batch_dim":
-            message = (
-                f"torch.vmap cannot be divided: write the operation with a batch dimension; "
-                f"{where(node)}"
-            )
+        if (name := getattr(node.target, "__name__", "")) in _TRANSFORMS:
+            message = f"{_TRANSFORMS[name]}; {where(node)}"
             raise CaptureError(message)
 
 

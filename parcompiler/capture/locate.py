@@ -24,6 +24,18 @@ _ADVICE_DATA = (
     "control flow or a shape depends on the values of tensors: write it with torch.where or a "
     "mask, or move it out of forward"
 )
+_OTHER_ADVICE = {  # by a word of the error or of the line that is named
+    "_ctc_loss": (
+        "torch's CTC loss reads the values of lengths and labels before it knows a shape: it "
+        "cannot be divided yet; write the recursion over time with torch.logsumexp and masks"
+    ),
+    "functorch": (
+        "transforms of torch.func (grad, vjp, jvp, vmap) in a forward cannot be divided: write the "
+        "derivative out, or as a torch.autograd.Function"
+    ),
+    "layerdrop": "layers are dropped by chance: set {layerdrop} in the configuration",
+    "skip_the_layer": "layers are dropped by chance: set {layerdrop} in the configuration",
+}
 _ADVICE = (
     "torch.export cannot take what this does: write it otherwise, and try "
     "torch.export.export(model, args, kwargs, strict=False) on the module that is named"
@@ -46,7 +58,16 @@ def explain(error: Exception, model: nn.Module, *, runs: bool = True) -> Capture
     if place:
         message += f"\n  {place}"
     advice = _ADVICE_DATA if is_data_dependent(error) else _ADVICE
+    known = (text for word, text in _OTHER_ADVICE.items() if word in message)
+    advice = next(known, advice).format(layerdrop=_layerdrop(model))
     return CaptureError(f"{message}\n  {advice if runs else _ADVICE_BROKEN}")
+
+
+def _layerdrop(model: nn.Module) -> str:
+    """What to set so that a model keeps all layers, by the names in its configuration."""
+    settings = getattr(getattr(model, "config", None), "__dict__", {})
+    names = [name for name, value in settings.items() if name.endswith("layerdrop") and value]
+    return ", ".join(f"{name}=0" for name in names or ["layerdrop"])
 
 
 def is_data_dependent(error: Exception) -> bool:

@@ -14,6 +14,7 @@ In a whole backward, dYᵀ x waits for the next collective of the tensor ranks a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from parcompiler.again import RunningAgain
+from parcompiler.capture.clean import where
 from parcompiler.capture.deferrable import PLACES, deferrable_weight, overlapping
+from parcompiler.capture.effects import overload_name
 from parcompiler.cost.execution import (
     Boundary,
     Recorder,
@@ -41,6 +44,7 @@ from parcompiler.cost.live_memory import (
 )
 from parcompiler.cost.operation import EXCHANGE, Operation, describe
 from parcompiler.cost.stand_in import stand_in, storages
+from parcompiler.errors import CaptureError
 from parcompiler.graph import dtype_of, tensors_of
 
 Overwritten = Mapping[fx.Node, Collection[fx.Node]]
@@ -163,7 +167,7 @@ def trace_block(
         gradient_bytes = sum(root.numel() * root.itemsize for root in roots)
         seed = backward_seed(roots, memory)
         del results, kept, roots  # the backward frees what it has used
-        backward = _backward(seed, outside, recorder)
+        backward = _backward(nodes, seed, outside, recorder)
         recorder.left.clear()
         if not backward:
             estimated.append("backward")
@@ -217,14 +221,27 @@ def _roots(results: Mapping[fx.Node, Any], differentiable: Collection[str]) -> l
     return [tensor for value in carrying for tensor in tensors_of(value) if tensor.requires_grad]
 
 
+def _refuse_missing(error: Exception, nodes: Iterable[fx.Node]) -> None:
+    """Raise CaptureError where a backward failed for lack of a derivative, with the line."""
+    missing = re.match(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
+    if missing is not None:
+        node = next((node for node in nodes if overload_name(node) == missing[1]), None)
+        message = (
+            f"torch has no derivative of {missing[1]!r}, and gradients would come through it: "
+            f"detach what it reads, or write it otherwise{f'; {where(node)}' if node else ''}"
+        )
+        raise CaptureError(message) from error
+
+
 def _backward(
+    nodes: Sequence[fx.Node],
     seed: Tensor | None,
     outside: Boundary,
     recorder: Recorder,
     deferred: Collection[str] = (),
 ) -> bool:
     """Run the backward, without the gradients of the weights that are `deferred`; False, with
-    nothing recorded, when it needs data."""
+    nothing recorded, when it needs data. Raises CaptureError for lack of a derivative."""
     recorder.memory.restart()
     if seed is None:
         return True
@@ -233,7 +250,8 @@ def _backward(
     try:
         with recorder:
             differentiate([seed], [leaf for leaf in outside.leaves if id(leaf) not in weights])
-    except Exception:  # whatever it is, as in the forward
+    except Exception as error:  # whatever it is, as in the forward
+        _refuse_missing(error, nodes)
         recorder.take()
         return False
     return True
@@ -309,7 +327,7 @@ def _first_part(
     seed = backward_seed(_roots({node: values[node] for node in outputs}, differentiable), memory)
     del values
     sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
-    if seed is None or not _backward(seed, outside, recorder, sizes):
+    if seed is None or not _backward(nodes, seed, outside, recorder, sizes):
         return {}
     del seed
     kept = {id(x) for _, (x, _) in deferred}  # not the storages, which must end below

@@ -100,10 +100,16 @@ def _check_rows(graph: Graph, n: int) -> None:
     if not rows:
         message = f"context={n} splits rows of positions, and no input has any: take context=1"
         raise InputError(message)
+    dims = {spec.key: len(spec.shape) for spec in graph.inputs}
     for key, size in rows.items():
         if size % n and size > 1:
+            advice = f"pad them to {-(-size // n) * n}, or take a degree that divides {size}"
+            if dims[key] > 3:  # channels of images
+                advice = (
+                    "it looks like images, whose channels stand there: take tensor or data ranks"
+                )
             message = (
                 f"context={n} does not divide the {size} positions of the input {key!r} (dimension "
-                f"1): pad them to {-(-size // n) * n}, or take a degree that divides {size}"
+                f"1): {advice}"
             )
             raise InputError(message)

@@ -1,7 +1,7 @@
 """What of an exported graph runs: what the loss and the buffers depend on, updates in place too."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -128,16 +128,46 @@ def test_what_returns_its_operand_without_a_gradient_keeps_its_history(name: str
         torch.testing.assert_close(gradients[key], parameter.grad)
 
 
-class Mapped(nn.Module):
-    def __init__(self) -> None:
+class Transformed(nn.Module):
+    """Its layer in a function that torch transforms."""
+
+    def __init__(self, transform: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.transform = nn.Linear(4, 4), (transform,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.vmap(lambda row: self.linear(row) * row.sum())(x)
-        return y.sum()
+        return self.transform[0](self, x).sum()
 
 
-def test_a_function_that_vmap_transforms_is_refused_with_its_line() -> None:
-    with pytest.raises(pc.CaptureError, match=r"torch\.vmap cannot be divided.*test_clean"):
-        capture(Mapped(), {"x": torch.ones(2, 4)})
+def mapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.vmap(lambda row: self.linear(row) * row.sum())(x)
+    return y
+
+
+def derived(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.func.grad(lambda row: (row**3).sum())(x)
+    return cast(torch.Tensor, self.linear(y))
+
+
+def derived_of_a_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.func.grad(lambda row: (self.linear(row) ** 2).sum())(x)
+    return y
+
+
+def along(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = torch.func.jvp(lambda row: self.linear(row), (x,), (x,))[1]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (mapped, r"torch\.vmap cannot be divided.*test_clean"),
+        (derived, r"torch\.func\.grad cannot be divided: write the derivative out.*test_clean"),
+        (derived_of_a_layer, r"(?s)transforms of torch\.func \(grad, vjp, .* cannot be divided"),
+        (along, r"torch\.func\.jvp cannot be divided: write the derivative out.*test_clean"),
+    ],
+)
+def test_a_function_that_torch_transforms_is_refused_by_name(transform: Any, message: str) -> None:
+    with pytest.raises(pc.CaptureError, match=message):
+        capture(Transformed(transform), {"x": torch.ones(2, 4)})

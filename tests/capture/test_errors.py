@@ -1,10 +1,13 @@
 """What cannot be captured is refused with the module, the line and advice, and nothing printed."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import parcompiler as pc
 from parcompiler.capture import capture
 from parcompiler.errors import CaptureError, InputError
 from tests.distributed.models import CLASSES, WIDTH, XY, Remembering, Stack, rows
@@ -206,3 +209,33 @@ class Unexported(Stack):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(x + (x.data_ptr() % 1), labels) * float(x.numpy().size)
+
+
+def test_a_ctc_loss_says_what_to_do() -> None:
+    class Spelling(Stack):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            scores = self.layers[0](x).log_softmax(-1)
+            lengths = torch.full((len(labels),), 1)
+            return F.ctc_loss(scores.unsqueeze(0), labels.unsqueeze(1), lengths, lengths)
+
+    with pytest.raises(CaptureError, match=r"(?s)F\.ctc_loss.*write the recursion over time"):
+        capture(Spelling(), XY)
+
+
+@pytest.mark.parametrize("function", [torch.heaviside, torch.floor_divide])
+def test_an_operator_without_a_derivative_is_named_when_gradients_need_it(function: Any) -> None:
+    class Stepping(Stack):
+        def __init__(self, *, detached: bool) -> None:
+            super().__init__()
+            self.detached = detached
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            y = self.layers[0](x)
+            y = y * function(y.detach() if self.detached else y, torch.ones_like(y))
+            total: torch.Tensor = (self.layers[1](y) * labels.sum()).mean()
+            return total
+
+    name = function.__name__
+    with pytest.raises(CaptureError, match=rf"no derivative of '{name}'.*detach.*test_errors"):
+        pc.compile(Stepping(detached=False), pc.Mesh(), XY)
+    pc.compile(Stepping(detached=True), pc.Mesh(), XY)

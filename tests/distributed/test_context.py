@@ -263,6 +263,12 @@ def test_the_report_says_who_holds_which_rows() -> None:
     assert "Gradients averaged over 3 context ranks" in text
 
 
+def test_channels_of_images_are_no_positions_to_pad() -> None:
+    model, inputs = zoo.build("resnet")
+    with pytest.raises(pc.InputError, match=r"3 positions of the input 'images'.*whose channels"):
+        pc.compile(model, pc.Mesh(context=2), inputs)
+
+
 def test_costs_at_other_sizes_are_those_of_a_context_rank() -> None:
     program = own_gpt(pc.Mesh(context=3))
     figures = program.costs.at(batch=2)
