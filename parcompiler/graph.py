@@ -293,6 +293,11 @@ class Graph:
         return frozenset(item.node for item in self.inputs)
 
     @cached_property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """The placeholder of each parameter, buffer and input, by the name of the node."""
+        return {node.name: node for node in self.fx_graph.find_nodes(op="placeholder")}
+
+    @cached_property
     def unread(self) -> frozenset[str]:
         """The parameters and buffers that no stage reads: the first holds them."""
         spread = self.vocabulary or VocabularyLayers()

@@ -43,8 +43,7 @@ def counts_module(lowered: Lowered, device: str) -> str:
     """The text of `counts.py`."""
     small = lowered.graph.counts
     assert small is not None
-    known = {n.name: n for n in lowered.graph.fx_graph.nodes if n.op == "placeholder"}
-    read = [node for node in small.nodes if node.op == "placeholder"]
+    known, read = lowered.graph.placeholders, small.find_nodes(op="placeholder")
     operands = {node: lowered.variables[known[node.name]] for node in read}
     remark = "The number of targets, a scalar of integers."
     text = _function(lowered.graph, small, "counted", remark, operands)

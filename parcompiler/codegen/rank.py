@@ -121,7 +121,6 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
     graph, grid = lowered.graph, lowered.grid
     at = grid.coordinate(rank)
     position = at.pipeline
-    placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     lists, spread = lowered.instructions, lowered.vocabulary
     stages = tuple(stage.index for stage in lowered.on_rank(position))
     return RankProgram(
@@ -132,7 +131,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         digest=digest_of(lists, graph.fingerprint, *_distinguishing(lowered)),
         loss=graph.loss.meta["val"].dtype,
         inputs={
-            lowered.variables[placeholders[item.node]]: Input(
+            lowered.variables[graph.placeholders[item.node]]: Input(
                 item.key, item.shape, item.dtype, item.high
             )
             for item in graph.inputs

@@ -83,8 +83,7 @@ class StageWriter:
         inputs = [item.inputs for item in instances]
         arguments = argument_names(graph, inputs, self.lowered.variables)
         tensors = {graph.by_name[b.name].node: f"self.{b.attribute}" for b in block.tensors}
-        nodes = {node.name: node for node in graph.fx_graph.nodes if node.name in tensors}
-        operands = {nodes[name]: text for name, text in tensors.items()} | arguments
+        operands = {graph.placeholders[name]: text for name, text in tensors.items()} | arguments
         attributes = BlockAttributes(graph, block, deferring, again)
         body = Body(graph, self.effects, operands, scope=block.scope, attributes=attributes)
         lines = body.lines(block.nodes, dict.fromkeys(block.outputs))

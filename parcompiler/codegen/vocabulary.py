@@ -32,7 +32,7 @@ def vocabulary_module(lowered: Lowered, device: str) -> str:
 
 def held_whole(graph: Graph, spread: Spread) -> tuple[str, ...]:
     """The buffers that indices and targets are computed from: every rank has all of them."""
-    read = {node.name for small in _graphs(spread) for node in _placeholders(small)}
+    read = {node.name for small in _graphs(spread) for node in small.find_nodes(op="placeholder")}
     names = (item.name for item in graph.parameters if item.node in read)
     return tuple(name for name in names if name not in spread.tensors)
 
@@ -54,7 +54,6 @@ class VocabularyWriter:
         self.device = device
         names = (*spread.tensors, *held_whole(lowered.graph, spread))
         self.attributes = _distinct(names, reserved())
-        self.placeholders = {n.name: n for n in _placeholders(lowered.graph.fx_graph)}
 
     def text(self) -> str:
         """The whole file."""
@@ -168,7 +167,7 @@ class VocabularyWriter:
         self, name: str, remark: str, arguments: Sequence[str], small: fx.Graph
     ) -> list[str]:
         """A method that computes what a small graph computes."""
-        read = _placeholders(small)
+        read = small.find_nodes(op="placeholder")
         operands = {node: self._operand(node, arguments) for node in read}
         floating = {node.name for node in read if node.meta["val"].is_floating_point()}
         parameters = "".join(f", {argument}: Tensor" for argument in arguments)
@@ -184,7 +183,7 @@ class VocabularyWriter:
         """What a small graph reads: a buffer of this module or an argument of the method."""
         if node.name in self.graph.by_node:
             return f"self.{self.attributes[self.graph.by_node[node.name].name]}"
-        known = self.placeholders.get(node.name)
+        known = self.graph.placeholders.get(node.name)
         return arguments[0] if known is None else self.lowered.variables[known]
 
 
@@ -209,8 +208,3 @@ def _graphs(spread: Spread) -> Iterator[fx.Graph]:
         yield spread.head.head.targets
         if spread.head.head.logits is not None:
             yield spread.head.head.logits
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph reads."""
-    return [node for node in graph.nodes if node.op == "placeholder"]

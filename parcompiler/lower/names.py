@@ -27,9 +27,8 @@ def variables(graph: Graph, cut: Cut) -> dict[fx.Node, str]:
     def give(node: fx.Node, wish: str) -> None:
         names[node] = unique(wish, taken)
 
-    placeholders = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     for item in graph.inputs:
-        give(placeholders[item.node], identifier(item.label or item.node))
+        give(graph.placeholders[item.node], identifier(item.label or item.node))
     for node, wish in _looked_up(graph).items():
         give(node, wish)
     read = {node for block in cut.blocks for node in block.inputs}

@@ -445,7 +445,7 @@ def _rows(graph: Graph) -> int | None:
 
 def _tokens(graph: Graph) -> int | None:
     """Tokens of a micro-batch, when one input [rows, sequence] looks up embeddings."""
-    nodes = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
+    nodes = graph.placeholders
     embedded = [
         item
         for item in graph.inputs

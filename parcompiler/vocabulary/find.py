@@ -22,7 +22,7 @@ from parcompiler.capture.effects import (
     outside,
 )
 from parcompiler.capture.prologue import cone, is_sendable
-from parcompiler.graph import Graph, Parameter, shape_of
+from parcompiler.graph import EmbeddingLookup, Graph, Parameter, shape_of
 from parcompiler.vocabulary.head_pattern import (
     CROSS_ENTROPIES,
     Chain,
@@ -33,20 +33,10 @@ from parcompiler.vocabulary.head_pattern import (
     match_loss,
     match_product,
 )
-from parcompiler.vocabulary.nodes import readers, source, tensor_of
+from parcompiler.vocabulary.nodes import extract, readers, source, tensor_of
 
 NOTICEABLE = 0.05  # of what a rank has of the other parameters
 CONSTANT = "are constants"
-
-
-@dataclass(frozen=True, slots=True)
-class LookupMatch:
-    """An embedding: `node` yields rows of the parameter `weight` [V, h] for `index`."""
-
-    node: fx.Node
-    weight: str
-    index: fx.Node
-    padding_idx: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +59,7 @@ class HeadMatch:
 class VocabularyMatch:
     """The layers of the vocabulary that all ranks can share, and why other tables stay `whole`."""
 
-    lookups: tuple[LookupMatch, ...] = ()
+    lookups: tuple[EmbeddingLookup, ...] = ()
     head: HeadMatch | None = None
     whole: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,7 +100,6 @@ class _Matching:
         self.graph = graph
         self.ranks = ranks
         self.effects = effects_of(graph)
-        self.nodes = {node.name: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
         self.whole: dict[str, str] = {}
 
     def match(self) -> VocabularyMatch:
@@ -128,7 +117,7 @@ class _Matching:
             self.whole,
         )
 
-    def _lookup(self, node: fx.Node) -> Iterator[LookupMatch]:
+    def _lookup(self, node: fx.Node) -> Iterator[EmbeddingLookup]:
         """An embedding of something in the batch; one that must stay whole is noted."""
         if name_of(node) not in ("embedding", "embedding_bag", "_embedding_bag"):
             return
@@ -149,7 +138,8 @@ class _Matching:
             self.whole[table.name] = "frozen"
         else:
             padding = values["padding_idx"]
-            yield LookupMatch(node, table.name, index, None if padding == -1 else padding)
+            indices = extract(self.graph.fx_graph, index, self.effects)
+            yield EmbeddingLookup(node, table.name, indices, None if padding == -1 else padding)
 
     def _head(self, looked_up: set[str]) -> HeadMatch | None:
         """The head; a table at the end of the model that looks like one is noted."""
@@ -188,15 +178,17 @@ class _Matching:
         tensor = tensor_of(self.graph, node)
         if tensor is None or tensor.numel != size:
             keep_whole(f"its {role} is no tensor of the model with a number for each class")
-        if tensor.mutated or len(list(readers(self.nodes[tensor.node]))) != 1:
+        if tensor.mutated or len(list(readers(self.graph.placeholders[tensor.node]))) != 1:
             keep_whole(f"its {role} is also used elsewhere")
         return tensor.name
 
-    def _reason(self, name: str, lookups: list[LookupMatch], head: HeadMatch | None) -> str | None:
+    def _reason(
+        self, name: str, lookups: list[EmbeddingLookup], head: HeadMatch | None
+    ) -> str | None:
         """Why a matched table stays whole; None when it need not."""
         table = self.graph.by_name[name]
         is_head = head is not None and head.weight == name
-        others = set(readers(self.nodes[table.node]))
+        others = set(readers(self.graph.placeholders[table.node]))
         others -= {item.node for item in lookups if item.weight == name}
         if head is not None and is_head:
             others.discard(head.chain.product.node)

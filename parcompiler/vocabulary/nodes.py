@@ -1,4 +1,4 @@
-"""Reading nodes: copies and transposes, and tensors of the model."""
+"""Reading nodes: copies and transposes, tensors of the model, what is computed from the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.effects import arguments_of, name_of
+from parcompiler.capture.effects import Effects, arguments_of, name_of
+from parcompiler.capture.prologue import cone
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
@@ -69,3 +70,27 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from readers(user)
         else:
             yield user
+
+
+def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
+    """The computation of `node` from the batch by itself, in the order that updates in place need.
+
+    Placeholders have the names of those in the model's graph.
+    """
+    members = cone(node, effects)
+    needed = {operand for item in members for operand in item.all_input_nodes} | {node}
+    copies: dict[fx.Node, fx.Node] = {}
+    made = fx.Graph()
+    for item in graph.nodes:
+        if item.op == "placeholder" and item in needed:
+            copies[item] = made.placeholder(item.name)
+            copies[item].meta = dict(item.meta)
+        elif item in members:
+            copies[item] = made.node_copy(item, copies.__getitem__)
+        else:
+            continue
+        copies[item].name = item.name
+    # The source's lines go on with its readers, see naming/source.py.
+    copies[node].meta = {**copies[node].meta, "readers": tuple(node.users)}
+    made.output(copies[node])
+    return made

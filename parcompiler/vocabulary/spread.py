@@ -18,8 +18,7 @@ from torch import Tensor, fx
 
 from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import copied, drop_dead
-from parcompiler.capture.effects import Effects, effects_of, overload_name
-from parcompiler.capture.prologue import cone
+from parcompiler.capture.effects import effects_of, overload_name
 from parcompiler.capture.templates import unique
 from parcompiler.errors import InputError
 from parcompiler.graph import (
@@ -31,8 +30,9 @@ from parcompiler.graph import (
     shape_of,
 )
 from parcompiler.plan import VocabularyChoice
-from parcompiler.vocabulary.find import HeadMatch, LookupMatch, VocabularyMatch, find
+from parcompiler.vocabulary.find import HeadMatch, VocabularyMatch, find
 from parcompiler.vocabulary.head_pattern import Chain
+from parcompiler.vocabulary.nodes import extract
 
 
 def spread(graph: Graph, choice: VocabularyChoice | Collection[str], ranks: int) -> Graph:
@@ -83,7 +83,7 @@ class _Spreading:
     """The rewriting of one graph."""
 
     def __init__(
-        self, graph: Graph, lookups: tuple[LookupMatch, ...], head: HeadMatch | None
+        self, graph: Graph, lookups: tuple[EmbeddingLookup, ...], head: HeadMatch | None
     ) -> None:
         self.whole = graph
         self.lookups = lookups
@@ -110,13 +110,12 @@ class _Spreading:
             vocabulary=VocabularyLayers(lookups, head),
         )
 
-    def _lookup(self, item: LookupMatch) -> EmbeddingLookup:
+    def _lookup(self, item: EmbeddingLookup) -> EmbeddingLookup:
         """One node for an embedding, of what it reads of the batch and the table."""
-        indices = extract(self.whole.fx_graph, item.index, self.effects)
         old = self.nodes[item.node]
         with self.made.inserting_before(old):
             new = self.made.call_function(
-                lookup, (self._tensor(item.weight), *self._inputs(indices))
+                lookup, (self._tensor(item.weight), *self._inputs(item.indices))
             )
         self._replace(old, new)
         # What a stage receives is not updated in place, and goes to one stage: layers apart may be
@@ -128,7 +127,7 @@ class _Spreading:
             copy.name = unique(f"{new.name}_own", self.taken)
             new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
             self.carrying.add(copy.name)
-        return EmbeddingLookup(new, item.weight, indices, item.padding_idx)
+        return dataclasses.replace(item, node=new)
 
     def _is_used_apart(self, node: fx.Node) -> bool:
         """Whether several of the finest blocks read a node's value."""
@@ -211,37 +210,12 @@ class _Spreading:
 
     def _tensor(self, name: str) -> fx.Node:
         """The placeholder of a tensor of the model."""
-        wanted = self.whole.by_name[name].node
-        return next(copy for node, copy in self.nodes.items() if node.name == wanted)
+        return self.nodes[self.whole.placeholders[self.whole.by_name[name].node]]
 
     def _inputs(self, computation: fx.Graph) -> list[fx.Node]:
         """The placeholders that a small graph reads."""
-        names = {node.name for node in computation.nodes if node.op == "placeholder"}
+        names = {node.name for node in computation.find_nodes(op="placeholder")}
         return [copy for node, copy in self.nodes.items() if node.name in names]
-
-
-def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
-    """The computation of `node` from the batch by itself, in the order that updates in place need.
-
-    Placeholders have the names of those in the model's graph.
-    """
-    members = cone(node, effects)
-    needed = {operand for item in members for operand in item.all_input_nodes} | {node}
-    copies: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    for item in graph.nodes:
-        if item.op == "placeholder" and item in needed:
-            copies[item] = made.placeholder(item.name)
-            copies[item].meta = dict(item.meta)
-        elif item in members:
-            copies[item] = made.node_copy(item, copies.__getitem__)
-        else:
-            continue
-        copies[item].name = item.name
-    # The source's lines go on with its readers, see naming/source.py.
-    copies[node].meta = {**copies[node].meta, "readers": tuple(node.users)}
-    made.output(copies[node])
-    return made
 
 
 def logits_graph(chain: Chain, rows: int) -> fx.Graph | None:

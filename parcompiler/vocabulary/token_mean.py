@@ -21,7 +21,7 @@ from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.vocabulary.find import obstacle
 from parcompiler.vocabulary.head_pattern import Criterion, WholeError, keep_whole, match_loss
-from parcompiler.vocabulary.spread import extract
+from parcompiler.vocabulary.nodes import extract
 
 SUM = 2  # of torch's reductions
 

@@ -170,7 +170,7 @@ def _tensor_groups(folded: FoldedGraph) -> dict[str, TensorGroup]:
     members: dict[str, list[Parameter]] = {}
     for name in sorted(leader):
         members.setdefault(find(name), []).append(folded.graph.by_name[name])
-    nodes = {node.name: node for node in folded.graph.fx_graph.nodes if node.op == "placeholder"}
+    nodes = folded.graph.placeholders
     read = {operand for node in folded.prologue for operand in node.all_input_nodes}
     groups = {}
     for items in members.values():
