@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch  # noqa: F401 (the doctest's)
 from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
