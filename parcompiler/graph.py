@@ -9,7 +9,7 @@ that do not depend on the batch either are *constants*, computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -107,6 +107,16 @@ class Block:
     tensors: tuple[Binding, ...]
     scope: str = ""
     weights: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoles:
+    """What nodes are, by name: placeholders of trainable `parameters` and of `buffers` (also frozen
+    parameters), and the nodes that carry gradients."""
+
+    parameters: Collection[str]
+    buffers: Collection[str]
+    differentiable: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +269,12 @@ class Graph:
     def by_name(self) -> Mapping[str, Parameter]:
         """Parameters and buffers by their name in the model (not by their aliases)."""
         return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def roles(self) -> NodeRoles:
+        """What placeholders and nodes are."""
+        trained = frozenset(item.node for item in self.parameters if item.trainable)
+        return NodeRoles(trained, self.by_node.keys() - trained, self.differentiable)
 
     @cached_property
     def updates_weights(self) -> tuple[str, ...]:

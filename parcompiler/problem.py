@@ -536,11 +536,11 @@ class Problem:
         again: frozenset[fx.Node],
     ) -> BlockCost:
         """Uncached body of `_cost`: run the nodes on tensors without data."""
-        trainable = {item.node for item in self.graph.parameters if item.trainable}
-        others = {item.node for item in self.graph.parameters} - trainable
-        given = nodes, tuple(arguments), outputs, trainable, others, self.graph.differentiable
         return trace_block(
-            *given,
+            nodes,
+            tuple(arguments),
+            outputs,
+            self.graph.roles,
             split=split,
             overwritten=overwritten(nodes, arguments, outputs),
             accelerator=self.accelerator,

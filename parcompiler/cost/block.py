@@ -45,7 +45,7 @@ from parcompiler.cost.live_memory import (
 from parcompiler.cost.operation import EXCHANGE, Operation, describe
 from parcompiler.cost.stand_in import stand_in, storages
 from parcompiler.errors import CaptureError
-from parcompiler.graph import dtype_of, tensors_of
+from parcompiler.graph import NodeRoles, dtype_of, tensors_of
 
 Overwritten = Mapping[fx.Node, Collection[fx.Node]]
 Storages = set[torch.UntypedStorage]
@@ -116,9 +116,7 @@ def trace_block(
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
-    parameters: Collection[str],
-    buffers: Collection[str],
-    differentiable: Collection[str],
+    roles: NodeRoles,
     *,
     split: bool = False,
     overwritten: Overwritten | None = None,
@@ -127,24 +125,23 @@ def trace_block(
 ) -> BlockCost:
     """The cost of the block that consists of `nodes`, in topological order.
 
-    `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside.
-    `parameters` (trainable) and `buffers` (also frozen parameters) are names of placeholders,
-    `differentiable` the names of the nodes that carry gradients. With `split` the block runs once
+    `inputs` are the nodes outside that it reads, `outputs` its nodes that are used outside; `roles`
+    say what placeholders are, and which nodes carry gradients. With `split` the block runs once
     more with a backward in two parts, whose tensors live for longer. `overwritten` says with which
     node the values of others are let go, if nothing saves them (see `naming.variables`); the rest
     live to the end. With `accelerator` some operators run in fused kernels, and the nodes in
     `again` run again in the backward (see `execution.Recorder`). Raises InputError when the block
     reads a node that is none of these.
     """
-    reads = nodes, inputs, parameters, buffers, differentiable
+    reads, differentiable = (nodes, inputs, outputs, roles), roles.differentiable
     with torch.enable_grad():
-        outside = boundary(*reads)
+        outside = boundary(nodes, inputs, roles)
         memory = LiveMemory(storages(outside.values))
         recorder = Recorder(memory, accelerator=accelerator, again=again)
         variables, saved = ForwardVariables(memory, overwritten or {}), SavedTensors(memory)
         values = outside.values
         with saved, recorder:
-            products = overlapping(nodes, parameters)
+            products = overlapping(nodes, roles.parameters)
             leaving = _leaving(
                 {node: _product(node, weight) for node, weight in products.items()},
                 values,
@@ -177,11 +174,11 @@ def trace_block(
             "first_peak": memory.peak_with_gradients,
             "output_peak": memory.peak_with_outputs,
         }
-        in_two_parts = _first_part(*reads, outputs, accelerator, again) if split else {}
+        in_two_parts = _first_part(*reads, accelerator, again) if split else {}
     return BlockCost(
         forward=forward,
         backward=recorder.take(),
-        weight=tuple(_products(nodes, parameters, differentiable)),
+        weight=tuple(_products(nodes, roles)),
         estimated=tuple(dict.fromkeys(estimated)),
         forward_peak=forward_peak,
         gradient_bytes=gradient_bytes,
@@ -269,19 +266,15 @@ def _guess_backward(
             recorder.add_exchange(node.meta["exchange"], dtype_of(node), backward=True)
 
 
-def _linear(
-    nodes: Iterable[fx.Node], parameters: Collection[str], differentiable: Collection[str]
-) -> dict[fx.Node, fx.Node]:
+def _linear(nodes: Iterable[fx.Node], roles: NodeRoles) -> dict[fx.Node, fx.Node]:
     """The linear layers whose weights can have their gradients later, with these weights."""
-    weights = {node: deferrable_weight(node, parameters) for node in nodes}
-    return {node: w for node, w in weights.items() if w and node.name in differentiable}
+    weights = {node: deferrable_weight(node, roles.parameters) for node in nodes}
+    return {node: w for node, w in weights.items() if w and node.name in roles.differentiable}
 
 
-def _products(
-    nodes: Iterable[fx.Node], parameters: Collection[str], differentiable: Collection[str]
-) -> Iterator[Operation]:
+def _products(nodes: Iterable[fx.Node], roles: NodeRoles) -> Iterator[Operation]:
     """The products dYᵀ x that linear layers can defer."""
-    for node, weight in _linear(nodes, parameters, differentiable).items():
+    for node, weight in _linear(nodes, roles).items():
         yield _product(node, weight)
 
 
@@ -302,10 +295,8 @@ Left = tuple[Any, tuple[torch.UntypedStorage, torch.UntypedStorage]]  # with a l
 def _first_part(
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
-    parameters: Collection[str],
-    buffers: Collection[str],
-    differentiable: Collection[str],
     outputs: Sequence[fx.Node],
+    roles: NodeRoles,
     accelerator: bool,
     again: Collection[fx.Node],
 ) -> dict[str, Any]:
@@ -313,10 +304,10 @@ def _first_part(
 
     What cannot run without data counts nothing here: the whole backward is estimated then.
     """
-    linear = _linear(nodes, parameters, differentiable)
+    linear = _linear(nodes, roles)
     if not linear:
         return {}
-    outside = boundary(nodes, inputs, parameters, buffers, differentiable)
+    outside = boundary(nodes, inputs, roles)
     memory = LiveMemory(storages(outside.values))
     recorder = Recorder(memory, accelerator=accelerator, again=again)
     deferred: list[Left] = []
@@ -324,7 +315,9 @@ def _first_part(
     names = {node: weight.name for node, weight in linear.items()}
     with RunningAgain() as scope, recorder:
         execute(nodes, values, recorder, made=_leaving(names, values, deferred.append, scope))
-    seed = backward_seed(_roots({node: values[node] for node in outputs}, differentiable), memory)
+    results = {node: values[node] for node in outputs}
+    seed = backward_seed(_roots(results, roles.differentiable), memory)
+    del results
     del values
     sizes = {w.name: w.meta["val"].numel() * w.meta["val"].itemsize for w in linear.values()}
     if seed is None or not _backward(nodes, seed, outside, recorder, sizes):

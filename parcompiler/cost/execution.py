@@ -21,7 +21,7 @@ from parcompiler.cost.live_memory import ForwardVariables, LiveMemory
 from parcompiler.cost.operation import EXCHANGE, Operation, describe, label
 from parcompiler.cost.stand_in import CPU, run, source, stand_in
 from parcompiler.errors import InputError
-from parcompiler.graph import dtype_of, is_floating, tensors_of
+from parcompiler.graph import NodeRoles, dtype_of, is_floating, tensors_of
 from parcompiler.spmd.conversions import moved
 from parcompiler.spmd.runtime_call import NodeCollectives
 
@@ -128,13 +128,7 @@ class Boundary:
         return self.received | self.parameters | self.buffers
 
 
-def boundary(
-    nodes: Sequence[fx.Node],
-    inputs: Collection[fx.Node],
-    parameters: Collection[str],
-    buffers: Collection[str],
-    differentiable: Collection[str],
-) -> Boundary:
+def boundary(nodes: Sequence[fx.Node], inputs: Collection[fx.Node], roles: NodeRoles) -> Boundary:
     """Stand-ins for all that `nodes` read from outside, in the order of use.
 
     Raises InputError for a node that is no input, parameter or buffer.
@@ -142,16 +136,16 @@ def boundary(
     made = Boundary()
     for node in outside(nodes):
         value = node.meta.get("val")
-        if node in inputs and node.name in differentiable:
+        if node in inputs and node.name in roles.differentiable:
             made.received[node], leaves = source(value)
             made.leaves += leaves
         elif node in inputs:
             made.received[node] = stand_in(value)
-        elif node.name in parameters:
+        elif node.name in roles.parameters:
             made.parameters[node] = stand_in(value)
             if is_floating(made.parameters[node]):
                 made.leaves.append(made.parameters[node].requires_grad_())
-        elif node.name in buffers or node.op == "get_attr":
+        elif node.name in roles.buffers or node.op == "get_attr":
             made.buffers[node] = stand_in(value)
         else:
             message = (

@@ -21,7 +21,7 @@ from torch import fx
 from parcompiler.capture.effects import is_random, mutated_operands
 from parcompiler.cost.execution import Boundary, Recorder, boundary, execute
 from parcompiler.cost.live_memory import SavedTensors
-from parcompiler.graph import Block, Graph, nbytes_of, tensors_of
+from parcompiler.graph import Block, Graph, NodeRoles, nbytes_of, tensors_of
 from parcompiler.spmd.elementwise import NONLINEAR
 from parcompiler.spmd.runtime_call import RuntimeCall, is_conversion
 
@@ -30,25 +30,19 @@ CHEAP = NONLINEAR | set("add sub rsub mul div neg layer_norm rms_norm to _to_cop
 
 def running_again(graph: Graph, block: Block) -> frozenset[fx.Node]:
     """The nodes of a block that run again in its backward: the same for all of its template."""
-    trained = frozenset(item.node for item in graph.parameters if item.trainable)
-    others = frozenset(item.node for item in graph.parameters) - trained
-    given = block.nodes, block.inputs, trained, others, graph.differentiable
+    given = block.nodes, block.inputs, graph.roles
     return graph.once(("again", block.nodes), lambda: again_nodes(*given))
 
 
 def again_nodes(
-    nodes: Sequence[fx.Node],
-    inputs: Collection[fx.Node],
-    parameters: Collection[str],
-    buffers: Collection[str],
-    differentiable: Collection[str],
+    nodes: Sequence[fx.Node], inputs: Collection[fx.Node], roles: NodeRoles
 ) -> frozenset[fx.Node]:
     """The nodes of a block that run again; `inputs` are those outside that it reads, the rest as in
     `trace_block`. None of a block that changes something in place."""
     if any(True for node in nodes for _ in mutated_operands(node)):
         return frozenset()
     with torch.enable_grad():
-        outside = boundary(nodes, inputs, parameters, buffers, differentiable)
+        outside = boundary(nodes, inputs, roles)
         saved = _saved(nodes, outside)
     free = set(map(saved.home, (*outside.parameters, *outside.buffers)))
     found: set[fx.Node] = set()
@@ -62,7 +56,7 @@ def again_nodes(
 
     made: dict[fx.Node, set[fx.Node]] = {}  # with each node that may run again, those before it
     for node in nodes:
-        if _is_cheap(node, differentiable) and saved.home(node) is node:
+        if _is_cheap(node, roles.differentiable) and saved.home(node) is node:
             if node in saved.values and len(node.all_input_nodes) == 1:  # keep the narrower one
                 narrow = saved.home(node.all_input_nodes[0])
                 if narrow not in made and nbytes_of(narrow) < nbytes_of(node):

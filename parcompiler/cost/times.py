@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from parcompiler.cost.operation import EXCHANGE, Operation
 from parcompiler.cost.roofline import hidden_seconds, seconds
 from parcompiler.device import Device
 from parcompiler.errors import InputError
-from parcompiler.graph import Block, Graph, is_floating, tensors_of
+from parcompiler.graph import Block, Graph, NodeRoles, is_floating, tensors_of
 from parcompiler.mesh import Mesh
 from parcompiler.plan import TemplateTime, VocabularyTime
 from parcompiler.spmd.runtime_call import is_conversion
@@ -112,13 +112,10 @@ def measured(
     # Integers of the batch are below these; where ranks hold pieces, below those of the smallest.
     pieces = max((item.whole.numel // max(1, item.numel) for item in graph.parameters), default=1)
     bounds = {item.node: max(1, item.high // pieces) for item in graph.inputs if item.high}
-    trainable = {item.node for item in graph.parameters if item.trainable}
     timed = TimedBlock(
         nodes=block.nodes,
         outputs=block.outputs,
-        parameters=trainable,
-        buffers={item.node for item in graph.parameters} - trainable,
-        differentiable=graph.differentiable,
+        roles=graph.roles,
         high=bounds,
         device=bench.device,
     )
@@ -175,14 +172,12 @@ class TimedBlock:
     """A block that can be run: what its nodes read, with data.
 
     `high` has, for nodes that are integers of the batch, the number they are below; other integers
-    are zeros. `buffers` are also the parameters that are not trained.
+    are zeros.
     """
 
     nodes: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
-    parameters: Collection[str]
-    buffers: Collection[str]
-    differentiable: Collection[str]
+    roles: NodeRoles
     high: Mapping[str, int]
     device: torch.device
     received: dict[fx.Node, Any] = field(default_factory=dict)
@@ -190,22 +185,23 @@ class TimedBlock:
 
     def __post_init__(self) -> None:
         """Make what is read from outside."""
-        generator = torch.Generator().manual_seed(0)
+        generator, roles = torch.Generator().manual_seed(0), self.roles
         for node in outside(self.nodes):
             high = self.high.get(node.name, 1)
             value: Any = map_aggregate(
                 node.meta.get("val"),
                 lambda like, high=high: self._filled(like, high, generator),  # type: ignore[misc]
             )
-            if node.name in self.parameters and is_floating(value):
+            if node.name in roles.parameters and is_floating(value):
                 value.requires_grad_()
-            is_state = node.name in self.parameters or node.name in self.buffers
+            is_state = node.name in roles.parameters or node.name in roles.buffers
             (self.state if is_state or node.op == "get_attr" else self.received)[node] = value
 
     def values_received(self) -> dict[fx.Node, Any]:
         """What other blocks give it."""
+        carrying = self.roles.differentiable
         return {
-            node: map_aggregate(value, _received) if node.name in self.differentiable else value
+            node: map_aggregate(value, _received) if node.name in carrying else value
             for node, value in self.received.items()
         }
 
@@ -213,7 +209,7 @@ class TimedBlock:
         """Run the nodes; the tensors among the outputs that carry gradients."""
         values = self.state | self.values_received()
         self.run(values)
-        outputs = (node for node in self.outputs if node.name in self.differentiable)
+        outputs = (node for node in self.outputs if node.name in self.roles.differentiable)
         return [tensor for node in outputs for tensor in tensors_of(values[node])]
 
     def run(self, values: dict[fx.Node, Any]) -> None:

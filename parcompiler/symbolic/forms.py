@@ -144,16 +144,14 @@ class RankCosts:
         key = tuple(sizes.values())
         if key not in self._traced:
             graph = self.problem_at(sizes).graph
-            trainable = {item.node for item in graph.parameters if item.trainable}
-            others = {item.node for item in graph.parameters} - trainable
             self._traced[key] = {}
             for name, block in self.first.items():
                 nodes, inputs, outputs = (
                     _twins(nodes, graph) for nodes in (block.nodes, block.inputs, block.outputs)
                 )
-                reads = nodes, inputs, outputs, trainable, others, graph.differentiable
-                accelerator = self.problem.accelerator
-                self._traced[key][name] = trace_block(*reads, accelerator=accelerator)
+                self._traced[key][name] = trace_block(
+                    nodes, inputs, outputs, graph.roles, accelerator=self.problem.accelerator
+                )
         return self._traced[key]
 
     def quantities(self, sizes: Sizes) -> Quantities:

@@ -76,12 +76,6 @@ class ShardCosts:
     apart: int = 1
 
     @cached_property
-    def _parameters(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The placeholders of what is trained, and of other tensors of the model."""
-        trained = frozenset(item.node for item in self.graph.parameters if item.trainable)
-        return trained, frozenset(item.node for item in self.graph.parameters) - trained
-
-    @cached_property
     def _ranks(self) -> RankGroup:
         """The group of ranks."""
         return neighbours(self.n, self.device, self.apart)
@@ -92,8 +86,8 @@ class ShardCosts:
 
     def _work(self, node: fx.Node) -> NodeWork:
         inputs = [item for item in node.all_input_nodes if item.name not in self.graph.by_node]
-        parts = [node], inputs, [node], *self._parameters, self.graph.differentiable
-        cost = trace_block(*parts, accelerator=not self.device.is_cpu)
+        roles, accelerator = self.graph.roles, not self.device.is_cpu
+        cost = trace_block([node], inputs, [node], roles, accelerator=accelerator)
         return NodeWork(
             cost.forward,
             cost.backward,

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from parcompiler.cost import BlockCost, Operation, trace_block
+from parcompiler.graph import NodeRoles
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,7 @@ class Captured:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    parameters: frozenset[str]
-    buffers: frozenset[str]
-    differentiable: frozenset[str]
+    roles: NodeRoles
 
     def cost(
         self,
@@ -37,9 +36,7 @@ class Captured:
             nodes=self.nodes if nodes is None else nodes,
             inputs=self.inputs if inputs is None else inputs,
             outputs=self.outputs if outputs is None else outputs,
-            parameters=self.parameters,
-            buffers=self.buffers,
-            differentiable=self.differentiable,
+            roles=self.roles,
             split=split,
             overwritten=overwritten,
             accelerator=accelerator,
@@ -66,9 +63,11 @@ def capture(
         nodes=body,
         inputs=inputs,
         outputs=tuple(node for node in graph.output_node().all_input_nodes if node in body),
-        parameters=parameters,
-        buffers=frozenset(placeholders - parameters - {node.name for node in inputs}),
-        differentiable=frozenset(carrying | {node.name for node in body}),
+        roles=NodeRoles(
+            parameters,
+            frozenset(placeholders - parameters - {node.name for node in inputs}),
+            frozenset(carrying | {node.name for node in body}),
+        ),
     )
 
 

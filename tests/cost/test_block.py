@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from parcompiler.cost import trace_block
 from parcompiler.errors import InputError
+from parcompiler.graph import NodeRoles
 from tests.cost.blocks import GptLayer, ResidualBlock
 from tests.cost.capture import Captured, capture, cost_of, products, really_saved
 
@@ -214,7 +215,7 @@ def handmade(function: Any) -> Captured:
     middle.meta["val"] = (torch.empty(2, 4, device="meta"), 1)
     names = frozenset(node.name for node in graph.nodes)
     body = (first, middle, picked, last)
-    return Captured(body, (x,), (last,), frozenset({"weight"}), frozenset(), names)
+    return Captured(body, (x,), (last,), NodeRoles({"weight"}, (), names))
 
 
 def _first_of(values: tuple[torch.Tensor, int]) -> torch.Tensor:
@@ -255,8 +256,9 @@ def test_a_backward_that_needs_data_is_estimated_as_twice_the_forward() -> None:
 
 def test_a_block_that_reads_what_nobody_declared_is_refused() -> None:
     graph = capture(nn.Linear(4, 4), torch.randn(2, 4))
+    none = NodeRoles((), (), graph.roles.differentiable)
     with pytest.raises(InputError, match="the block reads 'p_weight', which is none of its"):
-        trace_block(graph.nodes, graph.inputs, graph.outputs, (), (), graph.differentiable)
+        trace_block(graph.nodes, graph.inputs, graph.outputs, none)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

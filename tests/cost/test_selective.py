@@ -94,13 +94,8 @@ class NormByHand(torch.nn.Module):
 def test_of_a_value_and_its_wider_copy_the_narrow_one_is_kept() -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     whole = capture(NormByHand().bfloat16(), x)
-    again = again_nodes(
-        whole.nodes, whole.inputs, whole.parameters, whole.buffers, whole.differentiable
-    )
+    again = again_nodes(whole.nodes, whole.inputs, whole.roles)
     plain = whole.cost()
-    lean = trace_block(
-        whole.nodes, whole.inputs, whole.outputs, whole.parameters, whole.buffers,
-        whole.differentiable, again=again,
-    )  # fmt: skip
+    lean = trace_block(whole.nodes, whole.inputs, whole.outputs, whole.roles, again=again)
     assert (plain.saved, plain.saved_inputs) == (x.numel() * (4 + 2 + 2) + 32 * 4, 0)
     assert (lean.saved, lean.saved_inputs) == (32 * 4, x.nbytes)

@@ -15,7 +15,7 @@ from parcompiler.bench.local import LocalBench
 from parcompiler.cost import times
 from parcompiler.cost.operation import Operation
 from parcompiler.cost.times import RunningBlock, TimedBlock
-from parcompiler.graph import Graph
+from parcompiler.graph import Graph, NodeRoles
 from parcompiler.instruction import Kind
 from parcompiler.plan import TemplateTime, VocabularyTime
 from parcompiler.runtime.compiled import build
@@ -207,7 +207,8 @@ def test_gradients_add_up_as_they_do_in_a_step() -> None:
     node.meta["val"] = torch.empty(2, 3, device="meta")
     product = weight.call_function(torch.ops.aten.mul.Tensor, (node, node))
     product.meta["val"] = torch.empty(2, 3, device="meta")
-    block = TimedBlock((product,), (product,), {"w"}, (), {product.name}, {}, torch.device("cpu"))
+    roles = NodeRoles({"w"}, (), {product.name})
+    block = TimedBlock((product,), (product,), roles, {}, torch.device("cpu"))
     block.backward(block.forward())
     first = block.state[node].grad.clone()
     block.backward(block.forward())
