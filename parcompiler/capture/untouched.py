@@ -24,8 +24,8 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache, wraps
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import lru_cache, partial, wraps
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -39,6 +39,7 @@ from parcompiler.capture.patches import patched
 from parcompiler.errors import CaptureError
 
 Attribute = tuple[str, str]  # the path of a module, and a name in its __dict__
+OUTSIDE = " outside"  # in place of a path: what the code of a model names, which is not its own
 Position = tuple[int, int]  # line and column of code
 Places = dict[Attribute, set[tuple[str, Position]]]  # each with its file
 
@@ -64,6 +65,9 @@ class Attributes:
             for path, module in model.named_modules()
             for name, value in self._attributes(module)
         }
+        self._model, self._holders = model, _outside(model)
+        for label, (_, _, value) in self._holders.items():
+            self._forms[OUTSIDE, label] = self._shallow(value)
 
     def changed(self, later: Attributes) -> set[Attribute]:
         """Module path and name of what is another in `later`."""
@@ -75,6 +79,22 @@ class Attributes:
         for container, copy in self._containers:
             container.clear()
             (container.extend if isinstance(copy, list | deque) else container.update)(copy)
+        now = _outside(self._model)
+        for label, (put, name, value) in self._holders.items():
+            if label not in now or now[label][2] is not value:
+                put(name, value)
+
+    def _shallow(self, value: Any) -> Hashable:
+        """A key of what stands outside of the model, without looking into objects."""
+        if is_plain(value):
+            return type(value), repr(value)
+        self._containers.append((value, value.copy()))
+        items = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        return (
+            id(value),
+            tuple(repr(x) if is_plain(x) else id(x) for x in items[:_MOST]),
+            len(items),
+        )
 
     def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
         """The attributes of a module, with the tensors and modules that it registered."""
@@ -115,6 +135,50 @@ class Attributes:
         if isinstance(value, dict):
             return [*value, *value.values()]
         return sorted(value, key=id) if isinstance(value, set) else list(value)
+
+
+def _outside(model: nn.Module) -> dict[str, tuple[Callable[[str, Any], None], str, Any]]:
+    """Numbers and containers that the code of a model's classes names outside of it: attributes of
+    classes, globals and variables of functions around it. Each with a function that sets it."""
+    found: dict[str, tuple[Callable[[str, Any], None], str, Any]] = {}
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    functions = list[FunctionType]()
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins", "parcompiler"):
+            continue
+        for name, value in vars(kind).items():
+            if isinstance(value, FunctionType):
+                functions.append(value)
+            elif _may_count(value) and not name.startswith("__"):
+                found[f"{kind.__qualname__}.{name}"] = partial(setattr, kind), name, value
+    seen = set[int]()
+    for function in functions:  # grows by the functions of the same file that these name
+        code, names = function.__code__, function.__globals__
+        if id(code) in seen:
+            continue
+        seen.add(id(code))
+        for name in code.co_names:
+            value = names.get(name)
+            if isinstance(value, FunctionType) and value.__globals__ is names:
+                functions.append(value)
+            elif name in names and _may_count(value):
+                found[f"the global {name}"] = names.__setitem__, name, value
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a cell that is empty yet
+                if _may_count(cell.cell_contents):
+                    put = partial(_fill, cell)
+                    found[f"{name} of {function.__qualname__}"] = put, name, cell.cell_contents
+    return found
+
+
+def _may_count(value: object) -> bool:
+    """Whether a forward may keep its state in a value outside of the model."""
+    return type(value) in (int, float, bool, str, type(None), list, dict, set, deque)
+
+
+def _fill(cell: Any, name: str, value: object) -> None:
+    """Give a variable of a function around another a value."""
+    cell.cell_contents = value
 
 
 @contextmanager
@@ -161,7 +225,7 @@ def watched(
 
 def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a model of which a second forward reads what the first one has changed, and changes
-    it again. The model is as it was afterwards.
+    it again; warn of a change each time outside of the model. All is as it was afterwards.
 
     Raises CaptureError with the names of the attributes.
     """
@@ -173,7 +237,15 @@ def check_attributes(whole: WithLoss, args: Sequence[Any], kwargs: Mapping[str, 
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         with reads(whole, changed) as read:
             whole(*args, **kwargs)
-        refused = second.changed(Attributes(whole)) & changed & read
+        again = second.changed(Attributes(whole)) & changed
+        refused = again & read
+    if counted := sorted(label for path, label in again if path is OUTSIDE):
+        message = (
+            f"parcompiler: each forward changes {', '.join(counted)}, outside of the model: if "
+            "forwards read it, every micro-batch is computed as the first one (register such state "
+            "as a buffer and update that in place, or pass it as an input)"
+        )
+        print(message, file=sys.stderr)
     if refused:
         names = sorted(".".join(filter(None, at)).removeprefix(PREFIX) for at in refused)
         message = (

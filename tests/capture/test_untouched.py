@@ -201,6 +201,42 @@ def test_what_no_later_forward_depends_on_is_captured(
     assert [name for name, _ in model.named_buffers() if name == "slopes"] == []
 
 
+CALLS = 0
+LOG: list[int] = []
+
+
+def counts_globally(self: Any, x: torch.Tensor) -> Any:
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+class Outside(Model):
+    """Keeps state in places that are not its own."""
+
+    seen = 0
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: x)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        Outside.seen += 1
+        LOG.append(1)
+        return super().forward(counts_globally(self, x) * Outside.seen * len(LOG))
+
+
+def test_state_outside_of_the_model_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    capture(Outside(), X)
+    text = capfd.readouterr().err
+    assert "each forward changes Outside.seen, the global CALLS, the global LOG, outside" in text
+    before = Outside.seen, CALLS, list(LOG)
+    with untouched(model := Outside()):
+        model(**X)
+    assert (Outside.seen, CALLS, LOG) == before
+    capture(Model(counts), X)
+    assert not capfd.readouterr().err
+
+
 def half(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * 0.5
 
