@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.cost import collective
@@ -16,7 +16,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.plan import Plan
 from parcompiler.problem import Problem
 from parcompiler.schedules.action import NOWHERE
-from parcompiler.timeline import StageCost, Timeline, simulate_lowered
+from parcompiler.timeline import StageCost, Timeline, VocabularyCost, free, simulate
 
 
 def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
@@ -29,6 +29,35 @@ def simulated(problem: Problem, plan: Plan, lowered: Lowered) -> Timeline:
         collective_seconds=collective_seconds(problem, lowered),
         left_seconds=left_seconds(rank_problem, plan, lowered),
         vocabulary=vocabulary_cost(rank_problem, plan),
+    )
+
+
+def simulate_lowered(
+    lowered: Lowered,
+    costs: Sequence[StageCost],
+    seconds: Callable[[str, int, int], float] = free,
+    *,
+    collective_seconds: Callable[[Instruction], float] = free,
+    left_seconds: Callable[[Instruction], float] = free,
+    evaluation: bool = False,
+    vocabulary: VocabularyCost | None = None,
+) -> Timeline:
+    """The training step of a lowered program, or its evaluation; `costs[j]` is that of stage j.
+
+    `seconds(value, source, target)` is the time of a message from rank to rank. Raises as
+    `simulate` does.
+    """
+    sizes = {name: value.nbytes for name, value in lowered.values.items()}
+    return simulate(
+        lowered.evaluation if evaluation else lowered.instructions,
+        [stage.rank for stage in lowered.stages],
+        costs,
+        sizes,
+        seconds,
+        collective_seconds=collective_seconds,
+        left_seconds=left_seconds,
+        stages=lowered.stages,
+        vocabulary=vocabulary,
     )
 
 

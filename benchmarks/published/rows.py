@@ -21,7 +21,8 @@ from parcompiler.instruction import BEHIND
 from parcompiler.lower.lowered import Bucket, Lowered, TiedTensor
 from parcompiler.models import bert, gpt, llama, resnet
 from parcompiler.passes.shard.local import local
-from parcompiler.timeline import Timeline, free, simulate_lowered
+from parcompiler.prices import simulate_lowered
+from parcompiler.timeline import Timeline, free
 
 # Of 512: Wikipedia's sequences have 256 tokens in the mean (Krell et al. 2021, arXiv 2107.02027),
 # and are padded to the next multiple of 64.

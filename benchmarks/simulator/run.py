@@ -27,7 +27,8 @@ from torch import nn
 import parcompiler as pc
 from parcompiler.instruction import Instruction
 from parcompiler.models import gpt
-from parcompiler.timeline import StageCost, Timeline, simulate_lowered
+from parcompiler.prices import simulate_lowered
+from parcompiler.timeline import StageCost, Timeline
 
 RANKS = 2
 MICROBATCHES = 4

@@ -36,7 +36,6 @@ from parcompiler.symbolic.forms import (
 from parcompiler.symbolic.naming import names_in, names_of
 from parcompiler.symbolic.sizes import Sizes, Unfit, resized, sizes_of
 from parcompiler.symbolic.stages import stage_forms
-from parcompiler.timeline import simulate_lowered
 
 RANKS = (2, 4, 8, 3, 6, 16, 5, 32)  # tensor ranks that are tried, until one more than FEWEST do
 
@@ -288,7 +287,7 @@ def _figures_of(
     priced = problem.priced(plan.granularity)
     lowered = lower(problem.graph, plan, priced.cut)
     costs = prices.stage_costs(problem, plan, lowered)
-    timeline = simulate_lowered(
+    timeline = prices.simulate_lowered(
         lowered,
         costs,
         prices.message_seconds(problem, lowered),

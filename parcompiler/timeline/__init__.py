@@ -3,7 +3,7 @@
 from parcompiler.timeline.candidate import Timing, step_time, timing
 from parcompiler.timeline.costs import First, Made, Message, StageCost, VocabularyCost
 from parcompiler.timeline.program import Ends
-from parcompiler.timeline.simulate import free, simulate, simulate_lowered
+from parcompiler.timeline.simulate import free, simulate
 from parcompiler.timeline.timeline import Timeline, TimelineEvent
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "VocabularyCost",
     "free",
     "simulate",
-    "simulate_lowered",
     "step_time",
     "timing",
 ]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Protocol
 
 from parcompiler.errors import InputError
 from parcompiler.instruction import BACKWARDS, BUCKETED, EMBEDDING, HEAD, Instruction, Kind
@@ -159,65 +158,6 @@ def _updates(
     lines = (line for own in instructions for line in own)
     trains = any(line.kind in BACKWARDS or line.kind is Kind.T for line in lines)
     return optimizer_seconds(placement, costs, vocabulary) if trains and placement else []
-
-
-class LoweredProgram(Protocol):
-    """What of a lowered program is simulated."""
-
-    @property
-    def instructions(self) -> Sequence[Sequence[Instruction]]: ...
-
-    @property
-    def evaluation(self) -> Sequence[Sequence[Instruction]]: ...
-
-    @property
-    def stages(self) -> Sequence[PlacedStage]: ...
-
-    @property
-    def values(self) -> Mapping[str, Sized]: ...
-
-
-class PlacedStage(Ends, Protocol):
-    """A stage on a rank."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-class Sized(Protocol):
-    """A value of some bytes."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def simulate_lowered(
-    lowered: LoweredProgram,
-    costs: Sequence[StageCost],
-    seconds: Callable[[str, int, int], float] = free,
-    *,
-    collective_seconds: Callable[[Instruction], float] = free,
-    left_seconds: Callable[[Instruction], float] = free,
-    evaluation: bool = False,
-    vocabulary: VocabularyCost | None = None,
-) -> Timeline:
-    """The training step of a lowered program, or its evaluation; `costs[j]` is that of stage j.
-
-    `seconds(value, source, target)` is the time of a message from rank to rank. Raises as
-    `simulate` does.
-    """
-    sizes = {name: value.nbytes for name, value in lowered.values.items()}
-    return simulate(
-        lowered.evaluation if evaluation else lowered.instructions,
-        [stage.rank for stage in lowered.stages],
-        costs,
-        sizes,
-        seconds,
-        collective_seconds=collective_seconds,
-        left_seconds=left_seconds,
-        stages=lowered.stages,
-        vocabulary=vocabulary,
-    )
 
 
 def seconds_of(program: ProgramTasks, prices: TaskPrices) -> list[float]:

@@ -25,10 +25,9 @@ from parcompiler.passes.least import least_step
 from parcompiler.passes.recompute import chosen
 from parcompiler.plan import Plan, Shape
 from parcompiler.priced import Priced
-from parcompiler.prices import message_seconds, stage_costs
+from parcompiler.prices import message_seconds, simulate_lowered, stage_costs
 from parcompiler.problem import Problem
 from parcompiler.schedules import SCHEDULES
-from parcompiler.timeline import simulate_lowered
 from tests import zoo
 from tests.passes.handmade import VALUE, chain, small
 

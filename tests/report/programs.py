@@ -18,10 +18,10 @@ from parcompiler.mesh import Mesh
 from parcompiler.models import gpt, t5
 from parcompiler.options import Options
 from parcompiler.plan import Plan, Shape, Solution, StageChoice
-from parcompiler.prices import message_seconds, stage_costs
+from parcompiler.prices import message_seconds, simulate_lowered, stage_costs
 from parcompiler.problem import Problem
 from parcompiler.report import Report
-from parcompiler.timeline import Timeline, simulate_lowered
+from parcompiler.timeline import Timeline
 
 DEVICE = Device.from_json("""
 {

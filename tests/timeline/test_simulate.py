@@ -13,9 +13,10 @@ import torch
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, Instruction, Kind, parse
 from parcompiler.lower import Lowered, StageProgram, StageValue, communicate
+from parcompiler.prices import simulate_lowered
 from parcompiler.schedules import Action, build
 from parcompiler.schedules.schedule import backward, forward
-from parcompiler.timeline import StageCost, Timeline, TimelineEvent, simulate, simulate_lowered
+from parcompiler.timeline import StageCost, Timeline, TimelineEvent, simulate
 from tests.timeline.causes import unbroken
 
 F, B = 1.0, 2.0  # seconds of every stage in the tests with closed formulas

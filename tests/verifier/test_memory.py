@@ -7,8 +7,9 @@ import pytest
 
 from parcompiler.errors import InputError, PlanError
 from parcompiler.lower import Lowered
+from parcompiler.prices import simulate_lowered
 from parcompiler.schedules import SCHEDULES, stages_per_rank
-from parcompiler.timeline import First, StageCost, simulate_lowered
+from parcompiler.timeline import First, StageCost
 from parcompiler.verifier import MemoryLimits, faults, verify
 from tests.verifier.edits import dropped, moved
 from tests.verifier.programs import blocks, program

@@ -8,8 +8,9 @@ import pytest
 from parcompiler.errors import InputError
 from parcompiler.lower import Lowered
 from parcompiler.lower.lowered import SpreadLookup
+from parcompiler.prices import simulate_lowered
 from parcompiler.runtime.program import of_first
-from parcompiler.timeline import StageCost, VocabularyCost, simulate_lowered
+from parcompiler.timeline import StageCost, VocabularyCost
 from parcompiler.verifier import MemoryLimits, faults
 from tests.verifier.edits import (
     dropped,
