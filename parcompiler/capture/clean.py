@@ -32,7 +32,6 @@ from parcompiler.graph import Graph
 Context = tuple[Any, ...]
 
 _ASSERTIONS = ("_assert", "sym_constrain", "_check")
-_NO_OPERATION = {"to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "alias.default"}
 
 
 def inline_regions(
@@ -202,20 +201,10 @@ def drop_no_operations(graph: fx.Graph) -> None:
 
 def _does_nothing(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node returns its first argument as it is, in the same memory."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-        return False
-    name = str(target).removeprefix("aten.")
-    if name == "dropout.default":
-        return not is_random(node)
-    if name == "_to_copy.default" or name not in _NO_OPERATION:
-        return False
-    before, after = source.meta["val"], node.meta["val"]
-    copies = bool(node.kwargs.get("copy")) or True in node.args[1:]
-    moved = node.kwargs.get("memory_format") is not None
-    return (
-        before.dtype == after.dtype and before.device == after.device and not copies and not moved
-    )
+    name = overload_name(node)
+    if name not in ("to", "dropout"):
+        return name == "alias"
+    return source.meta["val"].device == node.meta["val"].device and returned(node) is source
 
 
 def where(node: fx.Node) -> str:

@@ -132,9 +132,7 @@ class _Lifting(TorchFunctionMode):
     def _constant(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """A number as the model's own precision has it, for a captured graph holds that."""
         before = torch.get_default_dtype()
-        narrow = (
-            self.model_dtype.itemsize == 2
-        )  # a 16-bit model has 16-bit numbers where it says so
+        narrow = self.model_dtype.itemsize == 2  # it has 16-bit numbers where it says so
         torch.set_default_dtype(torch.float32 if narrow else self.model_dtype)
 
         def meant(leaf: Any) -> Any:  # tensors of a lifted 16-bit model say `dtype`
@@ -142,10 +140,7 @@ class _Lifting(TorchFunctionMode):
 
         swap = meant if narrow else _swap(self.model_dtype)
         try:
-            made: torch.Tensor = func(
-                *pytree.tree_map(swap, args),
-                **pytree.tree_map(swap, kwargs),
-            )
+            made: torch.Tensor = func(*pytree.tree_map(swap, args), **pytree.tree_map(swap, kwargs))
         finally:
             torch.set_default_dtype(before)
         return made.to(_in(self.dtype, made.dtype))

@@ -32,10 +32,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from parcompiler.capture.layer_tracer import (
-    LayerCall,
     LayerTrace,
     current_tracer,
     form,
@@ -98,14 +97,15 @@ class LayerCopies:
         with untraced():
             call = tracer.call(args, kwargs, describe(layer), self._has_values)
             if call is not None:
-                known = next((t for t in group.traces if _fits(t, call, tracer.graph)), None)
+                equal = (t for t in group.traces if t.graph is tracer.graph and t.key == call.key)
+                known = next((t for t in equal if t.read.items() <= call.plain.items()), None)
                 if known is not None and known.confirmed and layer is not group.layers[-1]:
                     self.used = True
                     return tracer.copy(known, call)
         if call is None:
             group.refused = True
             return trace()
-        before, start = _surroundings(layer), len(tracer.graph.nodes)
+        (values, state), start = _surroundings(layer), len(tracer.graph.nodes)
         self._inside = True
         try:
             with reads(layer, call.plain) as read:
@@ -114,9 +114,10 @@ class LayerCopies:
             self._inside = False
         with untraced():
             traced = tracer.traced(call, read, start, result)
-            if traced is None or any(map(self._has_values, traced.made)):
-                traced = None
-            elif not _unchanged(before, _surroundings(layer)):
+            later, later_state = _surroundings(layer)
+            same = len(values) == len(later) and all(map(operator.is_, values, later))
+            changed = not same or state != later_state
+            if traced and (changed or any(map(self._has_values, traced.made))):
                 traced = None
             if traced is not None and known is None and len(group.traces) < _MOST:
                 group.traces.append(traced)
@@ -196,12 +197,6 @@ def _key(value: Any) -> tuple[Hashable, bool]:
     return (type(value), *(key for key, _ in keys)), all(constant for _, constant in keys)
 
 
-def _fits(trace: LayerTrace, call: LayerCall, graph: fx.Graph) -> bool:
-    """Whether a call should be traced to nodes that are equal to those of a trace."""
-    same = trace.graph is graph and trace.key == call.key
-    return same and all(call.plain[at] == value for at, value in trace.read.items())
-
-
 def _surroundings(layer: nn.Module) -> tuple[list[Any], Hashable]:
     """What a forward may change: objects in attributes and in variables of the files of its
     classes, and the random states of Python and numpy.
@@ -222,10 +217,3 @@ def _surroundings(layer: nn.Module) -> tuple[list[Any], Hashable]:
     numpy = sys.modules.get("numpy")
     drawn = repr(numpy.random.get_state(legacy=False)) if numpy else ""
     return values, (random.getstate(), drawn)
-
-
-def _unchanged(before: tuple[list[Any], Hashable], after: tuple[list[Any], Hashable]) -> bool:
-    """Whether all attributes are the same objects as before, and no random number was drawn."""
-    (ours, state), (theirs, later_state) = before, after
-    same = len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
-    return same and state == later_state

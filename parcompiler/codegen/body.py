@@ -73,7 +73,7 @@ class Body:
     def _statements(self, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """The lines, with a comment where another module begins."""
         place = ""
-        for around, run in itertools.groupby(nodes, _contexts):
+        for around, run in itertools.groupby(nodes, lambda node: node.meta.get("contexts", ())):
             members = list(run)
             contexts = self._needed(around, members)
             yield from _with_lines(contexts)
@@ -148,12 +148,6 @@ class Body:
         return [context for context in contexts if not str(context[0]).endswith("_grad")]
 
 
-def _contexts(node: fx.Node) -> tuple[Context, ...]:
-    """The `with` statements that a node stands under."""
-    contexts: tuple[Context, ...] = node.meta.get("contexts", ())
-    return contexts
-
-
 def _remark(node: fx.Node) -> str:
     """The collectives of a conversion, forward and backward."""
     exchange: NodeCollectives | None = node.meta.get("exchange")
@@ -202,15 +196,12 @@ def merged(
         operand = _unchanged(node)
         if operand is None:
             arguments = fx.map_arg((node.args, node.kwargs), lambda item: same.get(item, item))
-            operand = first.setdefault(repr(_key(node, arguments)), node)
+            # What two nodes share that have one value; fx nodes print their unique names.
+            formula = str(node.target), arguments, node.meta.get("contexts", ())
+            operand = first.setdefault(repr(formula), node)
         if operand is not node and node not in kept:
             same[node] = same.get(operand, operand)
     return same
-
-
-def _key(node: fx.Node, arguments: object) -> object:
-    """What two nodes must share to have the same value; fx nodes print their unique names."""
-    return str(node.target), arguments, node.meta.get("contexts", ())
 
 
 def _is_constant(node: fx.Node, graph: Graph, effects: Effects) -> bool:

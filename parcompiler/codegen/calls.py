@@ -50,8 +50,11 @@ class BoundCall:
     def text(self, name: str) -> str:
         """An argument as source, in the way of the schema."""
         value = self.values[name]
-        if name in MODES and value is True and self._has_modes():
-            return "self.training"
+        if name in MODES and value is True:
+            # A norm without running statistics takes those of the batch in evaluation, too.
+            without = self.target._schema.overload_name.startswith("no_stats")
+            if not without and self.values.get("running_mean", "no norm") is not None:
+                return "self.training"
         if name == "dropout_p" and isinstance(value, float) and value > 0:
             return f"{real(value)} if self.training else 0.0"
         return literal(value, self.operand)
@@ -89,16 +92,12 @@ class BoundCall:
             return self.target._schema.name in NUMBERS and not first
         return wants_tensor or not isinstance(value, torch.Tensor)
 
-    def _has_modes(self) -> bool:
-        """A norm without running statistics takes those of the batch in evaluation, too."""
-        without = self.target._schema.overload_name.startswith("no_stats")
-        return not without and self.values.get("running_mean", "no norm") is not None
-
 
 def bind(node: fx.Node, operand: Operand) -> BoundCall:
     """Give every argument of a call of an operator its name."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = {_name(argument): argument for argument in node.target._schema.arguments}
+    schema = node.target._schema.arguments  # Python has `from` for itself
+    arguments = {f"{a.name}_" if iskeyword(a.name) else str(a.name): a for a in schema}
     given = dict(zip(arguments, node.args, strict=False)) | node.kwargs
     if not any("Tensor" in str(argument.type) for argument in arguments.values()):
         given["device"] = torch.device("cpu")  # made from nothing, so on the device of the rank
@@ -107,11 +106,6 @@ def bind(node: fx.Node, operand: Operand) -> BoundCall:
     if given.get("eps") is not None:
         defaults.discard("eps")  # people write it, be it the default or not
     return BoundCall(node.target, arguments, values, frozenset(defaults), operand)
-
-
-def _name(argument: torch.Argument) -> str:
-    """The name of an argument, as `from_` where Python has that word for itself."""
-    return f"{argument.name}_" if iskeyword(argument.name) else str(argument.name)
 
 
 def _is_default(argument: torch.Argument, value: object) -> bool:

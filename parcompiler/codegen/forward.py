@@ -123,7 +123,10 @@ class Forward:
         spans = _spans(calls, loop, {name for name, last in self._last.items() if last > now})
         clashing = set()
         for first, second in itertools.combinations(spans, 2):
-            if self._name(first) == self._name(second) and _overlap(spans[first], spans[second]):
+            # One may take the name of what its call reads last; else no two are live at once.
+            pairs = itertools.product(spans[first], spans[second])
+            overlap = any(a == c or (a < d and c < b) for (a, b), (c, d) in pairs)
+            if overlap and self._name(first) == self._name(second):
                 clashing |= {first, second}
         if loop is not None:
             reads = sources(loop.rounds[1], loop.rounds[0])
@@ -151,11 +154,6 @@ def _spans(
             ends = [q for q, read in zip(readers, reads, strict=True) if read == ("before", (p, r))]
             spans[calls[p].results[r]] = [(-1, max(ends)), (p, ALWAYS)]
     return spans
-
-
-def _overlap(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
-    """Whether two values are live at once; one may take the name of what its call reads last."""
-    return any(a == c or (a < d and c < b) for a, b in first for c, d in second)
 
 
 def _list(path: str) -> str:

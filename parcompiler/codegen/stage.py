@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 
 from torch import fx
 
@@ -44,6 +43,18 @@ class StageWriter:
         self.device = device
         self.effects = Effects(lowered.graph.fx_graph)
         self.layers = StageLayers(lowered, stage)
+        # The values that layers read, and the prologue: what is computed once, and the rest for
+        # each micro-batch.
+        self._arguments = {name for call in stage.calls for name in call.arguments}
+        fixed = constants(self.graph)
+        self._fixed = [node for node in stage.prologue if node in fixed]
+        self._rest = [node for node in stage.prologue if node not in fixed]
+        # The constants that layers or the rest of the prologue read, with their names.
+        read = {operand for node in self._rest for operand in node.all_input_nodes}
+        named = {node: lowered.variables[node] for node in self._fixed}
+        self._once = {n: x for n, x in named.items() if n in read or x in self._arguments}
+        # The nodes that run again, of the first block of each template.
+        self._again = {call.block.template: call.again for call in reversed(stage.calls)}
 
     def text(self) -> str:
         """The whole file."""
@@ -128,14 +139,10 @@ class StageWriter:
         }
         return {node for node, weight in beside.items() if weight.name not in shared}
 
-    @cached_property
-    def _again(self) -> dict[str, frozenset[fx.Node]]:
-        """The nodes that run again of the first block of each template."""
-        return {call.block.template: call.again for call in reversed(self.stage.calls)}
-
     def _stage_class(self) -> str:
         """The class that calls the layers."""
         arguments = [*self.stage.inputs, *self.stage.receives]
+        kept = [self.lowered.variables[node] for node in self.stage.prologue]
         further = self._further_tensors()
         tensors = [tensor_line(attribute, item) for attribute, item in further.items()]
         results = len(self.stage.gives) + bool(self.stage.loss) + len(self.stage.keeps)
@@ -151,14 +158,9 @@ class StageWriter:
             *self._constants(further),
             wrap(f"def forward(self{parameters}) -> {kind}:", 4),
             *self._prologue(further),
-            *self._forward(arguments).lines(),
+            *Forward(self.stage, self.layers, {*arguments, *kept, *EMITTED}).lines(),
         ]
         return "\n".join(lines)
-
-    def _forward(self, arguments: Sequence[str]) -> Forward:
-        """The calls of the layers."""
-        kept = [self.lowered.variables[node] for node in self.stage.prologue]
-        return Forward(self.stage, self.layers, {*arguments, *kept, *EMITTED})
 
     def _declarations(self) -> Iterator[str]:
         """The class attributes that the runtime reads."""
@@ -210,30 +212,6 @@ class StageWriter:
             lines.append("        # Computed here, not received: no parameters, no gradient.")
             lines += self._lines(self._rest, kept, further, self._once)
         return [*lines, ""] if lines else []
-
-    @cached_property
-    def _arguments(self) -> set[str]:
-        """The values that layers read."""
-        return {name for call in self.stage.calls for name in call.arguments}
-
-    @cached_property
-    def _fixed(self) -> list[fx.Node]:
-        """The nodes of the prologue that are computed once."""
-        fixed = constants(self.graph)
-        return [node for node in self.stage.prologue if node in fixed]
-
-    @cached_property
-    def _rest(self) -> list[fx.Node]:
-        """Prologue values that are computed for each micro-batch."""
-        fixed = set(self._fixed)
-        return [node for node in self.stage.prologue if node not in fixed]
-
-    @cached_property
-    def _once(self) -> dict[fx.Node, str]:
-        """The constants that layers or the rest of the prologue read, with their names."""
-        read = {operand for node in self._rest for operand in node.all_input_nodes}
-        named = ((node, self.lowered.variables[node]) for node in self._fixed)
-        return {node: name for node, name in named if node in read or name in self._arguments}
 
     def _lines(
         self,

@@ -54,7 +54,15 @@ def discovered(call: NodeCall, n: int) -> tuple[Strategy, ...]:
         kinds = (_random, 0), *((_signs, seed) for seed in range(SIGNS))
         trials = [trial for make, seed in kinds if (trial := _trial(call, n, make, seed))]
         _known[key] = tuple(_strategies(trials, n)) if trials else ()
-    return tuple(s for s in _known[key] if _divides(s, call, n))
+    shapes = *call.shapes, *call.result_shapes  # strategies were found on small tensors
+    return tuple(
+        x
+        for x in _known[key]
+        if all(
+            p.kind != "S" or shape[p.dim] % n == 0
+            for p, shape in zip((*x.inputs, *x.outputs), shapes, strict=True)
+        )
+    )
 
 
 def is_unchecked(call: NodeCall) -> bool:
@@ -170,11 +178,3 @@ def _checked(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except Exception:  # whatever an operator raises that knows no such pieces
         return ["it does not run"] if function is faults else None
-
-
-def _divides(strategy: Strategy, call: NodeCall, n: int) -> bool:
-    """Whether a strategy found on small tensors holds for the sizes of the call."""
-    sides = zip(
-        (*strategy.inputs, *strategy.outputs), (*call.shapes, *call.result_shapes), strict=True
-    )
-    return all(p.kind != "S" or shape[p.dim] % n == 0 for p, shape in sides)
