@@ -40,7 +40,14 @@ from parcompiler.capture.known import Known
 from parcompiler.capture.locate import explain, is_data_dependent, placed
 from parcompiler.capture.loss import WithLoss
 from parcompiler.capture.modes import in_modes
-from parcompiler.capture.patches import ONE_THREAD, patched, quiet, suspended, unmoved
+from parcompiler.capture.patches import (
+    ONE_THREAD,
+    patched,
+    quiet,
+    sets_in_order,
+    suspended,
+    unmoved,
+)
 from parcompiler.capture.read import read
 from parcompiler.capture.replay import LayerCopies
 from parcompiler.capture.synchronized import alone, computing_as, mark
@@ -181,7 +188,8 @@ def _export(
     with (
         warnings.catch_warnings(), quiet(), unmoved(), computing_as(alone), without_hooks(),
         patched(torch.autograd.Function, apply=classmethod(traced)),
-        patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), Known() as known,
+        patched(nn.AdaptiveLogSoftmaxWithLoss, forward=on_all_rows), sets_in_order(original),
+        Known() as known,
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         copies = LayerCopies(copied, known.follows)

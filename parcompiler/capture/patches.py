@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -84,6 +85,45 @@ def unmoved() -> AbstractContextManager[None]:
         return original(self, fn, recurse)
 
     return patched(nn.Module, _apply=apply)
+
+
+class _Kind(type):
+    """Says of all sets that they are `InOrder`, so that the model's code finds them to be sets."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        """Whether it is any set."""
+        return isinstance(instance, set)
+
+
+class InOrder(set[Any], metaclass=_Kind):
+    """A set that lists what it was made of in that order, whatever the hashes of this process are.
+
+    >>> list(InOrder(["full", "sliding", "full"])), InOrder("ab") == {"b", "a"}
+    (['full', 'sliding'], True)
+    """
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self._first = dict.fromkeys(items)
+        super().__init__(self._first)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its items, those that were added later behind the others."""
+        yield from (item for item in self._first if item in self)
+        yield from (item for item in super().__iter__() if item not in self._first)
+
+
+@contextmanager
+def sets_in_order(model: nn.Module) -> Iterator[None]:
+    """Sets that the files of a model's classes make by `set(...)` are `InOrder`: a forward that
+    goes through one (kinds of layers, say) is traced in the same order in every process."""
+    files = {type(module).__module__ for module in model.modules()}
+    with ExitStack() as stack:
+        for name in sorted(files):
+            file = sys.modules.get(name)
+            own = file is not None and name.partition(".")[0] not in ("torch", "parcompiler")
+            if own and "set" not in vars(file):
+                stack.enter_context(patched(file, set=InOrder))
+        yield
 
 
 class ModelMode(TorchFunctionMode):
