@@ -228,8 +228,11 @@ class Interpreter:
                 if tensor.requires_grad and self._carries(state, (name, i))
             }
             state.saved[j, i] = SavedForBackward(edges, loss)
+        frees = self.program.zero == 3  # so that another unit could not read a view of them
+        gathered = {p.untyped_storage().data_ptr() for p in stage.parameters()} if frees else ()
         for name, tensor in results.items():
-            self._give(state, (name, i), tensor.detach())
+            is_view = frees and tensor.untyped_storage().data_ptr() in gathered
+            self._give(state, (name, i), tensor.detach().clone() if is_view else tensor.detach())
         if state.training and j not in self._trained:
             for name in stage.receives:
                 self._finish(state, (name, i))

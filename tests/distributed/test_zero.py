@@ -204,6 +204,29 @@ def test_every_mesh_and_schedule_is_exact(name: str, zero: int) -> None:
         assert found.plan.zero == zero
 
 
+class Generated(nn.Module):
+    """Weights that a layer makes of the rows of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.codes = nn.Linear(8, 64), nn.Parameter(torch.randn(3, 8))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k in range(3):
+            x = x + torch.tanh(x @ self.maker(self.codes[k]).view(8, 8))
+        loss: torch.Tensor = self.last(x).square().mean()
+        return loss
+
+
+def test_a_row_of_a_parameter_that_another_unit_reads_outlives_it() -> None:
+    inputs = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
+    program = pc.compile(Generated(), pc.Mesh(data=2), inputs, microbatches=2, zero=3)
+    found = program.verify(seed=0)
+    assert found.ok, str(found)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*architectures.CHOSEN, "bloom", "qwen3"])
 def test_architectures_are_exact_at_every_level(name: str) -> None:
