@@ -96,9 +96,12 @@ def plainest(
         if trial.key >= plainness(best):
             continue
         named = dataclasses.replace(problem, options=trial.options(problem))
-        complete = _completing(named, passes, _bounding(named, passes), observer)
+        bound, begun = _bounding(named, passes), dataclasses.replace(start(named), zero=plan.zero)
+        if bound(begun, enough) >= enough:
+            continue
+        complete = _completing(named, passes, bound, observer)
         with suppress(InfeasibleError, InputError):
-            found = complete(dataclasses.replace(start(named), zero=plan.zero), enough)
+            found = complete(begun, enough)
             if step_of(named, found) <= enough and plainness(found) < plainness(best):
                 best = found
     if best is plan:

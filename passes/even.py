@@ -137,7 +137,8 @@ def _packed(problem: Problem, plan: Plan, level: int) -> Packed:
 
     def find() -> Packed:
         few = _few(plan)
-        trial = as_asked(problem, few, level)
+        fullest = plan if plan.schedule == "gpipe" else few  # which keeps all micro-batches
+        trial = as_asked(problem, fullest, level)
         priced = problem.recomputing(level, trial.recompute or ())
         task = division_task(problem, trial, level)
         slowest, pace = least_slowest_rank(task), float(task.pace(range(task.ranks)))
