@@ -131,6 +131,11 @@ class EmbeddingLookup:
     indices: fx.Graph
     padding_idx: int | None = None
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The parameters that ranks hold rows of."""
+        return (self.weight,)
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyHead:
@@ -160,6 +165,11 @@ class VocabularyHead:
     zigzag: bool = False
     outputs: Mapping[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The parameters and buffers that ranks hold rows of."""
+        return tuple(filter(None, (self.weight, self.bias, self.class_weight)))
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLayers:
@@ -169,17 +179,19 @@ class VocabularyLayers:
     head: VocabularyHead | None = None
 
     @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """What these layers yield."""
-        ends = (self.head.node,) if self.head else ()
-        return (*(item.node for item in self.lookups), *ends)
+    def all(self) -> tuple[EmbeddingLookup | VocabularyHead, ...]:
+        """The lookups, and behind them the head."""
+        return (*self.lookups, *([self.head] if self.head else []))
 
     @property
-    def tensors(self) -> frozenset[str]:
-        """The parameters and buffers that ranks hold rows of."""
-        head = self.head
-        ends = (head.weight, head.bias, head.class_weight) if head else ()
-        return frozenset(filter(None, (*(item.weight for item in self.lookups), *ends)))
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What these layers yield."""
+        return tuple(layer.node for layer in self.all)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The parameters and buffers that ranks hold rows of, each once."""
+        return tuple(dict.fromkeys(name for layer in self.all for name in layer.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +332,7 @@ class Graph:
         nodes = (node for node in self.fx_graph.nodes if node not in spread.nodes)
         used = {operand.name for node in nodes for operand in node.all_input_nodes}
         others = {item.name for item in self.parameters if item.node not in used}
-        return frozenset(others - spread.tensors)
+        return frozenset(others.difference(spread.tensors))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from parcompiler.codegen.literals import real
 from parcompiler.codegen.quoting import WIDTH, docstring, paragraph
-from parcompiler.lower.lowered import Lowered, Spread, SpreadHead
+from parcompiler.graph import VocabularyHead
+from parcompiler.lower.lowered import Lowered, Spread, SpreadLayer
 from parcompiler.pieces import rows
 
 _WIDEST = 40  # of the left column; what is longer has a line of its own
@@ -89,7 +90,7 @@ def _holdings(lowered: Lowered, spread: Spread) -> str:
     """What each rank holds of each tensor."""
     lines = []
     size = lowered.size * lowered.tensor
-    for name, whole in zip(spread.tensors, spread.sizes, strict=True):
+    for name, whole in spread.tensors.items():
         shape = " x ".join(map(str, lowered.graph.by_name[name].shape))
         each = rows(whole, size)
         padded = "" if each * size == whole else ", padded with zeros behind the last"
@@ -102,7 +103,7 @@ def _looking_up(spread: Spread) -> Iterator[tuple[str, str]]:
     first, *others = spread.lookups
     value, table, stage = "e", "its table", "the stage that uses it"
     if not others:
-        value, table, stage = first.value, docstring(first.lookup.weight), f"stage {first.stage}"
+        value, table, stage = first.value, docstring(first.layer.weight), f"stage {first.stage}"
     yield f"EMBED {value}", f"the rows of {table} that are here, zeros for the others"
     yield f"REDUCE {value}", f"the sum over all ranks, to {stage}"
     yield f"BROADCAST {value}.grad", f"from {stage}, once it has gone back"
@@ -115,31 +116,31 @@ def _embedded(spread: Spread) -> str:
     if len(spread.lookups) == 1:
         return f"{text}:"
     items = (
-        f"{item.value} (rows of {docstring(item.lookup.weight)}, for stage {item.stage})"
+        f"{item.value} (rows of {docstring(item.layer.weight)}, for stage {item.stage})"
         for item in spread.lookups
     )
     return f"{text}, with e = {' or '.join(items)}:"
 
 
-def _letters(head: SpreadHead) -> str:
+def _letters(head: SpreadLayer[VocabularyHead]) -> str:
     """What the letters stand for."""
     labels = "1 in the column of a row's label, else 0"
-    if head.head.label_smoothing:
-        labels += f" (smoothed by {real(head.head.label_smoothing)})"
-    if head.head.class_weight is not None:
-        labels += f", weighted by {docstring(head.head.class_weight)}"
-    x = head.value + " of this context rank's rows" * bool(head.head.axis)
-    text = LETTERS.format(x=x, weight=docstring(head.head.weight), labels=labels)
-    return text + (_DERIVED if head.head.logits is not None else "") + ":"
+    if head.layer.label_smoothing:
+        labels += f" (smoothed by {real(head.layer.label_smoothing)})"
+    if head.layer.class_weight is not None:
+        labels += f", weighted by {docstring(head.layer.class_weight)}"
+    x = head.value + " of this context rank's rows" * bool(head.layer.axis)
+    text = LETTERS.format(x=x, weight=docstring(head.layer.weight), labels=labels)
+    return text + (_DERIVED if head.layer.logits is not None else "") + ":"
 
 
-def _steps(method: str, head: SpreadHead) -> Iterator[tuple[str, str]]:
+def _steps(method: str, head: SpreadLayer[VocabularyHead]) -> Iterator[tuple[str, str]]:
     """The lines of the head."""
-    through = head.head.logits is not None
+    through, bias = head.layer.logits is not None, head.layer.bias is not None
     facts = {
         "x": head.value,
         "stage": head.stage,
-        "chain": (" + bias" if head.head.bias is not None else "") + ", through `logits`" * through,
+        "chain": " + bias" * bias + ", through `logits`" * through,
         "back": " D" * through,
     }
     for what, does in STEPS[method]:

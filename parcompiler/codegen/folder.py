@@ -234,14 +234,14 @@ def _saved(folder: Path, lowered: Lowered, *, parameters: bool) -> Iterator[tupl
     spread, n = lowered.vocabulary, lowered.size * lowered.tensor
     if spread is None:
         return
-    sizes = dict(zip(spread.tensors, spread.sizes, strict=True))
     names = (*spread.tensors, *held_whole(lowered.graph, spread))
     whole = _stored(lowered.graph, names, parameters=parameters)
     for index in range(n):
         rows = dict(whole)
-        for name in whole.keys() & sizes.keys():
-            span = own_rows(sizes[name], n, index)
-            dim = whole[name].shape.index(sizes[name])
+        for name in whole.keys() & spread.tensors.keys():
+            size = spread.tensors[name]
+            span = own_rows(size, n, index)
+            dim = whole[name].shape.index(size)
             rows[name] = whole[name].narrow(dim, span.start, span.size)
         path = folder / f"vocabulary_{index}.safetensors"
         yield path, write(path, rows)

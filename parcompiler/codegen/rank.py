@@ -166,7 +166,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         zero=lowered.zero,
         updates=lowered.updates,
         synchronized=grid.data > 1 and is_synchronized(graph.fx_graph),
-        rows=dict(zip(spread.tensors, spread.sizes, strict=True)) if spread is not None else {},
+        rows=spread.tensors if spread is not None else {},
         narrow=graph.narrow,
         unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
         outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},

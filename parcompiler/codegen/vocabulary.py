@@ -66,7 +66,7 @@ class VocabularyWriter:
         named = {attribute: name for name, attribute in self.attributes.items()}
         sizes = [
             (string(self.attributes[name]), literal(size))
-            for name, size in zip(self.spread.tensors, self.spread.sizes, strict=True)
+            for name, size in self.spread.tensors.items()
         ]
         lines = [
             "class Vocabulary(runtime.Vocabulary):",
@@ -90,26 +90,23 @@ class VocabularyWriter:
         methods: dict[str, tuple[str, Sequence[str], fx.Graph]] = {}
         for value, name in self._indices.items():
             item = next(item for item in self.spread.lookups if item.value == value)
-            methods[name] = (
-                f"Which rows of the table {value} has.",
-                item.inputs,
-                item.lookup.indices,
-            )
+            comment = f"Which rows of the table {value} has."
+            methods[name] = (comment, item.inputs, item.layer.indices)
         head = self.spread.head
-        if head is not None and not self._is_plain(head.head.targets, head.inputs):
-            whose = " on all context ranks" if head.head.sizes else ""
+        if head is not None and not self._is_plain(head.layer.targets, head.inputs):
+            whose = " on all context ranks" if head.layer.sizes else ""
             comment = f"The class of each row of {head.value}{whose}."
-            methods["targets"] = (comment, head.inputs, head.head.targets)
-        if head is not None and head.head.logits is not None:
+            methods["targets"] = (comment, head.inputs, head.layer.targets)
+        if head is not None and head.layer.logits is not None:
             comment = "From x Wᵀ to what the loss takes, element by element."
-            methods["logits"] = (comment, ("logits",), head.head.logits)
+            methods["logits"] = (comment, ("logits",), head.layer.logits)
         return methods
 
     @cached_property
     def _indices(self) -> dict[str, str]:
         """The methods that compute indices, by the value that is looked up."""
         values = [
-            x.value for x in self.spread.lookups if not self._is_plain(x.lookup.indices, x.inputs)
+            x.value for x in self.spread.lookups if not self._is_plain(x.layer.indices, x.inputs)
         ]
         if len(values) == 1:
             return {values[0]: "indices"}
@@ -121,10 +118,10 @@ class VocabularyWriter:
         rows = []
         for item in self.spread.lookups:
             lookup = runtime.Lookup(
-                weight=self.attributes[item.lookup.weight],
+                weight=self.attributes[item.layer.weight],
                 inputs=item.inputs,
                 indices=self._indices.get(item.value, ""),
-                padding_idx=item.lookup.padding_idx,
+                padding_idx=item.layer.padding_idx,
             )
             rows.append((string(item.value), construction(lookup, "runtime.", keywords=True)))
         if rows:
@@ -134,7 +131,7 @@ class VocabularyWriter:
         """The head and its loss."""
         if self.spread.head is None:
             return
-        head, inputs = self.spread.head.head, self.spread.head.inputs
+        head, inputs = self.spread.head.layer, self.spread.head.inputs
         made = runtime.Head(
             x=self.spread.head.value,
             weight=self.attributes[head.weight],
@@ -157,10 +154,9 @@ class VocabularyWriter:
         """`__init__` with a line per tensor."""
         yield "    def __init__(self, ranks: int, index: int) -> None:"
         yield "        super().__init__(ranks, index)"
-        sizes = dict(zip(self.spread.tensors, self.spread.sizes, strict=True))
         for name, attribute in self.attributes.items():
-            item = self.graph.by_name[name]
-            made = _rows(item, sizes[name]) if name in sizes else None
+            item, size = self.graph.by_name[name], self.spread.tensors.get(name)
+            made = None if size is None else _rows(item, size)
             yield tensor_line(attribute, item, made)
 
     def _method(
@@ -203,8 +199,8 @@ def _distinct(names: Sequence[str], reserved: Collection[str], form: str = "{}")
 
 def _graphs(spread: Spread) -> Iterator[fx.Graph]:
     """The small graphs of indices, classes and logits."""
-    yield from (item.lookup.indices for item in spread.lookups)
+    yield from (item.layer.indices for item in spread.lookups)
     if spread.head is not None:
-        yield spread.head.head.targets
-        if spread.head.head.logits is not None:
-            yield spread.head.head.logits
+        yield spread.head.layer.targets
+        if spread.head.layer.logits is not None:
+            yield spread.head.layer.logits

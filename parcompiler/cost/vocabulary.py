@@ -74,11 +74,7 @@ def vocabulary_parts(
 def vocabulary_rows(graph: Graph, ranks: int) -> list[Parameter]:
     """The tensors of which each rank holds rows, as large as its piece; tied ones once."""
     assert graph.vocabulary is not None
-    names = [item.weight for item in graph.vocabulary.lookups]
-    head = graph.vocabulary.head
-    if head is not None:
-        names += filter(None, (head.weight, head.bias, head.class_weight))
-    return [_piece(graph.by_name[name], ranks) for name in dict.fromkeys(names)]
+    return [_piece(graph.by_name[name], ranks) for name in graph.vocabulary.tensors]
 
 
 def _piece(item: Parameter, ranks: int) -> Parameter:

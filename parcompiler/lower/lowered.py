@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +19,8 @@ from parcompiler.graph import Block, EmbeddingLookup, Graph, VocabularyHead
 from parcompiler.grid import Grid
 from parcompiler.instruction import Instruction, Kind
 from parcompiler.plan import Plan, StageChoice
+
+Layer = TypeVar("Layer", bound=EmbeddingLookup | VocabularyHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +117,15 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadLookup:
-    """An embedding on all ranks: `value` is what it gives to `stage`, from `inputs` of the batch.
+class SpreadLayer(Generic[Layer]):
+    """A layer of the vocabulary on all ranks, which reads `inputs` of the batch.
 
-    No other stage reads it: what several blocks use is a copy that `stage` makes.
+    `value` is what a lookup gives to `stage`, or the head takes from it. No other stage reads what
+    is looked up: what several blocks use is a copy that `stage` makes.
     """
 
     value: str
-    lookup: EmbeddingLookup
-    stage: int
-    inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadHead:
-    """The head on all ranks: `value` is what it takes from `stage`, with `inputs` of the batch."""
-
-    value: str
-    head: VocabularyHead
+    layer: Layer
     stage: int
     inputs: tuple[str, ...]
 
@@ -140,22 +134,24 @@ class SpreadHead:
 class Spread:
     """The layers of the vocabulary, of whose tables every rank holds rows.
 
-    `tensors` are the parameters and buffers that are held so: a dimension of each is the vocabulary
-    of the size in `sizes`.
+    `tensors` are the parameters and buffers that are held so, each with the size of the vocabulary,
+    which is a dimension of it.
     """
 
     method: str
-    lookups: tuple[SpreadLookup, ...]
-    head: SpreadHead | None
-    tensors: tuple[str, ...]
-    sizes: tuple[int, ...]
+    lookups: tuple[SpreadLayer[EmbeddingLookup], ...]
+    head: SpreadLayer[VocabularyHead] | None
+    tensors: Mapping[str, int]
+
+    @property
+    def all(self) -> tuple[SpreadLayer[EmbeddingLookup] | SpreadLayer[VocabularyHead], ...]:
+        """The lookups, and behind them the head."""
+        return (*self.lookups, *([self.head] if self.head else []))
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The tensors of the batch that they read."""
-        lists = [item.inputs for item in self.lookups]
-        lists += [self.head.inputs] if self.head else []
-        return tuple(dict.fromkeys(name for names in lists for name in names))
+        return tuple(dict.fromkeys(name for item in self.all for name in item.inputs))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from parcompiler.graph import Block, EmbeddingLookup, Graph, dtype_of, order_of,
 from parcompiler.lower.lowered import (
     Call,
     Spread,
-    SpreadHead,
-    SpreadLookup,
+    SpreadLayer,
     StageProgram,
     StageValue,
     TiedTensor,
@@ -104,24 +103,17 @@ class Division:
         found, by_name = self.graph.vocabulary, self.graph.by_name
         if found is None:
             return None
-        sizes = {item.weight: by_name[item.weight].shape[0] for item in found.lookups}
+        sizes = {name: by_name[x.weight].shape[0] for x in found.all for name in x.tensors}
         head = None
         if (item := found.head) is not None:
-            size = by_name[item.weight].shape[0]
-            own = (item.weight, item.bias, item.class_weight)
-            sizes |= {name: size for name in own if name}
-            head = SpreadHead(
-                self.variables[item.x], item, self.stage_of[item.x], self._read(item.targets)
-            )
-        return Spread(
-            method, tuple(map(self._lookup, found.lookups)), head, tuple(sizes),
-            tuple(sizes.values()),
-        )  # fmt: skip
+            stage, inputs = self.stage_of[item.x], self._read(item.targets)
+            head = SpreadLayer(self.variables[item.x], item, stage, inputs)
+        return Spread(method, tuple(map(self._lookup, found.lookups)), head, sizes)
 
-    def _lookup(self, item: EmbeddingLookup) -> SpreadLookup:
+    def _lookup(self, item: EmbeddingLookup) -> SpreadLayer[EmbeddingLookup]:
         """A lookup with the stage that uses it: its users are in one block."""
         (stage,) = {self.stage_of[user] for user in item.node.users if user in self.stage_of}
-        return SpreadLookup(self.variables[item.node], item, stage, self._read(item.indices))
+        return SpreadLayer(self.variables[item.node], item, stage, self._read(item.indices))
 
     def _read(self, small: fx.Graph) -> tuple[str, ...]:
         """The tensors of the batch that a small graph reads."""

@@ -396,9 +396,9 @@ def _tables(lowered: Lowered) -> Iterator[data.VocabularyTable]:
     spread = lowered.vocabulary
     if spread is None:
         return
-    uses: dict[str, list[str]] = {item.lookup.weight: ["embedding"] for item in spread.lookups}
+    uses: dict[str, list[str]] = {item.layer.weight: ["embedding"] for item in spread.lookups}
     if spread.head:
-        uses.setdefault(spread.head.head.weight, []).append("head")
+        uses.setdefault(spread.head.layer.weight, []).append("head")
     for name, words in uses.items():
         size, width = lowered.graph.by_name[name].shape
         rows = pieces.rows(size, lowered.size * lowered.tensor)

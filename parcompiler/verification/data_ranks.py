@@ -31,7 +31,7 @@ class DataRanks:
         self._optimizer = optimizer([*self._weights.values()]) if self._weights else None
         self._tied = {item.name for item in lowered.tied}
         spread = lowered.vocabulary
-        self._rows = dict(zip(spread.tensors, spread.sizes, strict=True)) if spread else {}
+        self._rows = spread.tensors if spread else {}
         self._kept: dict[tuple[str, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
         self.compression_error = 0.0
 

@@ -180,7 +180,7 @@ def _in_rows(step: StepIndex, rank: int, names: Collection[str]) -> Iterator[Pla
     """Where a rank adds to the gradients of its rows of some tensors."""
     wiring = step.wiring
     for value, item in wiring.lookups.items():
-        if item.lookup.weight in names:
+        if item.layer.weight in names:
             yield step.places(rank, Phase(Kind.EMBED_BACKWARD, value))
-    if wiring.head is not None and {wiring.head.head.weight, wiring.head.head.bias} & {*names}:
+    if wiring.head is not None and {wiring.head.layer.weight, wiring.head.layer.bias} & {*names}:
         yield step.places(rank, Phase(Kind.T))

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from parcompiler.graph import EmbeddingLookup, VocabularyHead, VocabularyLayers
+from parcompiler.graph import VocabularyLayers
 from parcompiler.instruction import TRANSFERS, Kind
 from parcompiler.lower.lowered import Spread
 from parcompiler.options import METHODS
@@ -74,19 +74,19 @@ def _layers(wiring: Wiring, spread: Spread, wanted: VocabularyLayers) -> Iterato
     """The layers are those of the graph, each once, under the names of what they give or take."""
     if spread.method not in METHODS:
         yield Fault(GIVEN, f"there is no method {spread.method!r} (known: {', '.join(METHODS)})")
-    lookups = [item.lookup for item in spread.lookups]
+    lookups = [item.layer for item in spread.lookups]
     for item in (*lookups, *(x for x in wanted.lookups if x not in lookups)):
         count = lookups.count(item)
         if count != (item in wanted.lookups):
             times = f"{count} times" if count else "on no rank"
             yield Fault(GIVEN, f"{item.node.name} is looked up {times}")
-    if (spread.head.head if spread.head else None) is not wanted.head:
+    if (spread.head.layer if spread.head else None) is not wanted.head:
         has = wanted.head.node.name if wanted.head else "none"
         yield Fault(GIVEN, f"their head is not that of the graph ({has})")
     for name, count in repeated(item.value for item in spread.lookups):
         yield Fault(GIVEN, f"{count} lookups give {name}")
-    named = [(item.value, item.lookup.node) for item in spread.lookups]
-    named += [(spread.head.value, spread.head.head.x)] if spread.head else []
+    named = [(item.value, item.layer.node) for item in spread.lookups]
+    named += [(spread.head.value, spread.head.layer.x)] if spread.head else []
     for name, node in named:
         if wiring.nodes.get(name) is not node:
             yield Fault(GIVEN, f"{name} stands in the place of {node.name}")
@@ -95,10 +95,10 @@ def _layers(wiring: Wiring, spread: Spread, wanted: VocabularyLayers) -> Iterato
 def _batch_inputs(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
     """A layer takes from the batch the tensors of which its indices or targets are computed."""
     layers: list[tuple[str, tuple[str, ...], fx.Graph]] = [
-        (item.value, item.inputs, item.lookup.indices) for item in spread.lookups
+        (item.value, item.inputs, item.layer.indices) for item in spread.lookups
     ]
     if spread.head is not None:
-        layers.append(("the head", spread.head.inputs, spread.head.head.targets))
+        layers.append(("the head", spread.head.inputs, spread.head.layer.targets))
     for layer, names, computed in layers:
         wanted = {node.name for node in computed.nodes if node.op == "placeholder"}
         wanted &= wiring.graph.input_nodes
@@ -135,16 +135,10 @@ def _head_input(wiring: Wiring) -> Iterator[Fault]:
 
 def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
     """The tensors in rows are those that the layers read, each with the size of its vocabulary."""
-    layers: list[EmbeddingLookup | VocabularyHead] = [item.lookup for item in spread.lookups]
-    layers += [spread.head.head] if spread.head else []
-    read = {name for layer in layers for name in _read(layer)}
+    read = {name for item in spread.all for name in item.layer.tensors}
     for name in sorted(read - wiring.rows):
         yield Fault(ROWS, f"{name} is read and not held")
-    for name, count in repeated(spread.tensors):
-        yield Fault(ROWS, f"{name} is listed {count} times")
-    if len(spread.tensors) != len(spread.sizes):
-        yield Fault(ROWS, f"{len(spread.tensors)} tensors have {len(spread.sizes)} sizes")
-    for name, size in zip(spread.tensors, spread.sizes, strict=False):
+    for name, size in spread.tensors.items():
         tensor = wiring.graph.by_name.get(name)
         if tensor is None:
             yield Fault(ROWS, f"{name} is held, which the model does not have")
@@ -154,13 +148,6 @@ def _held_rows(wiring: Wiring, spread: Spread) -> Iterator[Fault]:
             yield Fault(ROWS, f"{name} has {size} rows, and the model's is {list(tensor.shape)}")
         elif tensor.mutated:
             yield Fault(ROWS, f"{name} is updated in the forward, and each rank has some of it")
-
-
-def _read(layer: EmbeddingLookup | VocabularyHead) -> Iterator[str]:
-    """The tensors of the model that a layer reads."""
-    yield layer.weight
-    if isinstance(layer, VocabularyHead):
-        yield from filter(None, (layer.bias, layer.class_weight))
 
 
 # In a step

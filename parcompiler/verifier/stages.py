@@ -339,8 +339,8 @@ def _loss(wiring: Wiring) -> Iterator[Fault]:
     if wiring.head is not None:
         if having:
             yield Fault(LOSS, f"it is on {_stages(having)} and on all ranks")
-        if wiring.head.head.node is not wiring.graph.loss:
-            yield Fault(LOSS, f"all ranks compute {wiring.head.head.node.name} in its place")
+        if wiring.head.layer.node is not wiring.graph.loss:
+            yield Fault(LOSS, f"all ranks compute {wiring.head.layer.node.name} in its place")
         return
     if len(having) != 1:
         yield Fault(LOSS, f"it is on {_stages(having) if having else 'no stage'}")

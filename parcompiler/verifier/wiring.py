@@ -12,8 +12,8 @@ from functools import cached_property
 from torch import fx
 
 from parcompiler.capture.effects import Effects
-from parcompiler.graph import Block, Parameter
-from parcompiler.lower.lowered import Lowered, SpreadHead, SpreadLookup, StageProgram
+from parcompiler.graph import Block, EmbeddingLookup, Parameter, VocabularyHead
+from parcompiler.lower.lowered import Lowered, SpreadLayer, StageProgram
 from parcompiler.schedules.action import NOWHERE
 
 
@@ -43,20 +43,19 @@ class Wiring:
         self.spread = lowered.vocabulary
 
     @property
-    def head(self) -> SpreadHead | None:
+    def head(self) -> SpreadLayer[VocabularyHead] | None:
         """The head that all ranks have rows of."""
         return self.spread.head if self.spread else None
 
     @cached_property
-    def lookups(self) -> dict[str, SpreadLookup]:
+    def lookups(self) -> dict[str, SpreadLayer[EmbeddingLookup]]:
         """The embeddings that all ranks have rows of, by the values that they give."""
         return {item.value: item for item in self.spread.lookups} if self.spread else {}
 
     @cached_property
     def everywhere(self) -> frozenset[fx.Node]:
         """The nodes that all ranks compute together."""
-        heads = [self.head.head.node] if self.head else []
-        return frozenset([*(item.lookup.node for item in self.lookups.values()), *heads])
+        return frozenset(x.layer.node for x in self.spread.all) if self.spread else frozenset()
 
     @cached_property
     def rows(self) -> frozenset[str]:

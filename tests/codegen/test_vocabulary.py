@@ -286,7 +286,7 @@ def test_hostile_names_of_tables_are_data(part: int) -> None:
     tokens = zoo.tokens(64)
     for shift, item in enumerate(lowered.vocabulary.lookups):
         lookup = kind.lookups[item.value]
-        assert kind.names[lookup.weight] == item.lookup.weight
+        assert kind.names[lookup.weight] == item.layer.weight
         indices = made.computed(lookup.indices, lookup.inputs, {"tokens": tokens})
         assert torch.equal(indices, tokens if shift == 0 else (tokens + shift - 1) % 64)
     logits = torch.randn(3, 5)

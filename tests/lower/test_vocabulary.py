@@ -1,14 +1,14 @@
 """Where the collectives of the vocabulary stand: they hold up nobody, and do not come too early."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from parcompiler.instruction import BACKWARDS, Instruction, Kind, parse
 from parcompiler.lower import StageProgram, StageValue, communicate
-from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
+from parcompiler.lower.lowered import Spread, SpreadLayer
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.vocabulary import spread
@@ -42,13 +42,12 @@ def lists(
         )
         for j, rank in enumerate(schedule.placement)
     ]  # fmt: skip
-    nothing = cast(object, None)
+    nothing = cast(Any, None)
     lookups = tuple(
-        SpreadLookup(name, nothing, user, ())  # type: ignore[arg-type]
-        for name, user in zip(embedded, users, strict=True)
+        SpreadLayer(name, nothing, user, ()) for name, user in zip(embedded, users, strict=True)
     )
-    head = SpreadHead("x", nothing, last, ()) if headed else None  # type: ignore[arg-type]
-    shared = Spread(method, lookups, head, (), ())
+    head = SpreadLayer("x", nothing, last, ()) if headed else None
+    shared = Spread(method, lookups, head, {})
     return stages, communicate.training(schedule.orders, stages, values, (), shared)
 
 

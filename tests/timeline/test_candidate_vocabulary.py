@@ -2,7 +2,7 @@
 
 import random
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from parcompiler.errors import InputError, PlanError
 from parcompiler.instruction import COMPUTE, HEAD, parse
 from parcompiler.lower import Lowered, StageValue, communicate
-from parcompiler.lower.lowered import Spread, SpreadHead, SpreadLookup
+from parcompiler.lower.lowered import Spread, SpreadLayer
 from parcompiler.schedules import Schedule, build
 from parcompiler.schedules.action import NOWHERE
 from parcompiler.schedules.vocabulary import spread
@@ -54,7 +54,7 @@ def simulated(
         )
         for n, x in enumerate(messages)
     }
-    head = SpreadHead("x", cast(object, None), last, ()) if cost.source >= 0 else None  # type: ignore[arg-type]
+    head = SpreadLayer("x", cast(Any, None), last, ()) if cost.source >= 0 else None
     if head:
         values["x"] = StageValue("x", (1,), torch.float32, True, last, (NOWHERE,))
     for k, user in enumerate(cost.users):
@@ -69,11 +69,8 @@ def simulated(
         )
         for j, rank in enumerate(schedule.placement)
     ]
-    lookups = [
-        SpreadLookup(f"e{k}", cast(object, None), user, ())  # type: ignore[arg-type]
-        for k, user in enumerate(cost.users)
-    ]
-    shared = Spread(cost.method, tuple(lookups), head, (), ())
+    lookups = [SpreadLayer(f"e{k}", cast(Any, None), user, ()) for k, user in enumerate(cost.users)]
+    shared = Spread(cost.method, tuple(lookups), head, {})
     sizes = {f"v{n}": x.nbytes for n, x in enumerate(messages)} | {"x": cost.x_bytes}
     sizes |= {f"e{k}": cost.embedded_bytes // len(cost.users) for k in range(len(cost.users))}
     seconds = {f"v{n}": x.seconds for n, x in enumerate(messages)}

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from parcompiler.errors import InputError
+from parcompiler.graph import EmbeddingLookup
 from parcompiler.lower import Lowered
-from parcompiler.lower.lowered import SpreadLookup
+from parcompiler.lower.lowered import SpreadLayer
 from parcompiler.prices import simulate_lowered
 from parcompiler.runtime.program import of_first
 from parcompiler.timeline import StageCost, VocabularyCost
@@ -186,11 +187,13 @@ TABLES: dict[str, Callable[[Lowered], Lowered]] = {
     "no stage runs cross_entropy_loss": lambda x: _with(x, head=None),
     "embedding is looked up 2 times": lambda x: _with(x, lookups=_lookups(x) * 2),
     "there is no method 'whole'": lambda x: _with(x, method="whole"),
-    "head.weight is read and not held": lambda x: _with(x, tensors=_tensors(x)[:1]),
-    "no stage holds head.weight": lambda x: _with(x, tensors=_tensors(x)[:1]),
-    "embedding.weight has 31 rows": lambda x: _with(x, sizes=(31, 32)),
+    "head.weight is read and not held": lambda x: _with(x, tensors={"embedding.weight": 32}),
+    "no stage holds head.weight": lambda x: _with(x, tensors={"embedding.weight": 32}),
+    "embedding.weight has 31 rows": lambda x: _with(
+        x, tensors=_tensors(x) | {"embedding.weight": 31}
+    ),
     "norm.weight is held, and no layer of the vocabulary reads it": lambda x: _with(
-        x, tensors=(*_tensors(x), "norm.weight"), sizes=(32, 32, 8)
+        x, tensors=_tensors(x) | {"norm.weight": 8}
     ),
     "embedding takes labels from the batch, and its graph reads tokens": lambda x: _with(
         x, lookups=(replace(_lookups(x)[0], inputs=("labels",)),)
@@ -226,14 +229,14 @@ def _with(lowered: Lowered, **changes: object) -> Lowered:
     return replace(lowered, vocabulary=replace(lowered.vocabulary, **changes))  # type: ignore[arg-type]
 
 
-def _lookups(lowered: Lowered) -> tuple[SpreadLookup, ...]:
+def _lookups(lowered: Lowered) -> tuple[SpreadLayer[EmbeddingLookup], ...]:
     assert lowered.vocabulary is not None
     return lowered.vocabulary.lookups
 
 
-def _tensors(lowered: Lowered) -> tuple[str, ...]:
+def _tensors(lowered: Lowered) -> dict[str, int]:
     assert lowered.vocabulary is not None
-    return lowered.vocabulary.tensors
+    return dict(lowered.vocabulary.tensors)
 
 
 @pytest.mark.parametrize("message", TABLES)

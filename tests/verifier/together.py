@@ -137,8 +137,8 @@ class Together:
 
     def _embed(self, line: Instruction, i: int) -> bool:
         item = self._lookup(line)
-        values = self._computed(item.lookup.node, item.inputs, i)
-        _put(self.embedded, (item.value, i), values[item.lookup.node])
+        values = self._computed(item.layer.node, item.inputs, i)
+        _put(self.embedded, (item.value, i), values[item.layer.node])
         return True
 
     def _lookup(self, line: Instruction) -> Any:
@@ -155,8 +155,8 @@ class Together:
         (given,) = (part for part in peers.values() if part is not None)
         if not isinstance(given, Counter):
             raise Wrong
-        values = self._computed(item.lookup.node, item.inputs, i)
-        gradients = self._back(item.lookup.node, values, given)
+        values = self._computed(item.layer.node, item.inputs, i)
+        gradients = self._back(item.layer.node, values, given)
         add_parameters(self.rank.machine.lowered.graph, gradients, self.rank.gradients)
         return True
 
@@ -216,7 +216,7 @@ class Together:
                     raise Wrong
                 if i not in self.exchanges and i not in self.rank.losses:
                     raise Wrong  # it goes on when the exchange has ended, and waits beside
-                part = self._head_gradients(i)[self.spread.head.head.x]
+                part = self._head_gradients(i)[self.spread.head.layer.x]
             else:
                 part = self.x_gradients.pop(i)
             self.returned.add(i)
@@ -250,9 +250,9 @@ class Together:
         (x,) = (part for part in self.x.pop(i).parts().values() if part is not None)
         if not isinstance(x, int):
             raise Wrong
-        values = self._computed(head.head.node, head.inputs, i, {head.head.x: x})
+        values = self._computed(head.layer.node, head.inputs, i, {head.layer.x: x})
         _put(self.values, i, values)
-        _put(self.stated, i, values[head.head.node])
+        _put(self.stated, i, values[head.layer.node])
         return True
 
     def _normalize(self, line: Instruction, i: int) -> bool:
@@ -285,7 +285,7 @@ class Together:
         """The gradients of all that the head reads."""
         assert self.spread is not None and self.spread.head is not None
         one: Gradient = Counter({self.rank.machine.terms("one"): 1})
-        return self._back(self.spread.head.head.node, self.values[i], one)
+        return self._back(self.spread.head.layer.node, self.values[i], one)
 
     def _t(self, line: Instruction, i: int) -> bool:
         assert self.spread is not None
@@ -296,7 +296,7 @@ class Together:
         gradients = self._head_gradients(i)
         del self.values[i]
         if i not in self.returned:
-            self.x_gradients[i] = gradients[self.spread.head.head.x]
+            self.x_gradients[i] = gradients[self.spread.head.layer.x]
         add_parameters(self.rank.machine.lowered.graph, gradients, self.rank.gradients)
         return True
 

@@ -184,8 +184,10 @@ def _of_layer(name: str, field: str, others: Callable[[Lowered], Sequence[Any]])
 
 def _tensors(chance: Chance, lowered: Lowered) -> dict[str, Any]:
     assert lowered.vocabulary is not None
-    others = [*lowered.vocabulary.tensors, *chance.sample(sorted(lowered.graph.by_name), 2)]
-    return {"tensors": tuple(chance.sample(others, chance.randrange(len(others))))}
+    known, graph = lowered.vocabulary.tensors, lowered.graph
+    others = [*known, *chance.sample(sorted(graph.by_name), 2)]
+    names = chance.sample(others, chance.randrange(len(others)))
+    return {"tensors": {name: known.get(name, graph.by_name[name].shape[0]) for name in names}}
 
 
 def _layers(chance: Chance, lowered: Lowered) -> dict[str, Any]:
