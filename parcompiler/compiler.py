@@ -107,7 +107,9 @@ def compile(
       matches decides.
     - `precision` "bf16" or "fp16" computes in 16 bits, with masters of the parameters in float32;
       "fp32" and "fp64" compute in those; None in the parameters' own.
-    - `optimizer` is what memory counts: "adamw", "sgd", "sgd-momentum", "muon" or "none".
+    - `optimizer` is what memory counts: "adamw", "adagrad", "sgd", "sgd-momentum", "muon" or
+      "none". With "sgd" and "adagrad" gradients of tables with `sparse=True` are the rows that a
+      step looks up.
     - `zero` is what data ranks share out: 0 nothing, 1 optimizer states and masters, 2 gradients
       too, 3 parameters too, "auto" decides by time under memory.
     - `updates` is how data ranks bring together what they learn: "all-reduce" (gradients are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from parcompiler.passes.spread import vocabulary_cost
 from parcompiler.passes.stage import reconsidered
 from parcompiler.plan import Plan
 from parcompiler.prices import stage_costs
-from parcompiler.problem import Problem, prepared
+from parcompiler.problem import LEVELS, Problem, prepared
 from parcompiler.program import Program
 from parcompiler.progress import Progress
 from parcompiler.verifier import MemoryLimits, verify
@@ -71,25 +72,34 @@ def flow(
             captured = _captured(model, inputs, loss, options.narrow, outputs)
             captured = _weighted(captured, options.loss_weights)
             _warn_of_evaluation_mode(captured)
-            _warn_of_whole_gradients(captured)
-        with steps("simplify"):
-            one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
-            graph = prepared(captured, options, one_mesh, options.dtype)
-            problem = on_axes(Problem(graph, one_mesh, options, bench=bench), plan)
+            _warn_of_whole_gradients(captured, options)
         chosen = DEFAULT if passes is None else tuple(passes)
-        if isinstance(mesh, Cluster):
-            sizes = MicrobatchSizes(problem, captured, wanted)
-            captured, problem, plan = search(
-                sizes,
+
+        def decided(options: Options) -> tuple[Graph, Problem, Plan]:
+            """The graph, the problem and the plan under these options."""
+            with steps("simplify"):
+                one_mesh = Mesh(device=mesh.device) if isinstance(mesh, Cluster) else mesh
+                graph = prepared(captured, options, one_mesh, options.dtype)
+                problem = on_axes(Problem(graph, one_mesh, options, bench=bench), plan)
+            if not isinstance(mesh, Cluster):
+                return captured, problem, _planned(problem, chosen, plan, steps)
+            found, problem, best = search(
+                MicrobatchSizes(problem, captured, wanted),
                 mesh,
                 chosen,
                 lambda one, options: check_mesh(one, source, options),
                 check_lowered,
                 steps,
             )
-            plan = _with_costs(local(problem, plan), plan)
-        else:
-            plan = _planned(problem, chosen, plan, steps)
+            return found, problem, _with_costs(local(problem, best), best)
+
+        try:
+            captured, problem, plan = decided(options)
+        except InfeasibleError:
+            found = _in_parts(captured, options, decided) if plan is None else None
+            if found is None:
+                raise
+            captured, problem, plan = found
         with steps("lower"):
             rank_problem = local(problem, plan)
             lowered = lower(rank_problem.graph, plan, rank_problem.priced(granularity_of(plan)).cut)
@@ -102,6 +112,22 @@ def flow(
             )
             verify(lowered, limits)
     return Program(captured, problem, plan, lowered, source, criterion)
+
+
+def _in_parts(
+    captured: Graph, options: Options, decided: Callable[[Options], tuple[Graph, Problem, Plan]]
+) -> tuple[Graph, Problem, Plan] | None:
+    """What fits where tables with gradients of rows, which every data rank has whole, do not: whole
+    gradients, and the lowest level of ZeRO that is enough; None where none is, or was open."""
+    marked = any("sparse" in node.meta for node in captured.fx_graph.nodes)
+    if marked and options.takes_rows and options.zero == "auto":
+        for level in LEVELS[1:]:
+            with suppress(InfeasibleError, InputError):
+                shared = replace(options, zero=level)
+                found = decided(shared)
+                _warn_of_whole_gradients(captured, shared)
+                return found
+    return None
 
 
 def _planned(
@@ -190,16 +216,19 @@ def _warn_of_evaluation_mode(captured: Graph) -> None:
         print(message, file=sys.stderr)
 
 
-def _warn_of_whole_gradients(captured: Graph) -> None:
-    """Say on stderr that tables with sparse=True get gradients of all their rows."""
+def _warn_of_whole_gradients(captured: Graph, options: Options) -> None:
+    """Say on stderr that tables with sparse=True get gradients of all their rows, and why."""
+    if options.takes_rows:
+        return
     marked = (node for node in captured.fx_graph.nodes if "sparse" in node.meta)
     operands = (captured.by_node.get(x.name) for node in marked for x in node.all_input_nodes)
     names = dict.fromkeys(item.name for item in operands if item and item.trainable)
     if names:
         message = (
             f"parcompiler: gradients of tables with sparse=True ({len(names)}: {next(iter(names))}"
-            f"{', ...' if len(names) > 1 else ''}) are made of all rows, and planned so: SGD and "
-            "Adagrad make the same steps, torch.optim.SparseAdam does not take them"
+            f"{', ...' if len(names) > 1 else ''}) are made of all rows, and planned so; with "
+            'optimizer="sgd" or "adagrad" they are the rows that a step looks up (but for 16-bit '
+            "parameters, zero=1 to 3, other updates= than the default, compression and pipedream)"
         )
         print(message, file=sys.stderr)
 

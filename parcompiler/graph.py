@@ -32,7 +32,8 @@ class Parameter:
     `unsaved` are those of its names that the model's state dict has not: of constants, of buffers
     that are not persistent, of parameters of the loss. Where tensor ranks hold pieces of it,
     `shape` is that of a largest piece and `shard` says which. Of its first dimension, of so many
-    `experts`, expert ranks hold equal pieces (0: all hold the whole).
+    `experts`, expert ranks hold equal pieces (0: all hold the whole). Where its gradient is rows, a
+    step has so many `looked_up` on all data ranks (0: the gradient is whole).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Parameter:
     shard: Shard | None = None
     unsaved: tuple[str, ...] = ()
     experts: int = 0
+    looked_up: int = 0
 
     @property
     def whole(self) -> Parameter:
@@ -63,6 +65,19 @@ class Parameter:
     def nbytes(self) -> int:
         """Its size in bytes."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of its gradient in a step: of rows, those of all data ranks and their numbers."""
+        if not self.looked_up:
+            return self.nbytes
+        return self.looked_up * (self.nbytes // self.shape[0] + torch.int64.itemsize)
+
+    @property
+    def summed_nbytes(self) -> int:
+        """Bytes of the all-reduce that adds up its gradient over data ranks; that of rows is an
+        all-gather, which moves half of what an all-reduce of so many bytes would."""
+        return self.gradient_nbytes // (2 if self.looked_up else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from enum import StrEnum
 from parcompiler.errors import InputError
 
 EXPERTS = "experts_"  # begins the labels of buckets of experts
+ROWS = "rows_"  # and of tables with gradients of rows
 
 
 class Kind(StrEnum):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from parcompiler.capture.narrow import NARROW
+from parcompiler.cost.memory import ROW_OPTIMIZERS
 from parcompiler.data_updates import DataUpdates
 from parcompiler.errors import InputError, shown
 from parcompiler.mesh import positive, whole
@@ -85,6 +86,15 @@ class Options:
         if isinstance(self.schedule, Schedule):
             return self.schedule.asynchronous
         return self.schedule == "pipedream"
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients may be those rows of a table that a step looks up."""
+        plain = self.updates == "all-reduce" and self.compression is None and not self.asynchronous
+        return (
+            plain and self.optimizer in ROW_OPTIMIZERS and self.zero in ("auto", 0)
+            and self.narrow is None
+        )  # fmt: skip
 
     @property
     def dtype(self) -> torch.dtype | None:

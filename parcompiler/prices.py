@@ -195,7 +195,7 @@ def sent_bytes(lowered: Lowered, item: TiedTensor | Bucket) -> int:
     """Bytes of a sum of gradients as it goes between ranks; only buckets are compressed."""
     tensors = [lowered.graph.by_name[name] for name in item.names]
     if lowered.updates.compression is None or isinstance(item, TiedTensor):
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.summed_nbytes for tensor in tensors)
     rank = lowered.updates.rank
     if rank == 0:  # 16 bits
         return sum(tensor.numel * 2 * (1 + tensor.dtype.is_complex) for tensor in tensors)

@@ -22,6 +22,7 @@ from parcompiler.capture.clean import simplify
 from parcompiler.capture.effects import effects_of, viewed
 from parcompiler.capture.lift import lift
 from parcompiler.capture.prologue import cone
+from parcompiler.capture.row_gradients import with_row_gradients
 from parcompiler.cost import (
     WHOLE,
     BlockCost,
@@ -67,6 +68,8 @@ def prepared(captured: Graph, options: Options, mesh: Mesh, dtype: torch.dtype |
     """The graph to plan: with the attention kernels of the devices, in `dtype` (None: its own)."""
     if not options.exact:
         captured = with_kernels(captured, on_cpu=mesh.devices[0].is_cpu)
+    if options.takes_rows and mesh.context == 1:
+        captured = with_row_gradients(captured, options.microbatches * mesh.replicas)
     return simplify(captured if dtype in (None, captured.narrow) else lift(captured, dtype))
 
 
@@ -129,8 +132,10 @@ class Problem:
             return 0
         if isinstance(self.options.zero, int):
             return self.options.zero
-        # What a forward updates on one data rank (`Embedding(max_norm=)`) no other rank gets.
-        return 0 if self.graph.updates_weights else LEVELS[-1]
+        # What a forward updates on one data rank (`Embedding(max_norm=)`) no other rank gets, and
+        # gradients of rows are not in pieces.
+        rows = any(item.looked_up for item in self.graph.parameters)
+        return 0 if self.graph.updates_weights or rows else LEVELS[-1]
 
     @property
     def gathers(self) -> bool:
@@ -294,7 +299,8 @@ class Problem:
 
     def _for_alike(self, item: Parameter, find: Callable[[Parameter], Found]) -> Found:
         """`find(item)`, computed once for parameters of equal shape and dtype: layers are many."""
-        key = find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts
+        key = (find.__name__, item.shape, item.dtype, item.trainable, item.buffer, item.experts,
+               item.looked_up)  # fmt: skip
         if key not in self._alike:
             self._alike[key] = find(item)
         found: Found = self._alike[key]
@@ -308,7 +314,7 @@ class Problem:
         levels = zip((3, 2, 1), self.bytes_of(item), strict=True)
         whole, part = item.numel, self.part(item)
         value, gradient, states = ((part if self.zero >= k else whole) * n for k, n in levels)
-        return value, gradient, states
+        return value, item.gradient_nbytes if item.looked_up else gradient, states
 
     def element_bytes(self, item: Parameter) -> int:
         """`state_bytes` for each element, rounded up."""
@@ -399,7 +405,10 @@ class Problem:
             # As scripts step: on a GPU, and where layers are compiled.
             fused = not device.is_cpu or self.options.costs == "compiled"
             each = moved_in_update(optimizer, item.dtype, masters=narrow, fused=fused)
-            nbytes = each * (self.part(item) if self.zero else item.numel)
+            moved = self.part(item) if self.zero else item.numel
+            if item.looked_up:
+                moved = item.looked_up * (item.numel // item.shape[0])
+            nbytes = each * moved
             bandwidth = device.memory_bandwidth * device.efficiency.traffic(nbytes)
             kernels = 3 * narrow + (1 if fused else each // (3 * item.dtype.itemsize))
             products = multiplied_in_update(optimizer, item.shape) / device.peak(torch.bfloat16)

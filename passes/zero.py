@@ -185,7 +185,7 @@ def least_exchange(problem: Problem, plan: Plan, *, again: bool = True) -> float
         return 0.0
     shared = problem.graph.vocabulary.tensors if problem.graph.vocabulary else ()
     items = (x for x in problem.graph.parameters if x.trainable and x.name not in shared)
-    sizes = [x.nbytes for x in items if problem.sharers(x) == mesh.replicas]
+    sizes = [x.summed_nbytes for x in items if problem.sharers(x) == mesh.replicas]
     size = sum(sizes) / mesh.pipeline
     number = max(1, min(len(sizes) // mesh.pipeline, math.ceil(size / problem.bucket)))
     priced = problem.priced(problem.levels[0])
@@ -265,7 +265,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
         count, sums, gathers = 0, 0.0, 0.0
         for expert in (None, 0):  # experts apart from all others
             items = [x for x in bucketed if x.trainable and bool(x.experts) == (expert == 0)]
-            sizes = [item.nbytes for item in items if problem.sharers(item) > 1]
+            sizes = [item.summed_nbytes for item in items if problem.sharers(item) > 1]
             number = max(1, min(len(sizes), math.ceil(sum(sizes) / problem.bucket)))
             each = functools.partial(
                 collective.joined, problem.mesh, nbytes=sum(sizes) / number,
@@ -298,7 +298,7 @@ def _exchanges(problem: Problem, plan: Plan) -> list[Exchange]:
 
 def _made(problem: Problem, plan: Plan) -> list[int]:
     """Bytes of the gradients that the blocks of each stage make."""
-    trained = {item.name: item.nbytes for item in problem.graph.parameters if item.trainable}
+    trained = {item.name: item.summed_nbytes for item in problem.graph.parameters if item.trainable}
     sizes = {
         block.name: sum(trained.get(name, 0) for name in {x.name for x in block.tensors})
         for block in problem.under(plan).cut.blocks

@@ -22,6 +22,8 @@ class Config:
     """Widths of the layers on the numbers; one to `hidden` follows."""
     top: tuple[int, ...] = (64, 32)
     """Widths of the layers on the products; one to the answer follows."""
+    sparse: bool = False
+    """Whether gradients of tables are the rows that a step looks up."""
 
     def __post_init__(self) -> None:
         sizes = (self.hidden, self.numbers, *self.tables, *self.bottom, *self.top)
@@ -55,6 +57,7 @@ PRESETS: dict[str, Config] = {
         hidden=16,
         bottom=(512, 256, 64),
         top=(512, 256),
+        sparse=True,
     ),
     # The reference of MLPerf Training 0.7 to 2.1: Criteo's Terabyte data, indices below 40 million.
     "mlperf": Config(
@@ -66,5 +69,6 @@ PRESETS: dict[str, Config] = {
         hidden=128,
         bottom=(512, 256),
         top=(1024, 1024, 512, 256),
+        sparse=True,
     ),
 }

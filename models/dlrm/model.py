@@ -47,7 +47,9 @@ class DLRM(nn.Module):
         super().__init__()
         self.config = config
         self.bottom = Stack((config.numbers, *config.bottom, config.hidden), ends=False)
-        self.tables = nn.ModuleList(nn.Embedding(rows, config.hidden) for rows in config.tables)
+        self.tables = nn.ModuleList(
+            nn.Embedding(rows, config.hidden, sparse=config.sparse) for rows in config.tables
+        )
         self.interaction = Interaction()
         self.top = Stack((config.hidden + config.pairs, *config.top, 1), ends=True)
         self.reset_parameters()

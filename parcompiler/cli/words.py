@@ -39,7 +39,7 @@ UPDATES = ("all-reduce", "parameter-server", "asynchronous", "local")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 OUTER = ("nesterov", "average")
 PRECISIONS = ("fp32", "fp64", "bf16", "fp16")
-OPTIMIZERS = ("adamw", "muon", "sgd", "sgd-momentum", "none")
+OPTIMIZERS = ("adagrad", "adamw", "muon", "sgd", "sgd-momentum", "none")
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]  # generic only in newer releases of click

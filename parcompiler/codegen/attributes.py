@@ -182,9 +182,10 @@ def _linear(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
 def _embedding(call: BoundCall, shape: Sequence[int]) -> list[str] | None:
     """`nn.Embedding(num_embeddings, embedding_dim)`."""
     padding = call.values.get("padding_idx")
-    if not {"scale_grad_by_freq", "sparse"} <= call.defaults or not isinstance(padding, int):
+    if "scale_grad_by_freq" not in call.defaults or not isinstance(padding, int):
         return None
     more = [f"padding_idx={padding}"] if padding >= 0 else []
+    more += ["sparse=True"] * bool(call.values.get("sparse"))
     return [*map(literal, shape), *more] if padding >= -1 else None
 
 

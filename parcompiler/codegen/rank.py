@@ -99,6 +99,7 @@ _TITLES = {
     "shards": "Tensors of which each tensor rank holds a piece: the split dimension and its size.",
     "experts": "Tensors of which each expert rank holds a piece: the number of experts.",
     "rows": "Tensors of which every rank of a pipeline holds some rows: the number of all rows.",
+    "row_gradients": "Tables whose gradients are the rows that a step looks up, so many on a rank.",
     "aliases": "Further names of tied tensors.",
     "outputs": "Outputs of the model that predictions return: their values, and who makes them.",
 }
@@ -170,6 +171,7 @@ def rank_program(lowered: Lowered, rank: int, device: str) -> RankProgram:
         narrow=graph.narrow,
         unsaved=tuple(name for item in graph.parameters for name in item.unsaved),
         outputs={name: _kept(lowered, name, node) for name, node in graph.kept.items()},
+        row_gradients={x.name: x.looked_up // grid.data for x in graph.parameters if x.looked_up},
     )
 
 

@@ -25,10 +25,11 @@ import torch
 from parcompiler.errors import InputError
 
 OPTIMIZERS: Mapping[str, int] = MappingProxyType(
-    {"adamw": 2, "muon": 1, "none": 0, "sgd": 0, "sgd-momentum": 1}
+    {"adagrad": 1, "adamw": 2, "muon": 1, "none": 0, "sgd": 0, "sgd-momentum": 1}
 )
 """The states that each optimizer keeps per parameter, in the dtype of what it changes."""
 
+ROW_OPTIMIZERS = frozenset({"adagrad", "sgd"})  # they leave rows without gradient as they are
 WHOLE = frozenset({"muon"})  # they take matrices, not rows of them
 
 
@@ -81,7 +82,14 @@ def more_in_update(
 # Values of a parameter's size that an optimizer of torch reads or writes, in one kernel and in the
 # several of its plain loop (torch/optim/adamw.py, sgd.py: `_single_tensor_...`).
 _MOVED: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"adamw": (7, 20), "muon": (12, 12), "none": (0, 0), "sgd": (3, 3), "sgd-momentum": (5, 8)}
+    {
+        "adagrad": (11, 11),  # it has no kernel of its own on GPUs
+        "adamw": (7, 20),
+        "muon": (12, 12),
+        "none": (0, 0),
+        "sgd": (3, 3),
+        "sgd-momentum": (5, 8),
+    }
 )
 
 

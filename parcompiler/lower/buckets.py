@@ -31,7 +31,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from parcompiler.graph import Graph, Parameter
-from parcompiler.instruction import EXPERTS, MESSAGES, Instruction, Kind
+from parcompiler.instruction import EXPERTS, MESSAGES, ROWS, Instruction, Kind
 from parcompiler.lower.lowered import Bucket, Spread, StageProgram, TiedTensor
 from parcompiler.problem import bucket_size
 from parcompiler.schedules.action import NOWHERE
@@ -61,7 +61,7 @@ def buckets(
             items = [item for item in items if item.trainable]
             for part in _filled(items, most):
                 own = tuple(item.name for item in part)
-                kind = EXPERTS if part[0].experts else "bucket_"
+                kind = EXPERTS if part[0].experts else ROWS if part[0].looked_up else "bucket_"
                 found.append(Bucket(f"{kind}{len(found)}", own, (rank,), stage))
     return tuple(found)
 
@@ -162,11 +162,12 @@ def _read(graph: Graph, stage: StageProgram) -> list[str]:
 
 
 def _filled(items: Iterable[Parameter], most: int) -> Iterator[list[Parameter]]:
-    """The parameters in buckets of one dtype, experts apart; what is larger than a bucket is alone
-    in one."""
+    """The parameters in buckets of one dtype, experts apart; what is larger than a bucket, or has a
+    gradient of rows, is alone in one."""
     alike: dict[object, list[Parameter]] = defaultdict(list)
     for item in items:
-        alike[item.dtype, bool(item.experts)].append(item)
+        alone = item.name if item.looked_up else ""
+        alike[item.dtype, bool(item.experts), alone].append(item)
     for same in alike.values():
         part: list[Parameter] = []
         for item in same:

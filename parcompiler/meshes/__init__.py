@@ -304,12 +304,13 @@ class MeshSearch:
         """All meshes with micro-batches of all rows; impossible rows with the first mesh alone.
 
         Of context and expert ranks those alone that the options can have; no context ranks where
-        predictions are kept.
+        predictions are kept, or gradients are rows.
         """
         counts = self.bounds[self.sizes.given, 1].blocks
         microbatches = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
         graph = self.sizes.problem.graph
-        axes = (1 if graph.kept else positions(graph), divisible(graph))
+        alone = graph.kept or any(item.looked_up for item in graph.parameters)
+        axes = (1 if alone else positions(graph), divisible(graph))
         refused = set()
         for candidate in space(self.cluster, microbatches, max(counts), *axes):
             several = candidate.mesh.context * candidate.mesh.expert > 1

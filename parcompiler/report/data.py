@@ -24,7 +24,8 @@ class TrainedModel:
     says whether an operator draws random numbers. `evaluating` are the outermost modules that were
     in evaluation mode when it was captured ("" is the model itself), in which so many modules would
     drop elements in training (`dropouts`), or update running statistics (`norms`). `attention` has
-    what the compiler made of attention, and how often. `templates` counts the distinct blocks.
+    what the compiler made of attention, and how often; `row_gradients` is there where gradients of
+    tables are rows. `templates` counts the distinct blocks.
     """
 
     name: str
@@ -38,6 +39,17 @@ class TrainedModel:
     norms: int = 0
     attention: tuple[AttentionForm, ...] = ()
     templates: int = 0
+    row_gradients: RowGradients | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradients:
+    """Gradients of so many `tables` are the rows that a step looks up, at most `looked_up` on all
+    data ranks, of all `rows`."""
+
+    tables: int
+    looked_up: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def model(graph: Graph, priced: Priced) -> data.TrainedModel:
     """The model, on all tensor ranks together; its blocks as they are `priced`."""
     parameters = [item.whole for item in graph.parameters if not item.buffer]
     forms = Counter(text for node in graph.fx_graph.nodes for text in node.meta.get("kernel", ()))
+    tables = [item for item in parameters if item.looked_up]
     return data.TrainedModel(
         name=graph.name,
         parameters=sum(item.numel for item in parameters),
@@ -62,6 +63,13 @@ def model(graph: Graph, priced: Priced) -> data.TrainedModel:
         norms=graph.modes.norms,
         attention=tuple(data.AttentionForm(text, count) for text, count in forms.items()),
         templates=len({block.template for block in priced.cut.blocks}),
+        row_gradients=data.RowGradients(
+            len(tables),
+            sum(item.looked_up for item in tables),
+            sum(item.shape[0] for item in tables),
+        )
+        if tables
+        else None,
     )
 
 

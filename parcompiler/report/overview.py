@@ -129,6 +129,11 @@ def _facts(report: ReportData) -> Iterator[tuple[str, str]]:
     yield "optimizer", plan.optimizer
     for form in model.attention:
         yield "attention", f"{form.text} ({form.count})"
+    if (rows := model.row_gradients) is not None:
+        text = (
+            f"at most {rows.looked_up:,} rows of {rows.rows:,} in a step, of {rows.tables} tables"
+        )
+        yield "sparse gradients", text
     if plan.zero is not None:
         but = " (experts: among those with the same ones)" * (mesh.expert > 1)
         yield "zero", f"{plan.zero}: {SHARED[plan.zero]}{but}"

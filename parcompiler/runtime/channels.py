@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parcompiler.runtime.axis import Axis, in_memory, real
 from parcompiler.runtime.collective_queue import (
+    Arrival,
     CollectiveQueue,
     Pending,
     Receipt,
@@ -236,6 +237,29 @@ class Channels:
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return work
+
+    def sum_rows(self, table: torch.Tensor, most: int, ranks: tuple[int, ...]) -> Arrival:
+        """Start gathering the rows of a table's gradient from `ranks`, of which each has at most so
+        many: the gradient is all of them then."""
+        group, gradient = self._shared[ranks], table.grad
+        numbers = torch.zeros(most, dtype=torch.int64, device=table.device)
+        rows = table.new_zeros(most, *table.shape[1:])
+        if gradient is not None:  # as it was added up: the rows of one micro-batch after another
+            count = gradient._nnz()
+            numbers[:count], rows[:count] = gradient._indices()[0], gradient._values()
+        every = [x.new_empty(len(ranks) * most, *x.shape[1:]) for x in (numbers, rows)]
+        works = [
+            dist.all_gather_single(real(whole), real(own), group=group, async_op=True)
+            for whole, own in zip(every, (numbers, rows), strict=True)
+        ]
+
+        def then() -> None:
+            indices, values = every[0].unsqueeze(0), every[1]
+            table.grad = torch.sparse_coo_tensor(
+                indices, values, table.shape, check_invariants=False
+            )
+
+        return Arrival(works, then)
 
     def scatter(self, segments: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Start adding up segments [ranks, n] over `ranks`, each of which gets its own [n]."""

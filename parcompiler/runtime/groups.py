@@ -41,8 +41,30 @@ def check_kind(kind: object) -> None:
         raise InputError(message)
     if getattr(kind, "func", kind) is torch.optim.SparseAdam:
         message = (
-            "SparseAdam updates the rows that a step looked up, and gradients of tables have all "
-            "rows here, also with sparse=True: take torch.optim.Adam, Adagrad or SGD"
+            "SparseAdam updates tables alone, and those rows of them that a step looked up, which "
+            "no plan keeps apart: take torch.optim.Adam, Adagrad or SGD"
+        )
+        raise InputError(message)
+
+
+def check_takes_rows(kind: object, tables: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise InputError for an optimizer of torch that changes rows without a gradient too."""
+    kind = getattr(kind, "func", kind)
+    name = getattr(kind, "__name__", "")
+    fault = f"{name} changes" if getattr(torch.optim, name, None) is kind else ""
+    if name in ("Adagrad", "SGD"):
+        fault = "weight_decay changes" if options.get("weight_decay") else ""
+        if options.get("fused"):
+            message = (
+                f"torch's fused {name} takes no gradients of rows ({tables[0]!r}): leave fused out"
+            )
+            raise InputError(message)
+    if fault:
+        message = (
+            f"{fault} rows that a step did not look up, and gradients of {len(tables)} tables "
+            f"({tables[0]!r}) are the rows alone that it did, as sparse=True asks for and the plan "
+            "was made for: take torch.optim.SGD or Adagrad without weight_decay, or compile with "
+            'the optimizer in question, as optimizer="adamw"'
         )
         raise InputError(message)
 

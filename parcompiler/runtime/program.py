@@ -93,6 +93,7 @@ class RankProgram:
     ranks, which hold the same parameters, groups of `context` neighbours share a batch, and groups
     of `expert` neighbours share out the experts: each has an equal piece of the first dimension of
     the tensors in `experts`, which says how long it is on the whole.
+    Gradients of the tables in `row_gradients` are the rows that are looked up, so many on a rank.
     `narrow` is the 16-bit dtype of parameters that have masters in float32. `unsaved` are the
     tensors that the model's state dict has not. `outputs` are those that predictions return.
     """
@@ -127,6 +128,7 @@ class RankProgram:
     narrow: torch.dtype | None = None
     unsaved: tuple[str, ...] = ()
     outputs: Mapping[str, KeptOutput] = field(default_factory=dict)
+    row_gradients: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def grid(self) -> Grid:

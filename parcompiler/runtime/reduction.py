@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parcompiler.instruction import BACKWARDS, Instruction, Kind
+from parcompiler.instruction import BACKWARDS, ROWS, Instruction, Kind
 from parcompiler.runtime.axis import in_memory
 from parcompiler.runtime.collective_queue import Pending
 from parcompiler.runtime.powersgd import PowerSGD
@@ -36,6 +36,8 @@ class Summing(Protocol):
     """Adds up tensors over ranks, as the channels do."""
 
     def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any: ...
+
+    def sum_rows(self, table: torch.Tensor, most: int, ranks: tuple[int, ...]) -> Any: ...
 
 
 class Reduction:
@@ -53,6 +55,7 @@ class Reduction:
     ) -> None:
         self._parts, self._powersgd = parts, powersgd
         self._pieces = parts is not None and program.zero > 1
+        self._rows = program.row_gradients
         lines = program.instructions
         self.lines = [line for line in lines if line.kind is Kind.REDUCE_GRADIENTS]
         self._names = [program.summed[line.value or ""] for line in self.lines]
@@ -133,6 +136,10 @@ class Reduction:
                 work = self._parts.sum_copies(*names)
             elif self._powersgd is not None and not self._tied[k]:
                 work = self._powersgd.sum(names, tensors, self.lines[k].ranks)
+            elif (self.lines[k].value or "").startswith(ROWS):
+                work = self._channels.sum_rows(
+                    tensors[0], self._rows[names[0]], self.lines[k].ranks
+                )
             else:
                 gradients = _contiguous_gradient(tensors[0]) if self._tied[k] else _flat(tensors)
                 work = self._channels.sum(gradients, self.lines[k].ranks)

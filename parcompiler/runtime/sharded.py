@@ -21,11 +21,17 @@ from parcompiler.runtime.axis import Axis, current
 
 
 def embedding(
-    indices: torch.Tensor, weight: torch.Tensor, size: int, padding_idx: int = -1
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    size: int,
+    padding_idx: int = -1,
+    *,
+    sparse: bool = False,
 ) -> torch.Tensor:
-    """Rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's."""
+    """Rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's; `sparse`:
+    those that are looked up are its gradient."""
     position, inside, padding = _places(indices, size, padding_idx)
-    rows = torch.embedding(weight, position, padding)
+    rows = torch.embedding(weight, position, padding, False, sparse)
     return rows.masked_fill(~inside.unsqueeze(-1), 0)
 
 
@@ -37,6 +43,7 @@ def embedding_bag(
     *,
     per_sample_weights: torch.Tensor | None = None,
     include_last_offset: bool = False,
+    sparse: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Sums of rows of a table of `size` rows, of which `weight` [rows here, h] are this rank's."""
     position, inside, _ = _places(indices, size, -1)
@@ -44,7 +51,7 @@ def embedding_bag(
     if per_sample_weights is not None:
         weights = weights * per_sample_weights
     sums: tuple[torch.Tensor, ...] = torch.embedding_bag(
-        weight, position, offsets, False, 0, False, weights, include_last_offset, None
+        weight, position, offsets, False, 0, sparse, weights, include_last_offset, None
     )
     return sums
 

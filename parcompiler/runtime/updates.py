@@ -26,7 +26,7 @@ from parcompiler.errors import InputError
 from parcompiler.instruction import Kind
 from parcompiler.runtime.asynchronous import Serving
 from parcompiler.runtime.flight import FlightRecorder
-from parcompiler.runtime.groups import GroupOf, Groups, Patterns, check_kind
+from parcompiler.runtime.groups import GroupOf, Groups, Patterns, check_kind, check_takes_rows
 from parcompiler.runtime.mixed_precision import LossScale, Masters
 from parcompiler.runtime.program import RankProgram
 from parcompiler.runtime.rounds import Rounds
@@ -98,6 +98,8 @@ class Updates:
         `elementwise` is whether it works element by element (None: as is known of it); `gather` has
         the texts of all ranks, which agree on `groups`."""
         check_kind(kind)
+        if tables := sorted(self.trained().keys() & self._program.row_gradients.keys()):
+            check_takes_rows(kind, tables, options)
         elementwise = is_elementwise(kind) if elementwise is None else elementwise
         if not elementwise:
             self._check_whole(kind)
@@ -201,10 +203,10 @@ class Updates:
         return {name: weight for name, weight in own.items() if weight.requires_grad}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of what this rank updates, by name: unscaled, in float32 where masters
-        are."""
+        """The gradients of what this rank updates, by name: unscaled, whole, in float32 where
+        masters are."""
         if self._program.narrow is None:
-            return dict(self._raw())
+            return {name: g.to_dense() if g.is_sparse else g for name, g in self._raw()}
         wide = ((n, g.to(torch.promote_types(g.dtype, torch.float32))) for n, g in self._raw())
         return {name: gradient * self._factor for name, gradient in wide}
 
@@ -263,6 +265,7 @@ class Updates:
             shared = name in parts
             if _counts(program, name, part=shared):
                 part = gradient if shared else rows.unpadded(name, gradient)
+                part = part.coalesce().values() if part.is_sparse else part
                 squares += torch.linalg.vector_norm(part, dtype=_wide(part.dtype)).double().square()
         self._total(squares)
         size = squares.sqrt() if program.narrow is None else squares.sqrt() * self._factor

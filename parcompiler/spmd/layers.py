@@ -123,14 +123,15 @@ def attention(call: NodeCall) -> Rule | None:
 
 def embedding(call: NodeCall) -> Rule | None:
     """The features, or the indices; the vocabulary needs another computation (see `special`)."""
-    if call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"):
+    if call.arguments.get("scale_grad_by_freq"):
         return None
-    return Rule("(v) h, !*b -> *b h")
+    indices = "(*b)" if call.arguments.get("sparse") else "*b"
+    return Rule(f"(v) h, !{indices} -> {indices} h")
 
 
 def embedding_bag(call: NodeCall) -> Rule | None:
     """The features; the other results only say where bags are."""
-    if call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"):
+    if call.arguments.get("scale_grad_by_freq"):
         return None
     inputs = ["(v) h", "!(i)", "!(o)", "!(i)"][: len(call.operands)]
     rest = ["(*x)"] * (len(call.results) - 1)

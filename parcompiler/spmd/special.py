@@ -92,7 +92,7 @@ def _divides(size: int, n: int, uneven: bool) -> bool:
 
 
 def _embedding_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
-    plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
+    plain = not call.arguments.get("scale_grad_by_freq")
     if plain and call.arguments.get("max_norm") is None:
         if _divides(call.shapes[0][0], n, uneven):
             yield Strategy((S(0), R), (P,), special="vocabulary lookup")
@@ -103,19 +103,29 @@ def _embedding(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     return SpecialCall(
         RuntimeCall("embedding", likeness=_like_embedding),
         (local["indices"], local["weight"], call.shapes[0][0]),
-        {"padding_idx": padding} if padding >= 0 else {},
+        ({"padding_idx": padding} if padding >= 0 else {}) | _asked_for_rows(local),
     )
 
 
+def _asked_for_rows(local: Mapping[str, Any]) -> dict[str, Any]:
+    """What says that the gradient of a table is rows."""
+    return {"sparse": True} if local.get("sparse") else {}
+
+
 def _like_embedding(
-    indices: torch.Tensor, weight: torch.Tensor, size: int, padding_idx: int = -1
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    size: int,
+    padding_idx: int = -1,
+    *,
+    sparse: bool = False,
 ) -> torch.Tensor:
-    rows = torch.embedding(weight, indices, padding_idx)
+    rows = torch.embedding(weight, indices, padding_idx, False, sparse)
     return rows.masked_fill((indices < size).unsqueeze(-1), 0)
 
 
 def _bag_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
-    plain = not (call.arguments.get("scale_grad_by_freq") or call.arguments.get("sparse"))
+    plain = not call.arguments.get("scale_grad_by_freq")
     sums = call.arguments.get("mode", 0) == 0 and len(call.operands) == 3
     padded = call.arguments.get("padding_idx") is not None
     if plain and sums and not padded and _divides(call.shapes[0][0], n, uneven):
@@ -125,6 +135,7 @@ def _bag_strategies(call: NodeCall, n: int, uneven: bool) -> Iterator[Strategy]:
 
 def _bags(call: NodeCall, local: Mapping[str, Any], n: int) -> SpecialCall:
     kwargs = {"include_last_offset": True} if local["include_last_offset"] else {}
+    kwargs |= _asked_for_rows(local)
     weights = local["per_sample_weights"]
     return SpecialCall(
         RuntimeCall("embedding_bag"),

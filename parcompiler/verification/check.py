@@ -252,9 +252,15 @@ def _job(
         whole = dataclasses.replace(graph.undivided or graph, tensors=graph.tensors)
         draws = draws_of_stages(whole, variant.lowered, batches[0])
     return Job(
-        str(path), batches, seed, optimizer=OPTIMIZER, options=OPTIONS, draws=draws,
+        str(path), batches, seed, optimizer=OPTIMIZER, options=_options(graph), draws=draws,
         patience=patience + COMPILING * compiled, compiled=compiled,
     )  # fmt: skip
+
+
+def _options(graph: Graph) -> dict[str, float | bool]:
+    """The options of the optimizer; decay would change rows that have no gradient."""
+    rows = any(item.looked_up for item in graph.parameters)
+    return {**OPTIONS, "weight_decay": 0.0} if rows else OPTIONS
 
 
 @dataclass
@@ -369,7 +375,7 @@ def _at_scale(
     arrivals: Sequence[int] = (),
 ) -> Outcome:
     """The outcome of the original model when its loss is scaled for the backward."""
-    optimizer = partial(getattr(torch.optim, OPTIMIZER), **OPTIONS)
+    optimizer = partial(getattr(torch.optim, OPTIMIZER), **_options(variant.problem.graph))
     ranks = variant.lowered.grid.batches
     count = variant.lowered.microbatches * ranks
     with Original(variant, seed, dtype, scale) as original:

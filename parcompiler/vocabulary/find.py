@@ -134,6 +134,8 @@ class _Matching:
             self.whole[table.name] = f"its indices {why}"
         elif values["scale_grad_by_freq"]:
             self.whole[table.name] = "a gradient that is scaled by frequency"
+        elif table.looked_up:
+            self.whole[table.name] = "a gradient of the rows that are looked up"
         elif node.name not in self.graph.differentiable:
             self.whole[table.name] = "frozen"
         else:

@@ -69,7 +69,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (("plan", MODEL, *MESH, "--shard", "head"), "'head' is no pin: write '*.ffn.up.weight=S"),
         (("plan", MODEL, *MESH, "--shard", "head=Q"), "'Q' is no placement: write 'R'"),
         (("plan", MODEL, *MESH, "--precision", "fp8"), "precision must be one of None, 'fp32'"),
-        (("plan", MODEL, *MESH, "--optimizer", "lion"), "optimizer must be one of 'adamw'"),
+        (
+            ("plan", MODEL, *MESH, "--optimizer", "lion"),
+            "optimizer must be one of 'adagrad', 'adamw'",
+        ),
         (("plan", MODEL, *MESH, "--microbatches", "0"), "0 is not in the range x>=1"),
         (("plan", MODEL, *MESH, "--microbatch", "few"), "'few' is none of given, auto, or numbers"),
         (("plan", MODEL, *MESH, "--rows", "4"), "--rows is for hf: models"),

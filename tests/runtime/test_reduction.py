@@ -109,6 +109,10 @@ class Sums:
         self.events.append(f"{tensor.numel()} over {ranks}")
         return self
 
+    def sum_rows(self, table: Tensor, most: int, ranks: tuple[int, ...]) -> "Sums":
+        self.events.append(f"{most} rows over {ranks}")
+        return self
+
     def wait(self) -> None:
         self.events.append("wait")
 

@@ -48,8 +48,14 @@ class CompiledStages:
         self._program, self._stages = interpreter.program, interpreter.stages
         self._defers, channels = interpreter.defers, interpreter.channels
         self._surroundings = Surroundings(channels.device, tuple(channels.axes.values()))
-        self._layers = {
-            j: [CompiledLayer(m) for m in stage.modules() if isinstance(m, Layer)]
+        held = interpreter.tensors
+        tables = {held[name] for name in self._program.row_gradients if name in held}
+        self._layers = {  # layers whose tables have gradients of rows run as they are
+            j: [
+                CompiledLayer(m)
+                for m in stage.modules()
+                if isinstance(m, Layer) and tables.isdisjoint(m.parameters())
+            ]
             for j, stage in self._stages.items()
         }
         self.templates: dict[bool, list[Template]] = {}  # by training
