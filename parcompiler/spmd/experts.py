@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.effects import name_of
-from parcompiler.capture.templates import unique
+from parcompiler.capture.rewriting import Rewriting, place
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph, Parameter, nbytes_of, shape_of
 from parcompiler.mesh import Mesh
@@ -212,7 +212,7 @@ def on_expert_ranks(graph: Graph, mesh: Mesh) -> Graph:
             raise InputError(message)
         if layer.ends is not None:
             _check_rows(graph, layer)
-    return _Rewriting(graph, layers, n, mesh.tensor).graph()
+    return _OnExpertRanks(graph, layers, n, mesh.tensor).graph()
 
 
 def divisible(graph: Graph) -> int:
@@ -253,15 +253,12 @@ def _splits_rows(strategy: Strategy, call: NodeCall, layer: MixtureLayer) -> boo
     return list(strategy.inputs) == wanted and all(out == S(0) for out in strategy.outputs)
 
 
-class _Rewriting:
+class _OnExpertRanks(Rewriting):
     """The rewriting of one graph, node after node."""
 
     def __init__(self, graph: Graph, layers: Sequence[MixtureLayer], n: int, apart: int) -> None:
-        self.whole, self.layers, self.n, self.apart = graph, layers, n, apart
-        self.local = fx.Graph()
-        self.taken = {node.name for node in graph.fx_graph.nodes}
-        self.nodes: dict[fx.Node, fx.Node] = {}
-        self.carrying = set(graph.differentiable)
+        super().__init__(graph)
+        self.layers, self.n, self.apart = layers, n, apart
         self.home = {node: layer for layer in layers for node in layer.dims}
         self.weights = {node: layer for layer in layers for node in layer.weights}
         self.ends: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # arrivals and ends here, by `ends`
@@ -272,25 +269,18 @@ class _Rewriting:
         """The graph of one expert rank."""
         sizes = {name: layer.size for layer in self.layers for name in layer.parameters}
         for node in self.whole.fx_graph.nodes:
-            if node.op == "output":
-                self.local.output(fx.map_arg(node.args[0], self.nodes.__getitem__))
-            elif node in self.home:
+            if node in self.home:
                 self._inside(node, self.home[node])
-            else:
-                made = self.local.node_copy(node, self.nodes.__getitem__)
-                self._keep(node, made)
+            elif node.op != "output":
+                made = self.copy(node)
                 if node in self.weights:
                     value = node.meta["val"]
                     shape = (value.shape[0] // self.n, *value.shape[1:])
                     made.meta["val"] = resized(value, shape)
         items = [self._piece(item, sizes) for item in self.whole.parameters]
         digest = hashlib.sha256(f"{self.whole.fingerprint} expert {self.n}".encode())
-        return dataclasses.replace(
-            self.whole,
-            fx_graph=self.local,
+        return self.rewritten(
             parameters=tuple(items),
-            loss=self.nodes[self.whole.loss],
-            differentiable=frozenset(self.carrying),
             fingerprint=digest.hexdigest()[:16],
             undivided=self.whole.undivided or self.whole,
         )
@@ -322,8 +312,7 @@ class _Rewriting:
                 self.sent[one] = self._sent(one, node, layer, arrivals)
             return self.sent[one]
 
-        made = self.local.node_copy(node, operand)
-        self._keep(node, made)
+        made = self.copy(node, operand)
         made.meta["arriving"] = True
         self.there[node] = made
         if any(user not in layer.dims for user in node.users):
@@ -341,8 +330,7 @@ class _Rewriting:
                 self.sent[one].meta["val"] = self._local(one, (experts, samples))
             return self.sent[one]
 
-        made = self.local.node_copy(node, operand)
-        self._keep(node, made)
+        made = self.copy(node, operand)
         self.there[node], dims = made, layer.dims[node]
         made.meta["val"] = self._local(node, dims)
         if any(user not in layer.dims for user in node.users):
@@ -412,19 +400,8 @@ class _Rewriting:
         exchange: NodeCollectives | None, name: str = "", carries: bool = False,
     ) -> fx.Node:  # fmt: skip
         """A call of the runtime in the module of `like`."""
-        made = self.local.call_function(call, args)
-        made.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace") if k in like.meta}
-        made.meta |= {"val": value} | ({"exchange": exchange} if exchange else {})
-        made.name = unique(name or call.name, self.taken)
-        if carries:
-            self.carrying.add(made.name)
-        return made
-
-    def _keep(self, node: fx.Node, made: fx.Node) -> None:
-        """Note what stands for a node, under its name."""
-        made.meta = dict(node.meta)
-        made.name = node.name
-        self.nodes[node] = made
+        meta = place(like) | {"val": value} | ({"exchange": exchange} if exchange else {})
+        return self.insert(name or call.name, call, args, meta, carries=carries)
 
 
 def _like(rows: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.blocks import layer_of
 from parcompiler.capture.effects import effects_of, is_random, mutated_operands
-from parcompiler.capture.templates import unique
+from parcompiler.capture.rewriting import Rewriting, place
 from parcompiler.graph import Graph, Parameter, VocabularyLayers, nbytes_of, shape_of
 from parcompiler.spmd.call import NodeCall, call_of
 from parcompiler.spmd.placement import I, Placement, R, local_shape, resized, shard_of
@@ -75,25 +75,21 @@ def stored(graph: Graph, assignment: Assignment, axis: str = "tensor") -> dict[f
     return placements
 
 
-class _Sharding:
+class _Sharding(Rewriting):
     """The rewriting of one graph, node after node."""
 
     def __init__(self, graph: Graph, assignment: Assignment, n: int, axis: str, apart: int) -> None:
-        self.whole = graph
+        super().__init__(graph)
         self.assignment = assignment
         self.n = n
         self.axis = axis
         self.apart = apart
         self.rows = rows_of(graph, axis)
         self.own_axis = {} if axis == "tensor" else {"axis": axis}  # an argument of the runtime
-        self.local = fx.Graph()
         self.effects = effects_of(graph)
         self.home, self.outside = _layers(graph)
-        self.taken = {node.name for node in graph.fx_graph.nodes}
-        self.nodes: dict[fx.Node, fx.Node] = {}
         self.types: dict[fx.Node, Types] = {}
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
-        self.carrying: set[str] = set()
         self.parameters: dict[str, Parameter] = {}
         self.pieces: dict[tuple[Any, ...], torch.Tensor] = {}
         self.shared = frozenset(graph.vocabulary.nodes) if graph.vocabulary else frozenset()
@@ -108,16 +104,11 @@ class _Sharding:
                 self._shared(node)
             elif node.op == "call_function":
                 self._node(node)
-        whole = self.whole.loss
-        loss = self._converted(whole, I, whole, carries=whole.name in self.whole.differentiable)
-        kept = [self.nodes[node] for node in self.whole.kept.values()]
-        self.local.output((loss, *kept))
-        return dataclasses.replace(
-            self.whole,
-            fx_graph=self.local,
+        loss = self.whole.loss
+        carries = loss.name in self.whole.differentiable
+        self.nodes[loss] = self._converted(loss, I, loss, carries=carries)
+        return self.rewritten(
             parameters=tuple(self.parameters[item.name] for item in self.whole.parameters),
-            loss=loss,
-            differentiable=frozenset(self.carrying),
             fingerprint=self._fingerprint(),
             vocabulary=self._vocabulary(),
         )
@@ -127,7 +118,7 @@ class _Sharding:
         whole = self.whole.vocabulary
         if whole is None:
             return None
-        by_name = {node.name: node for node in self.local.nodes}
+        by_name = {node.name: node for node in self.made.nodes}
         lookups = (dataclasses.replace(x, node=by_name[x.node.name]) for x in whole.lookups)
         head = whole.head
         if head is not None:
@@ -147,7 +138,7 @@ class _Sharding:
 
     def _placeholder(self, node: fx.Node, placement: Placement) -> None:
         """A parameter, buffer or input."""
-        self._record(node, self.local.placeholder(node.name), (placement,))
+        self._record(node, self.made.placeholder(node.name), (placement,))
         item = self.whole.by_node.get(node.name)
         if item is not None:
             if placement.kind == "S":
@@ -184,11 +175,9 @@ class _Sharding:
     def _first(self, numbers: fx.Node, placement: Placement, user: fx.Node) -> fx.Node:
         """Of the numbers of all rows as many as a rank has."""
         (size,) = local_shape(shape_of(user), placement, self.n)
-        made = self.local.call_function(torch.ops.aten.slice.Tensor, (numbers, 0, 0, size))
-        made.meta = {k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta}
-        made.meta["val"] = resized(numbers.meta["val"], (size,))
-        self._name(made, f"{user.name}_numbers", carries=False)
-        return made
+        meta = place(user) | {"val": resized(numbers.meta["val"], (size,))}
+        args, name = (numbers, 0, 0, size), f"{user.name}_numbers"
+        return self.insert(name, torch.ops.aten.slice.Tensor, args, meta, carries=False)
 
     def _shared(self, node: fx.Node) -> None:
         """A layer of the vocabulary, which all ranks of the plane share: whole in, whole out."""
@@ -200,7 +189,7 @@ class _Sharding:
         }
         args = fx.map_arg(node.args, operands.__getitem__)
         assert callable(node.target)
-        self._record(node, self.local.call_function(node.target, args), (I,))
+        self._record(node, self.made.call_function(node.target, args), (I,))
         if node in self.outside:
             self._convert_early(node)
 
@@ -209,7 +198,7 @@ class _Sharding:
         of, index = node.args
         assert isinstance(of, fx.Node)
         assert isinstance(index, int)
-        made = self.local.call_function(operator.getitem, (self.nodes[of], index))
+        made = self.made.call_function(operator.getitem, (self.nodes[of], index))
         types = self.types[of]
         self._record(node, made, (types[index if len(types) > 1 else 0],))
         strategy = self.assignment.get(node)
@@ -268,13 +257,13 @@ class _Sharding:
         if strategy.special not in ("", OWN_ORDER):
             other = special_call(strategy, call, arguments, self.n)
             kwargs = {**other.kwargs, **self.own_axis}
-            made = self.local.call_function(other.target, other.args, kwargs)
+            made = self.made.call_function(other.target, other.args, kwargs)
             if other.collectives:
                 inside, apart = other.collectives, self.apart
                 inside = dataclasses.replace(inside, apart=apart, axis=self.axis)
                 made.meta = {"exchange": inside}
         else:
-            made = self.local.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
+            made = self.made.call_function(node.target, *_arguments(node, arguments))  # type: ignore[arg-type]
         made.meta = {**node.meta, **made.meta}
         self._share_exchange(node, strategy, made)
         self._draw_own(call, strategy, made)
@@ -323,19 +312,16 @@ class _Sharding:
     def _scaled(self, node: fx.Node, made: fx.Node, strategy: Strategy) -> fx.Node:
         """The result times a factor."""
         self._describe(made, node, strategy.outputs)
-        self._name(made, f"{node.name}_of_piece", node.name in self.whole.differentiable)
-        scaled = self.local.call_function(torch.ops.aten.mul.Tensor, (made, strategy.factor))
+        carries = node.name in self.whole.differentiable
+        self.name(made, f"{node.name}_of_piece", carries=carries)
+        scaled = self.made.call_function(torch.ops.aten.mul.Tensor, (made, strategy.factor))
         scaled.meta = dict(node.meta)
         return scaled
 
     def _record(self, node: fx.Node, made: fx.Node, types: Types) -> fx.Node:
         """Note what stands for a node of the whole."""
-        made.meta = {**node.meta, **made.meta}
-        self._describe(made, node, types)
-        made.name = node.name
-        self.nodes[node], self.types[node] = made, types
-        if node.name in self.whole.differentiable:
-            self.carrying.add(node.name)
+        self.types[node] = types
+        self._describe(self.keep(node, made), node, types)
         return made
 
     def _describe(self, made: fx.Node, node: fx.Node, types: Types) -> None:
@@ -382,31 +368,20 @@ class _Sharding:
             return made
         call, args, kwargs, collectives = converting
         collectives = dataclasses.replace(collectives, apart=self.apart, axis=self.axis)
+        meta, name = place(user, node) | {"exchange": collectives}, f"{node.name}_{call.name}"
         kwargs = {**kwargs, **self.own_axis}
-        converted = self.local.call_function(call, (made, *args), kwargs)
-        # A conversion has the source lines of the value, and the module of the user.
-        origins = (("nn_module_stack", user), ("stack_trace", node))
-        converted.meta = {k: origin.meta[k] for k, origin in origins if k in origin.meta}
-        converted.meta |= {"exchange": collectives, "val": node.meta["val"]}
+        converted = self.insert(name, call, (made, *args), meta, carries=carries, kwargs=kwargs)
         self._describe(converted, node, (target,))
-        self._name(converted, f"{node.name}_{call.name}", carries)
         self.converted[key] = converted
         return converted
-
-    def _name(self, made: fx.Node, name: str, carries: bool) -> None:
-        """Give a new node a free name, and note whether it carries a gradient."""
-        made.name = unique(name, self.taken)
-        if carries:
-            self.carrying.add(made.name)
 
     def _copied(self, node: fx.Node, converted: fx.Node) -> fx.Node:
         """A copy that may be updated in place."""
         assert self.effects.root(node) is node, f"{node.name} is a view, updated as another type"
         assert node.op != "placeholder", f"{node.name} is updated as another type"
-        copied = self.local.call_function(torch.ops.aten.clone.default, (converted,))
-        copied.meta = {k: v for k, v in converted.meta.items() if k != "exchange"}
-        self._name(copied, f"{converted.name}_copy", converted.name in self.carrying)
-        return copied
+        meta = {k: v for k, v in converted.meta.items() if k != "exchange"}
+        clone, carries = torch.ops.aten.clone.default, converted.name in self.carrying
+        return self.insert(f"{converted.name}_copy", clone, (converted,), meta, carries=carries)
 
     def _forget(self, updated: fx.Node, by: fx.Node) -> None:
         """Drop the conversions of a value that has been updated in place."""

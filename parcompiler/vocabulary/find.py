@@ -140,7 +140,7 @@ class _Matching:
             self.whole[table.name] = "frozen"
         else:
             padding = values["padding_idx"]
-            indices = extract(self.graph.fx_graph, index, self.effects)
+            indices = extract(self.graph, index)
             yield EmbeddingLookup(node, table.name, indices, None if padding == -1 else padding)
 
     def _head(self, looked_up: set[str]) -> HeadMatch | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.effects import Effects, arguments_of, name_of
+from parcompiler.capture.effects import arguments_of, effects_of, name_of
 from parcompiler.capture.prologue import cone
+from parcompiler.capture.rewriting import Rewriting
 from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
 
 _VIEWS = ("view", "reshape", "unsqueeze", "squeeze")
@@ -72,25 +73,18 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def extract(graph: fx.Graph, node: fx.Node, effects: Effects) -> fx.Graph:
+def extract(graph: Graph, node: fx.Node) -> fx.Graph:
     """The computation of `node` from the batch by itself, in the order that updates in place need.
 
     Placeholders have the names of those in the model's graph.
     """
-    members = cone(node, effects)
+    members = cone(node, effects_of(graph))
     needed = {operand for item in members for operand in item.all_input_nodes} | {node}
-    copies: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    for item in graph.nodes:
-        if item.op == "placeholder" and item in needed:
-            copies[item] = made.placeholder(item.name)
-            copies[item].meta = dict(item.meta)
-        elif item in members:
-            copies[item] = made.node_copy(item, copies.__getitem__)
-        else:
-            continue
-        copies[item].name = item.name
+    small = Rewriting(graph)
+    for item in graph.fx_graph.nodes:
+        if item in members or (item.op == "placeholder" and item in needed):
+            small.copy(item)
     # The source's lines go on with its readers, see naming/source.py.
-    copies[node].meta = {**copies[node].meta, "readers": tuple(node.users)}
-    made.output(copies[node])
-    return made
+    small.nodes[node].meta["readers"] = tuple(node.users)
+    small.made.output(small.nodes[node])
+    return small.made

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from parcompiler.capture.blocks import cut, levels
-from parcompiler.capture.clean import copied, drop_dead
+from parcompiler.capture.clean import drop_dead
 from parcompiler.capture.effects import effects_of, overload_name
-from parcompiler.capture.templates import unique
+from parcompiler.capture.rewriting import Rewriting
 from parcompiler.errors import InputError
 from parcompiler.graph import (
     EmbeddingLookup,
@@ -79,54 +79,46 @@ def _check(matched: VocabularyMatch, missing: Collection[str | None]) -> None:
         raise InputError(message)
 
 
-class _Spreading:
-    """The rewriting of one graph."""
+class _Spreading(Rewriting):
+    """The rewriting of one graph, node after node."""
 
     def __init__(
         self, graph: Graph, lookups: tuple[EmbeddingLookup, ...], head: HeadMatch | None
     ) -> None:
-        self.whole = graph
-        self.lookups = lookups
+        super().__init__(graph)
+        self.lookups = {item.node: item for item in lookups}
         self.head = head
         self.effects = effects_of(graph)
-        self.made, self.nodes = copied(graph.fx_graph)
-        self.taken = {node.name for node in graph.fx_graph.nodes}
-        self.carrying: set[str] = set()
 
     def graph(self) -> Graph:
         """The spread graph."""
-        lookups = tuple(map(self._lookup, self.lookups))
-        head = self._head(self.head) if self.head else None
-        loss = head.node if head else self.nodes[self.whole.loss]
+        lookups, head = [], None
+        for node in self.whole.fx_graph.nodes:
+            if node in self.lookups:
+                lookups.append(self._lookup(self.lookups[node]))
+            elif self.head and node is self.whole.loss:
+                head = self._head(self.head)
+            elif node.op != "output":
+                self.copy(node)
+        if self.head:  # each rank multiplies its rows when a prediction is asked for
+            chain = self.head.chain
+            kept = [node for node in self.whole.kept.values() if node in chain.kept]
+            self.nodes |= dict.fromkeys(kept, self.nodes[chain.product.x])
+        spread = self.rewritten(vocabulary=VocabularyLayers(tuple(lookups), head))
         drop_dead(self.made)
         self.made.lint()
-        trunk = {node.name for node in self.made.nodes}
-        return dataclasses.replace(
-            self.whole,
-            fx_graph=self.made,
-            loss=loss,
-            differentiable=(self.whole.differentiable & trunk) | self.carrying,
-            random=self.whole.random,
-            vocabulary=VocabularyLayers(lookups, head),
-        )
+        trunk = spread.differentiable.intersection(node.name for node in self.made.nodes)
+        return dataclasses.replace(spread, differentiable=trunk)
 
     def _lookup(self, item: EmbeddingLookup) -> EmbeddingLookup:
         """One node for an embedding, of what it reads of the batch and the table."""
-        old = self.nodes[item.node]
-        with self.made.inserting_before(old):
-            new = self.made.call_function(
-                lookup, (self._tensor(item.weight), *self._inputs(item.indices))
-            )
-        self._replace(old, new)
+        args = self._tensor(item.weight), *self._inputs(item.indices)
+        new = self.keep(item.node, self.made.call_function(lookup, args))
         # What a stage receives is not updated in place, and goes to one stage: layers apart may be
         # on several, which get it from there.
         if item.node in self.effects.writers or self._is_used_apart(item.node):
-            with self.made.inserting_after(new):
-                copy = self.made.call_function(torch.ops.aten.clone.default, (new,))
-            copy.meta = dict(new.meta)
-            copy.name = unique(f"{new.name}_own", self.taken)
-            new.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-            self.carrying.add(copy.name)
+            name, clone, meta = f"{new.name}_own", torch.ops.aten.clone.default, dict(new.meta)
+            self.nodes[item.node] = self.insert(name, clone, (new,), meta, carries=True)
         return dataclasses.replace(item, node=new)
 
     def _is_used_apart(self, node: fx.Node) -> bool:
@@ -139,20 +131,13 @@ class _Spreading:
 
     def _head(self, item: HeadMatch) -> VocabularyHead:
         """One node for all from the product to the loss, and the rows of its input before it."""
-        old = self.nodes[self.whole.loss]
         kept = {name: node for name, node in self.whole.kept.items() if node in item.chain.kept}
-        output = self.made.output_node()
-        for node in kept.values():  # each rank multiplies its rows when a prediction is asked for
-            output.replace_input_with(self.nodes[node], self.nodes[item.chain.product.x])
-        targets = extract(self.whole.fx_graph, item.criterion.targets, self.effects)
-        with self.made.inserting_before(old):
-            x = self._rows(item.chain)
-            _flatten_targets(targets)
-            tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
-            new = self.made.call_function(
-                head, (x, *map(self._tensor, tensors), *self._inputs(targets))
-            )
-        self._replace(old, new)
+        targets = extract(self.whole, item.criterion.targets)
+        x = self._rows(item.chain)
+        _flatten_targets(targets)
+        tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
+        args = x, *map(self._tensor, tensors), *self._inputs(targets)
+        new = self.keep(self.whole.loss, self.made.call_function(head, args))
         return VocabularyHead(
             node=new,
             x=x,
@@ -192,21 +177,12 @@ class _Spreading:
 
     def _called(self, x: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A new node that does something to rows, at the place in the model of another."""
-        new = self.made.call_function(target, (x, *args))
         values = fx.map_arg(args, lambda node: node.meta["val"])
         with torch.no_grad():
             value = target(x.meta["val"], *values)
-        new.meta = {**self.nodes[like].meta, "val": value}
-        new.name = unique(f"{target._opname}_of_rows", self.taken)
-        if x.name in self.whole.differentiable or x.name in self.carrying:
-            self.carrying.add(new.name)
-        return new
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let `new` stand where `old` does, under its name."""
-        new.meta = dict(old.meta)
-        old.replace_all_uses_with(new)
-        old.name, new.name = unique(f"{old.name}_whole", self.taken), old.name
+        meta, carries = {**like.meta, "val": value}, x.name in self.carrying
+        name = f"{target._opname}_of_rows"
+        return self.insert(name, target, (x, *args), meta, carries=carries)
 
     def _tensor(self, name: str) -> fx.Node:
         """The placeholder of a tensor of the model."""

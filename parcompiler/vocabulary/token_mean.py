@@ -62,7 +62,7 @@ def over_tokens(graph: Graph) -> Graph:
 
 def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
     """How many targets of a micro-batch count, from tensors of the batch."""
-    small = extract(graph.fx_graph, criterion.targets, effects_of(graph))
+    small = extract(graph, criterion.targets)
     if any(n.op == "placeholder" and n.name in graph.by_node for n in small.nodes):
         keep_whole("its targets depend on buffers")
     output = small.output_node()

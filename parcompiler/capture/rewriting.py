@@ -1,0 +1,78 @@
+"""Rewriting a graph, node after node, into another one with the same names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from parcompiler.capture.templates import unique
+from parcompiler.graph import Graph
+
+
+class Rewriting:
+    """A new graph in the making: `nodes` has what stands in it for each node of `whole`, and
+    `carrying` the names of its nodes that carry gradients."""
+
+    def __init__(self, whole: Graph) -> None:
+        self.whole = whole
+        self.made = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.carrying: set[str] = set()
+        self.taken = {node.name for node in whole.fx_graph.nodes}
+
+    def copy(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None) -> fx.Node:
+        """A node as it is, of what stands for its operands, or of what `operand` returns."""
+        return self.keep(node, self.made.node_copy(node, operand or self.nodes.__getitem__))
+
+    def keep(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Let a new node stand for one of the whole, under its name."""
+        made.meta = {**node.meta, **made.meta}
+        made.name = node.name
+        self.nodes[node] = made
+        if node.name in self.whole.differentiable:
+            self.carrying.add(node.name)
+        return made
+
+    def insert(
+        self, name: str, target: Callable[..., Any], args: tuple[Any, ...],
+        meta: dict[str, Any], *, carries: bool, kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """A new node that stands for none of the whole, under `name` or a free one like it."""
+        made = self.made.call_function(target, args, dict(kwargs or {}))
+        made.meta = meta
+        return self.name(made, name, carries=carries)
+
+    def name(self, made: fx.Node, name: str, *, carries: bool) -> fx.Node:
+        """Give a new node a free name; `carries` says that it carries a gradient."""
+        made.name = unique(name, self.taken)
+        if carries:
+            self.carrying.add(made.name)
+        return made
+
+    def rewritten(self, **changes: Any) -> Graph:
+        """The graph when all of its nodes are there, with `changes` of its other fields."""
+        output: Any = self.whole.fx_graph.output_node().args[0]
+        self.made.output(fx.map_arg(output, self.nodes.__getitem__))
+        return dataclasses.replace(
+            self.whole,
+            fx_graph=self.made,
+            loss=self.nodes[self.whole.loss],
+            differentiable=frozenset(self.carrying),
+            **changes,
+        )
+
+
+def place(module: fx.Node, source: fx.Node | None = None) -> dict[str, Any]:
+    """The `meta` of a new node in the module of one, from the source lines of it or of another.
+
+    >>> graph = fx.Graph()
+    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+    >>> x.meta, y.meta = {"nn_module_stack": {}, "val": None}, {"stack_trace": "model.py"}
+    >>> place(x, y)
+    {'nn_module_stack': {}, 'stack_trace': 'model.py'}
+    """
+    origins = ("nn_module_stack", module), ("stack_trace", source or module)
+    return {key: node.meta[key] for key, node in origins if key in node.meta}
