@@ -308,6 +308,11 @@ class Graph:
         """Names of the parameters that the forward itself updates, as `Embedding(max_norm=)`."""
         return tuple(x.name for x in self.parameters if x.mutated and not x.buffer)
 
+    @cached_property
+    def has_row_gradients(self) -> bool:
+        """Whether gradients of some tables are the rows that a step looks up."""
+        return any(item.looked_up for item in self.parameters)
+
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype that most elements of the parameters have (or their parts)."""

@@ -134,8 +134,7 @@ class Problem:
             return self.options.zero
         # What a forward updates on one data rank (`Embedding(max_norm=)`) no other rank gets, and
         # gradients of rows are not in pieces.
-        rows = any(item.looked_up for item in self.graph.parameters)
-        return 0 if self.graph.updates_weights or rows else LEVELS[-1]
+        return 0 if self.graph.updates_weights or self.graph.has_row_gradients else LEVELS[-1]
 
     @property
     def gathers(self) -> bool:

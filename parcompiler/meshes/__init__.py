@@ -309,7 +309,7 @@ class MeshSearch:
         counts = self.bounds[self.sizes.given, 1].blocks
         microbatches = {rows: self.sizes.microbatches(rows) for rows in self.sizes.rows}
         graph = self.sizes.problem.graph
-        alone = graph.kept or any(item.looked_up for item in graph.parameters)
+        alone = graph.kept or graph.has_row_gradients
         axes = (1 if alone else positions(graph), divisible(graph))
         refused = set()
         for candidate in space(self.cluster, microbatches, max(counts), *axes):

@@ -259,8 +259,7 @@ def _job(
 
 def _options(graph: Graph) -> dict[str, float | bool]:
     """The options of the optimizer; decay would change rows that have no gradient."""
-    rows = any(item.looked_up for item in graph.parameters)
-    return {**OPTIONS, "weight_decay": 0.0} if rows else OPTIONS
+    return {**OPTIONS, "weight_decay": 0.0} if graph.has_row_gradients else OPTIONS
 
 
 @dataclass
