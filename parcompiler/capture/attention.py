@@ -19,8 +19,6 @@ The sums are added up in another order, so that results differ in their last bit
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -32,9 +30,10 @@ from torch import fx
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from parcompiler.capture.clean import copied, drop_dead
+from parcompiler.capture.clean import drop_dead
 from parcompiler.capture.effects import arguments_of, effects_of, overload_name
 from parcompiler.capture.prologue import cone, constants, evaluated
+from parcompiler.capture.rewriting import copied
 from parcompiler.graph import Graph
 
 LARGEST = 1 << 28  # elements of a value on the way to a mask: 16,384 positions
@@ -61,7 +60,8 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
     forms = dict(_forms(graph, on_cpu=on_cpu))
     if not forms:
         return graph
-    made, nodes = copied(graph.fx_graph)
+    copies = copied(graph)
+    nodes = copies.nodes
     for node, after in forms.items():
         copy = nodes[node]
         copy.meta["kernel"] = tuple(_words(arguments_of(node), after))
@@ -71,12 +71,8 @@ def _with_kernels(graph: Graph, *, on_cpu: bool) -> Graph:
             for name, item in after.items()
             if name in _DEFAULTS and item != _DEFAULTS[name]
         }
-    drop_dead(made)
-    said = [(node.name, nodes[node].meta["kernel"]) for node in forms]
-    digest = hashlib.sha256(f"{graph.fingerprint} {said}".encode())
-    return dataclasses.replace(
-        graph, fx_graph=made, loss=nodes[graph.loss], fingerprint=digest.hexdigest()[:16]
-    )
+    drop_dead(copies.made)
+    return copies.rewritten(str([(node.name, nodes[node].meta["kernel"]) for node in forms]))
 
 
 def _forms(graph: Graph, *, on_cpu: bool) -> Iterator[tuple[fx.Node, Arguments]]:

@@ -6,7 +6,6 @@ and remember the context in `node.meta["contexts"]`. Assertions and dead nodes g
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from parcompiler.capture.effects import (
 )
 from parcompiler.capture.gradients import is_unrecorded, returned
 from parcompiler.capture.prologue import constants
+from parcompiler.capture.rewriting import copied
 from parcompiler.errors import CaptureError
 from parcompiler.graph import Graph
 
@@ -102,16 +102,6 @@ def _inline(
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
-
-
-def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, whose nodes have the same names, and the copy of each node."""
-    nodes: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    made.output(made.graph_copy(graph, nodes))
-    for node, copy in nodes.items():
-        copy.name = node.name  # `graph_copy` renames inputs called `torch` or `inf`
-    return made, nodes
 
 
 def drop_objects(graph: fx.Graph) -> None:
@@ -223,11 +213,10 @@ def simplify(graph: Graph) -> Graph:
     """
 
     def simplified() -> Graph:
-        made, nodes = copied(graph.fx_graph)
-        _share(graph, nodes)
-        drop_no_operations(made)
-        output: Any = made.output_node()
-        return dataclasses.replace(graph, fx_graph=made, loss=output.args[0][0])
+        copies = copied(graph)
+        _share(graph, copies.nodes)
+        drop_no_operations(copies.made)
+        return copies.rewritten()
 
     return graph.once("simplified", simplified)
 

@@ -19,15 +19,15 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from parcompiler.capture.clean import copied
 from parcompiler.capture.effects import arguments_of
 from parcompiler.capture.patches import patched
+from parcompiler.capture.rewriting import copied
 from parcompiler.graph import Graph, is_floating, tensors_of
 
 
 def lift(graph: Graph, dtype: torch.dtype) -> Graph:
     """`graph` with every floating tensor and every floating cast in `dtype`; a new graph."""
-    lifted, nodes = copied(graph.fx_graph)
+    lifted = copied(graph)
     swap = _swap(dtype)
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:  # recorded tensors have no data
@@ -38,7 +38,7 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
             return tensor.to(kind)
         return tensor.new_empty_strided(tensor.shape, tensor.stride(), dtype=kind)
 
-    for node in list(lifted.nodes):
+    for node in list(lifted.made.nodes):
         node.args = pytree.tree_map(swap, node.args)
         node.kwargs = pytree.tree_map(swap, node.kwargs)
         value = node.meta.get("val")
@@ -47,10 +47,7 @@ def lift(graph: Graph, dtype: torch.dtype) -> Graph:
             _settle(node, dtype)
         contexts = node.meta.get("contexts", ())
         node.meta["contexts"] = tuple(c for c in contexts if c[0] != "autocast")
-    return replace(
-        graph,
-        fx_graph=lifted,
-        loss=nodes[graph.loss],
+    return lifted.rewritten(
         parameters=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.parameters),
         inputs=tuple(replace(item, dtype=_in(dtype, item.dtype)) for item in graph.inputs),
         narrow=None,

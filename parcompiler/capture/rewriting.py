@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ class Rewriting:
     def keep(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Let a new node stand for one of the whole, under its name."""
         made.meta = {**node.meta, **made.meta}
-        made.name = node.name
+        made.name = node.name  # torch renames inputs called `torch` or `inf`
         self.nodes[node] = made
         if node.name in self.whole.differentiable:
             self.carrying.add(node.name)
@@ -52,17 +53,28 @@ class Rewriting:
             self.carrying.add(made.name)
         return made
 
-    def rewritten(self, **changes: Any) -> Graph:
-        """The graph when all of its nodes are there, with `changes` of its other fields."""
-        output: Any = self.whole.fx_graph.output_node().args[0]
-        self.made.output(fx.map_arg(output, self.nodes.__getitem__))
+    def rewritten(self, said: str = "", **changes: Any) -> Graph:
+        """The graph when all of its nodes are there, with `changes` of its other fields; what is
+        `said` tells it from others of the same whole."""
+        output: Any = self.made.output_node()
+        if said:
+            digest = hashlib.sha256(f"{self.whole.fingerprint} {said}".encode())
+            changes["fingerprint"] = digest.hexdigest()[:16]
         return dataclasses.replace(
             self.whole,
             fx_graph=self.made,
-            loss=self.nodes[self.whole.loss],
-            differentiable=frozenset(self.carrying),
+            loss=output.args[0][0],
+            differentiable=frozenset(x.name for x in self.made.nodes if x.name in self.carrying),
             **changes,
         )
+
+
+def copied(graph: Graph) -> Rewriting:
+    """All nodes of a graph as they are, some of which are then changed."""
+    rewriting = Rewriting(graph)
+    for node in graph.fx_graph.nodes:
+        rewriting.copy(node)
+    return rewriting
 
 
 def place(module: fx.Node, source: fx.Node | None = None) -> dict[str, Any]:

@@ -12,13 +12,12 @@ rows than it has. (As recommenders are trained: Naumov et al. 2019, arXiv 1906.0
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 
 from torch import fx
 
-from parcompiler.capture.clean import copied
 from parcompiler.capture.effects import arguments_of
+from parcompiler.capture.rewriting import copied
 from parcompiler.graph import Graph
 
 
@@ -37,20 +36,16 @@ def _with_row_gradients(graph: Graph, microbatches: int) -> Graph:
     }
     if not tables:
         return graph
-    made, nodes = copied(graph.fx_graph)
+    copies = copied(graph)
     for node, _ in tables.values():
-        _ask_for_rows(nodes[node])
+        _ask_for_rows(copies.nodes[node])
     parameters = tuple(
         dataclasses.replace(item, looked_up=tables[item.name][1] * microbatches)
         if item.name in tables
         else item
         for item in graph.parameters
     )
-    digest = hashlib.sha256(f"{graph.fingerprint} rows of {sorted(tables)}".encode())
-    return dataclasses.replace(
-        graph, fx_graph=made, loss=nodes[graph.loss], parameters=parameters,
-        fingerprint=digest.hexdigest()[:16],
-    )  # fmt: skip
+    return copies.rewritten(f"rows of {sorted(tables)}", parameters=parameters)
 
 
 def _ask_for_rows(node: fx.Node) -> None:

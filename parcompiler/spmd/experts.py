@@ -17,7 +17,6 @@ Shapes of rows that arrive are those of even routing: as many come as go.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,19 +270,15 @@ class _OnExpertRanks(Rewriting):
         for node in self.whole.fx_graph.nodes:
             if node in self.home:
                 self._inside(node, self.home[node])
-            elif node.op != "output":
+            else:
                 made = self.copy(node)
                 if node in self.weights:
                     value = node.meta["val"]
                     shape = (value.shape[0] // self.n, *value.shape[1:])
                     made.meta["val"] = resized(value, shape)
         items = [self._piece(item, sizes) for item in self.whole.parameters]
-        digest = hashlib.sha256(f"{self.whole.fingerprint} expert {self.n}".encode())
-        return self.rewritten(
-            parameters=tuple(items),
-            fingerprint=digest.hexdigest()[:16],
-            undivided=self.whole.undivided or self.whole,
-        )
+        undivided = self.whole.undivided or self.whole
+        return self.rewritten(f"expert {self.n}", parameters=tuple(items), undivided=undivided)
 
     def _piece(self, item: Parameter, sizes: Mapping[str, int]) -> Parameter:
         """A parameter of which expert ranks hold pieces, or any other."""

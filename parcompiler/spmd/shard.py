@@ -17,7 +17,6 @@ exchanges something has `meta["exchange"]`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -107,9 +106,11 @@ class _Sharding(Rewriting):
         loss = self.whole.loss
         carries = loss.name in self.whole.differentiable
         self.nodes[loss] = self._converted(loss, I, loss, carries=carries)
+        self.copy(self.whole.fx_graph.output_node())
+        known = (f"{x.name}: {self.assignment[x]}\n" for x in self.nodes if x in self.assignment)
         return self.rewritten(
+            f"{self.n}{self.own_axis or ''}{''.join(known)}",
             parameters=tuple(self.parameters[item.name] for item in self.whole.parameters),
-            fingerprint=self._fingerprint(),
             vocabulary=self._vocabulary(),
         )
 
@@ -127,14 +128,6 @@ class _Sharding(Rewriting):
             assert isinstance(x, fx.Node)
             head = dataclasses.replace(head, node=node, x=x)
         return VocabularyLayers(tuple(lookups), head)
-
-    def _fingerprint(self) -> str:
-        """The fingerprint of the whole graph and the strategies."""
-        digest = hashlib.sha256(f"{self.whole.fingerprint} {self.n}{self.own_axis or ''}".encode())
-        for node in self.whole.fx_graph.nodes:
-            if node in self.assignment:
-                digest.update(f"{node.name}: {self.assignment[node]}\n".encode())
-        return digest.hexdigest()[:16]
 
     def _placeholder(self, node: fx.Node, placement: Placement) -> None:
         """A parameter, buffer or input."""

@@ -98,17 +98,11 @@ class _Spreading(Rewriting):
                 lookups.append(self._lookup(self.lookups[node]))
             elif self.head and node is self.whole.loss:
                 head = self._head(self.head)
-            elif node.op != "output":
+            else:
                 self.copy(node)
-        if self.head:  # each rank multiplies its rows when a prediction is asked for
-            chain = self.head.chain
-            kept = [node for node in self.whole.kept.values() if node in chain.kept]
-            self.nodes |= dict.fromkeys(kept, self.nodes[chain.product.x])
-        spread = self.rewritten(vocabulary=VocabularyLayers(tuple(lookups), head))
         drop_dead(self.made)
         self.made.lint()
-        trunk = spread.differentiable.intersection(node.name for node in self.made.nodes)
-        return dataclasses.replace(spread, differentiable=trunk)
+        return self.rewritten(vocabulary=VocabularyLayers(tuple(lookups), head))
 
     def _lookup(self, item: EmbeddingLookup) -> EmbeddingLookup:
         """One node for an embedding, of what it reads of the batch and the table."""
@@ -138,6 +132,8 @@ class _Spreading(Rewriting):
         tensors = [item.weight, *filter(None, (item.bias, item.class_weight))]
         args = x, *map(self._tensor, tensors), *self._inputs(targets)
         new = self.keep(self.whole.loss, self.made.call_function(head, args))
+        # Each rank multiplies its rows when a prediction is asked for.
+        self.nodes |= dict.fromkeys(kept.values(), self.nodes[item.chain.product.x])
         return VocabularyHead(
             node=new,
             x=x,

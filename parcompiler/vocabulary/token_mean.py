@@ -10,13 +10,11 @@ count in all micro-batches and data ranks, which it learns before the first forw
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import fx
 
-from parcompiler.capture.clean import copied
 from parcompiler.capture.effects import arguments_of, effects_of
+from parcompiler.capture.rewriting import copied
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.vocabulary.find import obstacle
@@ -46,18 +44,14 @@ def over_tokens(graph: Graph) -> Graph:
             "constant at most"
         )
         raise InputError(message) from stop
-    made, nodes = copied(graph.fx_graph)
+    copies = copied(graph)
+    nodes = copies.nodes
     copy = nodes[criterion.node]
     values = {**arguments_of(criterion.node), "reduction": SUM}
     copy.args = tuple(nodes[v] if isinstance(v, fx.Node) else v for v in values.values())
     copy.kwargs = {}
-    return dataclasses.replace(
-        graph,
-        fx_graph=made,
-        loss=nodes[graph.loss],
-        fingerprint=f"{graph.fingerprint}-tokens",
-        counts=_counts(graph, criterion),
-    )
+    counts = _counts(graph, criterion)
+    return copies.rewritten(fingerprint=f"{graph.fingerprint}-tokens", counts=counts)
 
 
 def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
