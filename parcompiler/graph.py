@@ -153,15 +153,30 @@ class EmbeddingLookup:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """scale · cross_entropy(logits, targets), by torch's options.
+
+    Where `axis` names one, each of its ranks has some of the rows, and the loss is the sum over
+    all; with `sizes` the targets are those of all rows, in segments of which each rank has its
+    piece (`zigzag`: a chunk from either end).
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    scale: float = 1.0
+    axis: str = ""
+    sizes: tuple[int, ...] = ()
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class VocabularyHead:
     """The product with the vocabulary and the loss: `node` reads `x` [n, h] and is the loss.
 
-    loss = scale · cross_entropy(logits(x Wᵀ + bias), targets) for a weight [V, h]. `targets`
-    computes the classes [n] from tensors of the batch, `logits` is elementwise (None: nothing).
-    `outputs` that are kept are the product with its bias, or what `logits` makes of it where true,
-    in their dtypes. Where `axis` names one, x has the rows of one of its ranks, and the loss is the
-    sum over all; with `sizes` the classes are those of all rows, in segments of which each rank has
-    its piece (`zigzag`: a chunk from either end).
+    It is the `loss` of logits(x Wᵀ + bias) for a weight [V, h]. `targets` computes the classes [n]
+    from tensors of the batch, `logits` is elementwise (None: nothing). `outputs` that are kept are
+    the product with its bias, or what `logits` makes of it where true, in their dtypes.
     """
 
     node: fx.Node
@@ -171,13 +186,7 @@ class VocabularyHead:
     bias: str | None = None
     class_weight: str | None = None
     logits: fx.Graph | None = None
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    reduction: str = "mean"
-    scale: float = 1.0
-    axis: str = ""
-    sizes: tuple[int, ...] = ()
-    zigzag: bool = False
+    loss: CrossEntropy = CrossEntropy()
     outputs: Mapping[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
 
     @property

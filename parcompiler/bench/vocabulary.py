@@ -9,6 +9,7 @@ collectives are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -176,10 +177,7 @@ def _vocabulary(data: RandomData, head: VocabularyHead) -> Vocabulary:
         bias="bias" if head.bias else "",
         logits=head.logits is not None,
         class_weight="class_weight" if head.class_weight else "",
-        ignore_index=head.ignore_index,
-        label_smoothing=head.label_smoothing,
-        reduction=head.reduction,
-        scale=head.scale,
+        **asdict(replace(head.loss, axis="", sizes=())),  # one rank has all rows
     )
     members: dict[str, Any] = {"head": runtime_head, "size": dict.fromkeys(names, classes)}
     if head.logits is not None:

@@ -125,11 +125,11 @@ def _embedded(spread: Spread) -> str:
 def _letters(head: SpreadLayer[VocabularyHead]) -> str:
     """What the letters stand for."""
     labels = "1 in the column of a row's label, else 0"
-    if head.layer.label_smoothing:
-        labels += f" (smoothed by {real(head.layer.label_smoothing)})"
+    if head.layer.loss.label_smoothing:
+        labels += f" (smoothed by {real(head.layer.loss.label_smoothing)})"
     if head.layer.class_weight is not None:
         labels += f", weighted by {docstring(head.layer.class_weight)}"
-    x = head.value + " of this context rank's rows" * bool(head.layer.axis)
+    x = head.value + " of this context rank's rows" * bool(head.layer.loss.axis)
     text = LETTERS.format(x=x, weight=docstring(head.layer.weight), labels=labels)
     return text + (_DERIVED if head.layer.logits is not None else "") + ":"
 

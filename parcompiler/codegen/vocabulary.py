@@ -7,6 +7,7 @@ the labels and what happens to logits, is written here as methods.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from functools import cache, cached_property
 
 from torch import fx
@@ -94,7 +95,7 @@ class VocabularyWriter:
             methods[name] = (comment, item.inputs, item.layer.indices)
         head = self.spread.head
         if head is not None and not self._is_plain(head.layer.targets, head.inputs):
-            whose = " on all context ranks" if head.layer.sizes else ""
+            whose = " on all context ranks" if head.layer.loss.sizes else ""
             comment = f"The class of each row of {head.value}{whose}."
             methods["targets"] = (comment, head.inputs, head.layer.targets)
         if head is not None and head.layer.logits is not None:
@@ -140,13 +141,7 @@ class VocabularyWriter:
             bias=self.attributes.get(head.bias or "", ""),
             logits="logits" in self.methods,
             class_weight=self.attributes.get(head.class_weight or "", ""),
-            ignore_index=head.ignore_index,
-            label_smoothing=head.label_smoothing,
-            reduction=head.reduction,
-            scale=head.scale,
-            axis=head.axis,
-            sizes=head.sizes,
-            zigzag=head.zigzag,
+            **asdict(head.loss),
         )
         yield wrap(f"head = {construction(made, 'runtime.', keywords=True)}", 4)
 

@@ -190,7 +190,7 @@ def _saved(graph: Graph, head: VocabularyHead, ranks: int) -> int:
     """
     weight = _piece(graph.by_name[head.weight], ranks)
     count = head.x.meta["val"].shape[0]
-    matrices = 2 if head.logits is not None and head.label_smoothing else 1
+    matrices = 2 if head.logits is not None and head.loss.label_smoothing else 1
     numbers = 4 * max(4, weight.dtype.itemsize) + 8 + 2  # statistics, the label's row, two masks
     return int(count * (matrices * weight.shape[0] * weight.dtype.itemsize + numbers))
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from parcompiler.capture.effects import arguments_of, name_of, overload_name
-from parcompiler.graph import Graph, Parameter, dtype_of, shape_of
+from parcompiler.graph import CrossEntropy, Graph, Parameter, dtype_of, shape_of
 from parcompiler.vocabulary.nodes import (
     is_copy,
     source,
@@ -73,25 +73,17 @@ class RowOperation:
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """loss = scale · cross_entropy(logits, targets, ...); the classes are dimension 1 (or 0).
+    """The cross-entropy that a graph ends in; the classes are dimension 1 of the logits (or 0).
 
-    The logits must be log-probabilities already where `normalized`. Where `axis` names one, the
-    loss is the sum over its ranks, each with some of the rows; with `sizes` the targets are those
-    of all rows, in segments of which each rank has its piece (`zigzag`: a chunk from either end).
+    They must be log-probabilities already where `normalized`.
     """
 
     node: fx.Node
     logits: fx.Node
     targets: fx.Node
     weight: fx.Node | None
-    reduction: str
-    ignore_index: int
-    label_smoothing: float = 0.0
-    scale: float = 1.0
+    loss: CrossEntropy
     normalized: bool = False
-    axis: str = ""
-    sizes: tuple[int, ...] = ()
-    zigzag: bool = False
 
 
 def match_loss(graph: Graph) -> Criterion:
@@ -126,14 +118,15 @@ def match_loss(graph: Graph) -> Criterion:
             if not single or operand.meta["val"].numel() != 1:
                 _needs_logits(name)
         node = operand
-    criterion = replace(criterion, axis=axis)
-    if criterion.reduction != "none":  # what follows is the sum or mean of one number
-        return replace(criterion, scale=scale)
-    count = math.prod(shape_of(criterion.targets))
-    if not reduction and count != 1:
-        keep_whole("a loss that needs that of each token")
-    scale = scale / count if reduction == "mean" else scale
-    return replace(criterion, reduction="sum", scale=scale)
+    loss = replace(criterion.loss, axis=axis, scale=scale)
+    if loss.reduction == "none":
+        count = math.prod(shape_of(criterion.targets))
+        if not reduction and count != 1:
+            keep_whole("a loss that needs that of each token")
+        scale = scale / count if reduction == "mean" else scale
+        loss = replace(loss, reduction="sum", scale=scale)
+    # Behind any other reduction comes the sum or mean of one number.
+    return replace(criterion, loss=loss)
 
 
 def _cross_entropy(node: fx.Node) -> Criterion | None:
@@ -151,9 +144,11 @@ def _cross_entropy(node: fx.Node) -> Criterion | None:
         logits=values["self"],
         targets=values["target"],
         weight=values["weight"],
-        reduction=_REDUCTIONS[values["reduction"]],
-        ignore_index=values["ignore_index"],
-        label_smoothing=0.0 if normalized else float(values["label_smoothing"]),
+        loss=CrossEntropy(
+            values["ignore_index"],
+            0.0 if normalized else float(values["label_smoothing"]),
+            _REDUCTIONS[values["reduction"]],
+        ),
         normalized=normalized,
     )
 
@@ -163,21 +158,13 @@ def _of_rows(node: fx.Node) -> Criterion:
     logits, targets = node.args
     assert isinstance(logits, fx.Node)
     assert isinstance(targets, fx.Node)
-    values = node.kwargs
+    values: Any = node.kwargs
     if "weight" in values:
         keep_whole("its mean counts rows of other context ranks by the weights of their classes")
-    sizes: Any = values.get("sizes", shape_of(targets))
-    return Criterion(
-        node=node,
-        logits=logits,
-        targets=targets,
-        weight=None,
-        reduction="mean",
-        ignore_index=cast(int, values.get("ignore_index", -100)),
-        label_smoothing=cast(float, values.get("label_smoothing", 0.0)),
-        sizes=tuple(sizes),
-        zigzag=bool(values.get("zigzag", False)),
-    )
+    names = ("ignore_index", "label_smoothing", "zigzag")
+    given = {name: values[name] for name in names if name in values}
+    loss = CrossEntropy(sizes=tuple(values.get("sizes", shape_of(targets))), **given)
+    return Criterion(node, logits, targets, None, loss)
 
 
 # The product

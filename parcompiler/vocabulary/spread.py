@@ -142,13 +142,7 @@ class _Spreading(Rewriting):
             bias=item.bias,
             class_weight=item.class_weight,
             logits=logits_graph(item.chain, shape_of(x)[0]),
-            ignore_index=item.criterion.ignore_index,
-            label_smoothing=item.criterion.label_smoothing,
-            reduction=item.criterion.reduction,
-            scale=item.criterion.scale,
-            axis=item.criterion.axis,
-            sizes=item.criterion.sizes,
-            zigzag=item.criterion.zigzag,
+            loss=item.criterion.loss,
             outputs={n: (item.chain.kept[node], dtype_of(node)) for n, node in kept.items()},
         )
 

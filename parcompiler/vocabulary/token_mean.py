@@ -32,7 +32,7 @@ def over_tokens(graph: Graph) -> Graph:
     """
     try:
         criterion = match_loss(graph)
-        if criterion.reduction != "mean" or criterion.weight is not None:
+        if criterion.loss.reduction != "mean" or criterion.weight is not None:
             keep_whole("the cross-entropy is no plain mean")
         why = obstacle(graph, criterion.targets, effects_of(graph))
         if why is not None:
@@ -62,7 +62,9 @@ def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
     output = small.output_node()
     (targets,) = output.all_input_nodes
     with small.inserting_before(output):
-        counted = small.call_function(torch.ops.aten.ne.Scalar, (targets, criterion.ignore_index))
+        counted = small.call_function(
+            torch.ops.aten.ne.Scalar, (targets, criterion.loss.ignore_index)
+        )
         total = small.call_function(torch.ops.aten.sum.default, (counted,))
     counted.meta = {**targets.meta, "val": targets.meta["val"].new_empty((), dtype=torch.bool)}
     counted.meta["val"] = counted.meta["val"].expand(targets.meta["val"].shape)

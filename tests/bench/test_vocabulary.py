@@ -47,11 +47,11 @@ def eager(passes: HeadPasses, head: VocabularyHead) -> Tensor:
         logits,
         passes.targets,
         rows.class_weight if head.class_weight else None,
-        ignore_index=head.ignore_index,
-        label_smoothing=head.label_smoothing,
-        reduction=head.reduction,
+        ignore_index=head.loss.ignore_index,
+        label_smoothing=head.loss.label_smoothing,
+        reduction=head.loss.reduction,
     )
-    return head.scale * found
+    return head.loss.scale * found
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -34,11 +34,11 @@ def head(
         logits,
         computed(item.targets, values),
         class_weight,
-        ignore_index=item.ignore_index,
-        reduction=item.reduction,
-        label_smoothing=item.label_smoothing,
+        ignore_index=item.loss.ignore_index,
+        reduction=item.loss.reduction,
+        label_smoothing=item.loss.label_smoothing,
     )
-    return loss * item.scale
+    return loss * item.loss.scale
 
 
 def computed(graph: fx.Graph, values: Values) -> Tensor:
