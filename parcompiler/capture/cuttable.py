@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from parcompiler.capture.effects import Effects, base_of, mutated_operands
+from parcompiler.capture.rewriting import inserted
 
 aten = torch.ops.aten
 
@@ -53,9 +53,7 @@ def _free_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
     """Let the model write to a copy where it would update a tensor of the batch in place."""
     for root in [root for root in Effects(graph).writers if root.name in inputs]:
         first = next(node for node in graph.nodes if root in node.all_input_nodes)
-        with graph.inserting_before(first):
-            copy = graph.call_function(aten.clone.default, (root,))
-        copy.meta = {**first.meta, "val": root.meta["val"].clone()}
+        copy = inserted(first, aten.clone.default, root)
         for user in [user for user in root.users if user is not copy]:
             user.replace_input_with(root, copy)
 
@@ -73,10 +71,7 @@ def _copy_counters(graph: fx.Graph) -> None:
             continue
         for operand in node.all_input_nodes:
             if effects.root(operand) in updated:
-                with graph.inserting_before(node):
-                    copy = graph.call_function(aten.clone.default, (operand,))
-                copy.meta = {**node.meta, "val": operand.meta["val"].clone()}
-                node.replace_input_with(operand, copy)
+                node.replace_input_with(operand, inserted(node, aten.clone.default, operand))
 
 
 def _keep_memory(graph: fx.Graph) -> None:
@@ -88,7 +83,7 @@ def _keep_memory(graph: fx.Graph) -> None:
             order = order_of(value)
             offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
             if order is not None and offset in (None, value.storage_offset()):
-                node.args = (_ordered(graph, node, node.args[0], order), *node.args[1:3])
+                node.args = (_ordered(node, node.args[0], order), *node.args[1:3])
                 node.kwargs = {}
 
 
@@ -103,17 +98,11 @@ def order_of(value: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order) if value.permute(order).is_contiguous() else None
 
 
-def _ordered(graph: fx.Graph, before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:
+def _ordered(before: fx.Node, value: fx.Node, order: Sequence[int]) -> fx.Node:
     """A value in an order in memory: of the dimensions by falling stride."""
+    if list(order) == sorted(order):
+        return inserted(before, aten.contiguous.default, value)
     back = [order.index(dim) for dim in range(len(order))]
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_before(before):
-            made = graph.call_function(target, args)
-        made.meta = {**before.meta, "val": target(args[0].meta["val"], *args[1:])}
-        return made
-
-    straight = list(order) == sorted(order)
-    value = value if straight else call(aten.permute.default, value, list(order))
-    value = call(aten.contiguous.default, value)
-    return value if straight else call(aten.permute.default, value, back)
+    value = inserted(before, aten.permute.default, value, list(order))
+    value = inserted(before, aten.contiguous.default, value)
+    return inserted(before, aten.permute.default, value, back)

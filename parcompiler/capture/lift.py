@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from parcompiler.capture.effects import arguments_of
 from parcompiler.capture.patches import patched
-from parcompiler.capture.rewriting import copied
+from parcompiler.capture.rewriting import copied, inserted
 from parcompiler.graph import Graph, is_floating, tensors_of
 
 
@@ -88,9 +88,7 @@ def _settle(node: fx.Node, dtype: torch.dtype) -> None:
     inputs = [operand for operand in node.all_input_nodes if operand not in choosing]
     operands = [x for x in inputs if isinstance(x.meta.get("val"), torch.Tensor)]
     for operand in operands:
-        with node.graph.inserting_before(node):
-            cast = node.graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
-        cast.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
+        cast = inserted(node, torch.ops.aten.to.dtype, operand, dtype)
         node.replace_input_with(operand, cast)
     if not operands:  # `where` with two numbers
         with node.graph.inserting_after(node):

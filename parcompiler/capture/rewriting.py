@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from parcompiler.capture.templates import unique
@@ -75,6 +76,23 @@ def copied(graph: Graph) -> Rewriting:
     for node in graph.fx_graph.nodes:
         rewriting.copy(node)
     return rewriting
+
+
+def inserted(
+    before: fx.Node, target: Callable[..., Any], *args: Any, like: fx.Node | None = None
+) -> fx.Node:
+    """A call in front of a node, at the place in the model of that node or of `like`, with the
+    shapes that it has for values without data."""
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args)
+    made.meta = {**(like or before).meta, "val": called(target, args)}
+    return made
+
+
+def called(target: Callable[..., Any], args: Any) -> Any:
+    """What a function makes of values without data."""
+    with torch.no_grad():
+        return target(*fx.map_arg(args, lambda node: node.meta["val"]))
 
 
 def place(module: fx.Node, source: fx.Node | None = None) -> dict[str, Any]:

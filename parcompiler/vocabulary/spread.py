@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from parcompiler.capture.blocks import cut, levels
 from parcompiler.capture.clean import drop_dead
 from parcompiler.capture.effects import effects_of, overload_name
-from parcompiler.capture.rewriting import Rewriting
+from parcompiler.capture.rewriting import Rewriting, called, inserted
 from parcompiler.errors import InputError
 from parcompiler.graph import (
     EmbeddingLookup,
@@ -167,11 +167,8 @@ class _Spreading(Rewriting):
 
     def _called(self, x: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A new node that does something to rows, at the place in the model of another."""
-        values = fx.map_arg(args, lambda node: node.meta["val"])
-        with torch.no_grad():
-            value = target(x.meta["val"], *values)
-        meta, carries = {**like.meta, "val": value}, x.name in self.carrying
-        name = f"{target._opname}_of_rows"
+        meta = {**like.meta, "val": called(target, (x, *args))}
+        name, carries = f"{target._opname}_of_rows", x.name in self.carrying
         return self.insert(name, target, (x, *args), meta, carries=carries)
 
     def _tensor(self, name: str) -> fx.Node:
@@ -223,7 +220,4 @@ def _flatten_targets(graph: fx.Graph) -> None:
     (result,) = output.all_input_nodes
     if len(shape_of(result)) == 1:
         return
-    with graph.inserting_before(output):
-        flat = graph.call_function(torch.ops.aten.reshape.default, (result, [-1]))
-    flat.meta = {**result.meta, "val": result.meta["val"].reshape(-1)}
-    output.args = (flat,)
+    output.args = (inserted(output, torch.ops.aten.reshape.default, result, [-1], like=result),)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from parcompiler.capture.effects import arguments_of, effects_of
-from parcompiler.capture.rewriting import copied
+from parcompiler.capture.rewriting import copied, inserted
 from parcompiler.errors import InputError
 from parcompiler.graph import Graph
 from parcompiler.vocabulary.find import obstacle
@@ -61,13 +61,7 @@ def _counts(graph: Graph, criterion: Criterion) -> fx.Graph:
         keep_whole("its targets depend on buffers")
     output = small.output_node()
     (targets,) = output.all_input_nodes
-    with small.inserting_before(output):
-        counted = small.call_function(
-            torch.ops.aten.ne.Scalar, (targets, criterion.loss.ignore_index)
-        )
-        total = small.call_function(torch.ops.aten.sum.default, (counted,))
-    counted.meta = {**targets.meta, "val": targets.meta["val"].new_empty((), dtype=torch.bool)}
-    counted.meta["val"] = counted.meta["val"].expand(targets.meta["val"].shape)
-    total.meta = {**targets.meta, "val": targets.meta["val"].new_empty((), dtype=torch.int64)}
-    output.args = (total,)
+    ne, ignored = torch.ops.aten.ne.Scalar, criterion.loss.ignore_index
+    counted = inserted(output, ne, targets, ignored, like=targets)
+    output.args = (inserted(output, torch.ops.aten.sum.default, counted, like=targets),)
     return small
